@@ -1,0 +1,25 @@
+"""Plain JAX flush: scatters whose index is out of bounds, and so dropped, for rows that are not due."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, quantize_groups
+
+
+def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
+    """See `pallas_kernels.flush.flush`."""
+    G = layer.group_size
+    buffer = layer.buffer
+    row = jnp.arange(due.shape[0])
+    group = jnp.where(due, lengths.quantized // G, layer.groups)
+    codes = quantize_groups(
+        buffer.keys[:, :, None, :G], buffer.values[:, :, None, :G], scheme=scheme, dtype=layer.keys.scale.dtype
+    )
+    append = lambda cache, new: cache.at[row, :, group].set(new[:, :, 0], mode="drop")
+    keys, values = jax.tree.map(append, (layer.keys, layer.values), codes)
+
+    def shift(x: Array) -> Array:
+        return jnp.where(due[:, None, None, None], jnp.roll(x, -G, axis=2), x)
+
+    return HierarchicalLayer(keys, values, FullLayer(shift(buffer.keys), shift(buffer.values)))

@@ -1,0 +1,35 @@
+"""Group-wise INT4 weights: the pytree, and its way back to full precision."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.kv_format import _pytree, unpack
+
+
+@_pytree("in_features")
+class Int4Weight:
+    """A linear layer's weight [out, in] in 4 bits: code * scale + zero, one scale and zero per group of inputs.
+
+    codes: [out, C, G/2], byte i of a group holds inputs i (low nibble) and i + G/2 (high). scale, zero: [out, C]. The last group is
+    padded where G does not divide `in_features`.
+    """
+
+    codes: UInt8[Array, "out C half"]
+    scale: Float[Array, "out C"]
+    zero: Float[Array, "out C"]
+    in_features: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.codes.shape[0], self.in_features)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+
+def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:
+    """The weight in `dtype`, without the padding."""
+    codes = unpack(weight.codes, -1).astype(dtype)
+    full = codes * weight.scale[..., None].astype(dtype) + weight.zero[..., None].astype(dtype)
+    return full.reshape(full.shape[0], -1)[:, : weight.in_features]

@@ -1,0 +1,163 @@
+"""The Llama-family transformer: Flax NNX modules that hold weights and nothing else; a functional forward pass.
+
+    logits, cache = model(tokens, positions, cache, planes=2)
+
+The cache decides how attention is done (see cache.py); the model never knows a kernel.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_format import accumulation_dtype
+from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.weight_format import Int4Weight
+from qspec_jax import rope
+from qspec_jax.config import LlamaConfig
+
+Weight = Array | jax.ShapeDtypeStruct | Int4Weight
+MakeWeight = Callable[[str, tuple[int, ...]], Weight]
+
+
+class AttendingCache(Protocol):
+    """What the model asks of a cache."""
+
+    def attend(
+        self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], *, planes: int
+    ) -> tuple[Float[Array, "B T N H"], object]:
+        """Appends k and v to a layer; returns what the queries read and the layer's new cache."""
+        ...
+
+    def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
+        """The cache with these layers, `tokens` longer in each row."""
+        ...
+
+
+class Linear(nnx.Module):
+    """y = x @ weight.T + bias; weight [out, in] in full precision or INT4."""
+
+    def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False):
+        self.weight = nnx.Param(make(f"{path}.weight", shape))
+        self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        weight = self.weight.get_value()
+        y = int4_matmul(x, weight) if isinstance(weight, Int4Weight) else _matmul(x, weight, x.dtype)
+        return y if self.bias is None else y + self.bias.get_value()
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, make: MakeWeight, path: str, size: int, eps: float):
+        self.weight = nnx.Param(make(f"{path}.weight", (size,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        wide = x.astype(accumulation_dtype(x.dtype))
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return self.weight.get_value() * wide.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One layer, in the two halves that surround attention."""
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str):
+        c, D, H = config, config.hidden_size, config.head_dim
+        self.head_dim = H
+        self.input_norm = RMSNorm(make, f"{path}.input_norm", D, c.rms_norm_eps)
+        self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
+        self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
+        self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
+        self.q_norm = RMSNorm(make, f"{path}.q_norm", H, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(make, f"{path}.k_norm", H, c.rms_norm_eps) if c.qk_norm else None
+        self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias)
+        self.post_attention_norm = RMSNorm(make, f"{path}.post_attention_norm", D, c.rms_norm_eps)
+        self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias)
+        self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
+        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias)
+
+    def before_attention(
+        self, x: Float[Array, "B T D"], cos: Array, sin: Array
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys after RoPE, and values."""
+        h = self.input_norm(x)
+        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, k, v = heads(self.q_proj(h)), heads(self.k_proj(h)), heads(self.v_proj(h))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+
+    def after_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Output projection and MLP, with their residual connections."""
+        x = x + self.o_proj(attended.reshape(*attended.shape[:2], -1))
+        h = self.post_attention_norm(x)
+        return x + self.down_proj(nnx.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Llama(nnx.Module):
+    """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model."""
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight):
+        self.config = config
+        self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
+        self.layers = nnx.List([Block(config, make, f"layers.{i}") for i in range(config.num_layers)])
+        self.norm = RMSNorm(make, "norm", config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else nnx.Param(make("head", (config.vocab_size, config.hidden_size)))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        planes: int = 2,
+        lengths: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
+        """Logits (at least float32) of T tokens per row and the cache T tokens longer.
+
+        planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target). lengths: see rope.py; by default
+        position + 1.
+        """
+        x = self.embed(tokens)
+        cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
+        layers = []
+        for i, block in enumerate(self.layers):
+            q, k, v = block.before_attention(x, cos, sin)
+            attended, layer = cache.attend(i, q, k, v, planes=planes)
+            x = block.after_attention(x, attended)
+            layers.append(layer)
+        return self.logits(x), cache.advance(tuple(layers), tokens.shape[1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.embedding.get_value().dtype
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.embedding.get_value()[tokens]
+
+    def cos_sin(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, Array]:
+        c = self.config
+        return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        head = self.embedding if self.head is None else self.head
+        return _matmul(self.norm(x), head.get_value(), accumulation_dtype(x.dtype))
+
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by the path that `make` was asked for."""
+        leaves = jax.tree_util.tree_leaves_with_path(self, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return {".".join(_name(key) for key in path): leaf.get_value() for path, leaf in leaves}
+
+
+def _name(key) -> str:
+    return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
+
+
+def _matmul(x: Array, weight: Array, dtype) -> Array:
+    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
