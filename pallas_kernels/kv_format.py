@@ -118,7 +118,7 @@ def accumulation_dtype(dtype) -> jnp.dtype:
 
 def _write_rows(buffer: Array, rows: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> Array:
     rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)
-    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (0, at, 0)))(buffer, rows, offset)
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))(buffer, rows, offset)
 
 
 # Rounding ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""The decode loop: draft, verify, accept, roll back, flush, in one `lax.while_loop` with static shapes.
+
+Autoregressive decoding is the same loop with no drafts. Every row keeps its own lengths, counts and end.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from qspec_jax.cache import Cache
+from qspec_jax.model import Llama
+from qspec_jax.sampling import DRAFT, Sampler
+
+RUNNING, EOS, LENGTH = range(3)
+UNLIMITED = jnp.iinfo(jnp.int32).max
+
+
+class Step(Protocol):
+    """A model over the cache, draft or target: a pytree that can be called."""
+
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache) -> tuple[Float[Array, "B T V"], Cache]:
+        """Logits of T tokens per row and the cache T tokens longer."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CachedModel:
+    """A model that reads one plane of the cache (1: a draft) or both (2: the target)."""
+
+    model: Llama
+    planes: int = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, tokens, positions, cache):
+        return self.model(tokens, positions, cache, planes=self.planes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none)."""
+
+    max_new_tokens: Int[Array, "B"]
+    num_speculative_tokens: Int[Array, "B"]
+    eos_token_ids: Int[Array, "E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Statistics per row. histogram[b, a]: rounds that accepted a drafts."""
+
+    rounds: Int[Array, "B"]
+    drafted: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    flushes: Int[Array, "B"]
+    histogram: Int[Array, "B gamma+1"]
+
+    @classmethod
+    def zeros(cls, batch: int, gamma: int) -> "Counts":
+        count = lambda: jnp.zeros(batch, jnp.int32)
+        return cls(count(), count(), count(), count(), jnp.zeros((batch, gamma + 1), jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Where each row stands. The last emitted token is pending: its keys and values are not cached yet.
+
+    tokens[b, :emitted[b]] are the new tokens; the columns behind them are scratch. status: RUNNING, EOS or LENGTH.
+    """
+
+    cache: Cache
+    keys: Key[Array, "B"]
+    tokens: Int[Array, "B max_new+gamma+1"]
+    emitted: Int[Array, "B"]
+    pending: Int[Array, "B"]
+    status: Int[Array, "B"]
+    counts: Counts
+
+    @property
+    def gamma(self) -> int:
+        """The most drafts of a round."""
+        return self.counts.histogram.shape[1] - 1
+
+
+def start(cache: Cache, first: Int[Array, "B"], keys: Key[Array, "B"], limits: Limits, *, max_new_tokens: int, gamma: int) -> DecodeState:
+    """The state after prefill, with the first token of each row; at most `max_new_tokens` of any row."""
+    B = first.shape[0]
+    tokens = jnp.zeros((B, max_new_tokens + gamma + 1), jnp.int32).at[:, 0].set(first)
+    one = jnp.ones(B, jnp.int32)
+    return DecodeState(cache, keys, tokens, one, first, _status(first[:, None], one, one, limits)[1], Counts.zeros(B, gamma))
+
+
+def decode(target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]) -> DecodeState:
+    """Rounds until every row has ended, or `max_rounds` of them."""
+
+    def unfinished(carry):
+        done, state = carry
+        return (done < max_rounds) & (state.status == RUNNING).any()
+
+    def step(carry):
+        done, state = carry
+        return done + 1, decode_round(target, draft, sampler, state, limits)
+
+    return lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
+
+
+def decode_round(target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits) -> DecodeState:
+    """One round of every running row (QuantSpec, algorithm 1)."""
+    lengths = state.cache.lengths
+    running = state.status == RUNNING
+    eligible = eligible_drafts(state, limits)
+    with jax.named_scope("draft"):
+        drafts, proposals, cache = draft_tokens(draft, sampler, state, eligible)
+    with jax.named_scope("verify"):
+        tokens = jnp.concatenate([state.pending[:, None], drafts], 1)
+        positions = lengths.total[:, None] + jnp.arange(tokens.shape[1])
+        logits, cache = target(tokens, positions, cache)
+        accepted, after = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
+    # The block of new tokens: the accepted drafts, then the target's own.
+    column = jnp.arange(tokens.shape[1])
+    block = jnp.where(column < accepted[:, None], jnp.roll(tokens, -1, 1), after[:, None])
+    count, status = _status(block, accepted + 1, state.emitted + accepted + 1, limits)
+    count = jnp.where(running, count, 0)
+    with jax.named_scope("flush"):
+        cached = dataclasses.replace(lengths, buffered=lengths.buffered + jnp.where(running, accepted + 1, 0))
+        cache, flushed = cache.rollback(cached).flush()
+    old = state.counts
+    counts = Counts(
+        old.rounds + running,
+        old.drafted + eligible,
+        old.accepted + jnp.where(running, accepted, 0),
+        old.flushes + flushed,
+        old.histogram + (running[:, None] & (column == accepted[:, None])),
+    )
+    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
+    return DecodeState(
+        cache,
+        state.keys,
+        jnp.where(running[:, None], write(state.tokens, block, state.emitted), state.tokens),
+        state.emitted + count,
+        jnp.where(running, after, state.pending),
+        jnp.where(running, status, state.status),
+        counts,
+    )
+
+
+def eligible_drafts(state: DecodeState, limits: Limits) -> Int[Array, "B"]:
+    """How many drafts a row may use in this round: what the schedule has room for, and one fewer than the tokens still wanted."""
+    wanted = limits.max_new_tokens - state.emitted
+    most = jnp.minimum(jnp.minimum(limits.num_speculative_tokens, state.gamma), jnp.minimum(state.cache.draft_room, wanted - 1))
+    return jnp.where(state.status == RUNNING, jnp.maximum(most, 0), 0)
+
+
+def draft_tokens(draft: Step | None, sampler: Sampler, state: DecodeState, eligible: Int[Array, "B"]) -> tuple[Array, Array, Cache]:
+    """Drafts [B, gamma], what the sampler knows of their distributions [B, gamma, W], and the cache rolled back.
+
+    Stops early when no row may use another draft; the columns behind are zero.
+    """
+    B, gamma = state.pending.shape[0], state.gamma
+    if gamma == 0:
+        return jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), state.cache
+    first = state.cache.lengths.total
+
+    def propose(i, token, cache):
+        logits, cache = draft(token[:, None], (first + i)[:, None], cache)
+        return *sampler.choose(logits[:, 0], state.keys, first + i + 1, DRAFT), cache
+
+    def step(carry):
+        i, token, drafts, proposals, cache = carry
+        token, proposal, cache = propose(i, token, cache)
+        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
+        return i + 1, token, put(drafts, token), put(proposals, proposal), cache
+
+    _, proposal, _ = jax.eval_shape(propose, jnp.int32(0), state.pending, state.cache)
+    drafts, proposals = jnp.zeros((B, gamma), jnp.int32), jnp.zeros((B, gamma, proposal.shape[1]), proposal.dtype)
+    carry = (jnp.int32(0), state.pending, drafts, proposals, state.cache)
+    _, _, drafts, proposals, cache = lax.while_loop(lambda carry: carry[0] < eligible.max(), step, carry)
+    return drafts, proposals, cache.rollback(state.cache.lengths)
+
+
+def _status(block: Int[Array, "B T"], count: Int[Array, "B"], emitted: Int[Array, "B"], limits: Limits) -> tuple[Array, Array]:
+    """How many of the first `count` tokens of a block to emit (up to an EOS), and the row's status thereafter."""
+    is_eos = (block[..., None] == limits.eos_token_ids).any(-1) & (jnp.arange(block.shape[1]) < count[:, None])
+    ended = is_eos.any(1)
+    status = jnp.where(ended, EOS, jnp.where(emitted >= limits.max_new_tokens, LENGTH, RUNNING)).astype(jnp.int32)
+    return jnp.where(ended, jnp.argmax(is_eos, 1).astype(jnp.int32) + 1, count), status

@@ -1,0 +1,247 @@
+"""From prompts to text: batches of ragged prompts through prefill and the decode loop, with statistics."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from qspec_jax import decode, prefill
+from qspec_jax.cache import empty_cache
+from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
+from qspec_jax.drafts import quantspec
+from qspec_jax.errors import InputError
+from qspec_jax.model import Llama
+from qspec_jax.sampling import TARGET, Sampler, make_sampler, prompt_keys
+
+FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call to generate did: totals over the prompts, and the same counts for each prompt in `rows`.
+
+    num_spec_steps: draft/verify rounds. draft_acceptance_rate: accepted / drafted tokens (the token that the target adds to
+    each round not counted); null where nothing was drafted. mean_acceptance_length: 1 + accepted / rounds, tokens per round.
+    acceptance_histogram[a]: rounds that accepted a drafts. Seconds: compile_s apart from prefill_s and decode_s;
+    tokens_per_second is of decode_s alone, all rows together. cache_bytes: what the KV cache has allocated.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_histogram: list[int]
+    flushes: int
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_second: float
+    peak_memory_bytes: int | None
+    cache_bytes: int
+    rows: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The new tokens of each prompt (an EOS included), their text if a tokenizer was given, why each ended ("eos" or "length")."""
+
+    token_ids: list[list[int]]
+    text: list[str] | None
+    finish_reason: list[str]
+    stats: Stats
+
+
+class Compiled:
+    """A function jitted ahead of time, so that compiling is timed apart from running and every executable can be counted."""
+
+    def __init__(self, function: Callable, **jit_options):
+        self._jitted = jax.jit(function, **jit_options)
+        self.executables: dict[Any, jax.stages.Compiled] = {}
+
+    def compile(self, *args, **static) -> tuple[jax.stages.Compiled, float]:
+        """The executable for these arguments, and the seconds spent on making it: 0 the second time."""
+        leaves, tree = jax.tree.flatten(args)
+        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
+        if key in self.executables:
+            return self.executables[key], 0.0
+        began = time.perf_counter()
+        self.executables[key] = self._jitted.lower(*args, **static).compile()
+        return self.executables[key], time.perf_counter() - began
+
+
+def _prepare(
+    model: Llama,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    *,
+    cache: CacheConfig,
+    capacity: int,
+    max_new_tokens: int,
+    gamma: int,
+) -> DecodeState:
+    empty = empty_cache(
+        model.config, cache, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype
+    )
+    with jax.named_scope("prefill"):
+        logits, filled = prefill.prefill(model, tokens, n, empty)
+    first, _ = sampler.choose(logits, keys, n, TARGET)
+    return decode.start(filled, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma)
+
+
+PREPARE = Compiled(_prepare, static_argnames=("cache", "capacity", "max_new_tokens", "gamma"))
+DECODE = Compiled(decode.decode, donate_argnames=("state",))
+
+
+def generate(
+    model: Llama,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    config: GenerationConfig | None = None,
+    key: Key[Array, ""] | None = None,
+    tokenizer=None,
+    draft: Step | None = None,
+    on_tokens: Callable[[list[list[int]]], None] | None = None,
+) -> Generation:
+    """Continues each prompt; the prompts are one batch, of any lengths.
+
+    prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: see
+    `qspec_jax.drafts`; by default, with method "quantspec", the INT4 draft is made here: make it once with
+    `drafts.quantspec(model)` for many calls. on_tokens is called after prefill and after each round with the new tokens of each prompt.
+
+    The output is exactly the INT8-KV target's (in exact arithmetic): greedy, its very tokens; sampled, its distribution.
+    Raises InputError for an empty prompt, a token id outside the vocabulary, and prompts that are too long.
+    """
+    config = config or GenerationConfig()
+    rows = _token_lists(model, prompts, tokenizer)
+    gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
+    _check_lengths(model, rows, config)
+    if gamma and draft is None:
+        draft = quantspec(model)
+    sampler = make_sampler(config)
+    keys = prompt_keys(jax.random.key(0) if key is None else key, len(rows))
+    longest = prefill.bucket(max(map(len, rows)))
+    max_new_tokens = prefill.bucket(config.max_new_tokens)
+    tokens = np.zeros((len(rows), longest), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    n = np.array([len(row) for row in rows], np.int32)
+    limits = make_limits(model, config, len(rows))
+
+    args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
+    static = dict(cache=config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens, gamma=gamma)
+    run_prepare, prepare_s = PREPARE.compile(*args, **static)
+    began = time.perf_counter()
+    state = jax.block_until_ready(run_prepare(*args))
+    prefill_s = time.perf_counter() - began
+
+    target = CachedModel(model, planes=2)
+    rounds = jnp.int32(1 if on_tokens else decode.UNLIMITED)
+    run_decode, decode_compile_s = DECODE.compile(target, draft if gamma else None, sampler, state, limits, rounds)
+    cache_bytes = state.cache.num_bytes
+    step = functools.partial(run_decode, target, draft if gamma else None, sampler)
+    began = time.perf_counter()
+    if on_tokens:
+        state = _stream(step, state, limits, rounds, on_tokens)
+    else:
+        state = jax.block_until_ready(step(state, limits, rounds))
+    decode_s = time.perf_counter() - began
+
+    result = jax.device_get((state.tokens, state.emitted, state.status))
+    token_ids = [row[:count].tolist() for row, count in zip(*result[:2])]
+    text = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+    stats = _stats(state, n, prepare_s + decode_compile_s, prefill_s, decode_s, cache_bytes)
+    return Generation(token_ids, text, [FINISH_REASONS[int(s)] for s in result[2]], stats)
+
+
+def make_limits(model: Llama, config: GenerationConfig, batch: int) -> Limits:
+    """The same limits for every row."""
+    eos = config.eos_token_ids if config.eos_token_ids is not None else model.config.eos_token_ids
+    if config.ignore_eos or not eos:
+        eos = (-1,)
+    every = lambda value: jnp.full(batch, value, jnp.int32)
+    return Limits(every(config.max_new_tokens), every(config.num_speculative_tokens), jnp.array(eos, jnp.int32))
+
+
+def _stream(step: Callable, state: DecodeState, limits: Limits, rounds: Array, on_tokens: Callable) -> DecodeState:
+    shown = np.zeros(state.emitted.shape[0], np.int32)
+    while True:
+        tokens, emitted, status = jax.device_get((state.tokens, state.emitted, state.status))
+        on_tokens([row[a:b].tolist() for row, a, b in zip(tokens, shown, emitted)])
+        shown = emitted
+        if not (status == decode.RUNNING).any():
+            return state
+        state = step(state, limits, rounds)
+
+
+def _token_lists(model: Llama, prompts: Sequence, tokenizer) -> list[list[int]]:
+    if isinstance(prompts, str) or not len(prompts):
+        raise InputError("prompts should be a list with at least one prompt")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise InputError("prompts are texts, so a tokenizer is needed")
+            prompt = tokenizer(prompt)["input_ids"]
+        row = [int(token) for token in prompt]
+        if not row:
+            raise InputError(f"prompt {i} is empty; it should have at least one token")
+        if min(row) < 0 or max(row) >= model.config.vocab_size:
+            raise InputError(f"prompt {i} has a token id outside the vocabulary of {model.config.vocab_size}")
+        rows.append(row)
+    return rows
+
+
+def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
+    most = model.config.max_length
+    for i, row in enumerate(rows):
+        if len(row) + config.max_new_tokens > most:
+            room = most - len(row)
+            advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to fewer than {most} tokens"
+            raise InputError(
+                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
+            )
+
+
+def _stats(state: DecodeState, n: np.ndarray, compile_s: float, prefill_s: float, decode_s: float, cache_bytes: int) -> Stats:
+    counts, emitted = jax.device_get((state.counts, state.emitted))
+    speculative = state.gamma > 0
+
+    def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes) -> dict[str, Any]:
+        return dict(
+            prompt_tokens=int(prompt_tokens),
+            new_tokens=int(new_tokens),
+            num_spec_steps=int(rounds) if speculative else 0,
+            num_draft_tokens=int(drafted),
+            num_accepted_draft_tokens=int(accepted),
+            draft_acceptance_rate=float(accepted / drafted) if drafted else None,
+            mean_acceptance_length=float(1 + accepted / rounds) if speculative and rounds else None,
+            acceptance_histogram=histogram.tolist() if speculative else [],
+            flushes=int(flushes),
+        )
+
+    columns = (n, emitted, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return Stats(
+        **summary(*(column.sum(0) for column in columns)),
+        compile_s=compile_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        # The first token of each row is prefill's.
+        tokens_per_second=float((emitted - 1).sum() / decode_s),
+        peak_memory_bytes=memory.get("peak_bytes_in_use"),
+        cache_bytes=cache_bytes,
+        rows=[summary(*row) for row in zip(*columns)],
+    )
