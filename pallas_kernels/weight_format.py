@@ -1,6 +1,5 @@
 """Group-wise INT4 weights: the pytree, and its way back to full precision."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.kv_format import _pytree, unpack

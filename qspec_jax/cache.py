@@ -47,7 +47,7 @@ class _Cache:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values, codes, scales and zeros."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
 
 
 @jax.tree_util.register_dataclass

@@ -34,6 +34,8 @@ _LLAMA_NAMES = (
 # Buffers that old checkpoints carry and that are computed here.
 _IGNORED = re.compile(r"(.*\.rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
 _FLOATS = {"F16", "BF16", "F32", "F64"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LOADED_AS = ("bfloat16", "float32", "float64")
 
 
 def hf_name(path: str) -> str:
@@ -45,9 +47,7 @@ def hf_name(path: str) -> str:
 
 def load_config(directory: str | Path) -> LlamaConfig:
     """The model's config, with the EOS ids of generation_config.json where it has them."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; a Hugging Face checkpoint directory is needed")
+    directory = _existing(directory)
     config = LlamaConfig.from_hf(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
@@ -63,13 +63,15 @@ def load_model(directory: str | Path, *, dtype: str | None = None, progress: boo
     standard error; None shows it on a terminal. Raises InputError that lists every missing, unexpected or misshapen tensor at once.
     """
     config = load_config(directory)
-    wanted = jnp.dtype(dtype or _stored_dtype(config))
+    dtype = dtype or stored_dtype(config)
+    if dtype not in _LOADED_AS:
+        raise InputError(f"dtype {dtype} is not one to load as; {', '.join(_LOADED_AS)} are")
+    wanted = jnp.dtype(dtype)
     if wanted == jnp.float64 and not jax.config.jax_enable_x64:
         raise InputError("float64 needs 64-bit JAX: set JAX_ENABLE_X64=1 or jax.config.update('jax_enable_x64', True)")
     with ExitStack() as stack:
         tensors = _open(Path(directory), stack)
-        shapes: dict[str, tuple[int, ...]] = {}
-        Llama(config, lambda path, shape: shapes.setdefault(hf_name(path), shape) and jax.ShapeDtypeStruct(shape, wanted))
+        shapes = _shapes(config)
         tied = _check(Path(directory), config, shapes, tensors)
         bar = stack.enter_context(tqdm(total=len(shapes), desc="load", unit="tensor", disable=None if progress is None else not progress))
 
@@ -78,7 +80,8 @@ def load_model(directory: str | Path, *, dtype: str | None = None, progress: boo
             bar.update()
             if path == "embedding" and tied and not np.array_equal(array, _read(tensors, hf_name("head"))):
                 raise InputError(
-                    f"{directory}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding; one of them is wrong"
+                    f"{directory}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding; "
+                    "one of them is wrong"
                 )
             # Cast on the host's view, so that the device never holds two copies.
             return jnp.asarray(array.astype(wanted))
@@ -86,14 +89,25 @@ def load_model(directory: str | Path, *, dtype: str | None = None, progress: boo
         return Llama(config, make)
 
 
+def tensor_shapes(directory: str | Path, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, read from the headers alone. Raises InputError as loading would."""
+    shapes = _shapes(config)
+    with ExitStack() as stack:
+        _check(Path(directory), config, shapes, _open(Path(directory), stack))
+    return shapes
+
+
 def load_tokenizer(directory: str | Path):
     """The directory's tokenizer (a transformers fast tokenizer)."""
+    directory = _existing(directory)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
+        reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
 
 
@@ -102,11 +116,31 @@ def load(directory: str | Path, *, dtype: str | None = None):
     return load_model(directory, dtype=dtype), load_tokenizer(directory)
 
 
-def _stored_dtype(config: LlamaConfig) -> str:
+def _existing(directory: str | Path) -> Path:
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; a Hugging Face checkpoint directory is needed")
+    return directory
+
+
+def stored_dtype(config: LlamaConfig) -> str:
+    """The dtype that a checkpoint is loaded in if no other is asked for."""
     if config.dtype == "float16":
         log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"
     return config.dtype
+
+
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model asks for, by the checkpoint's name."""
+    shapes = {}
+
+    def make(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        shapes[hf_name(path)] = shape
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    Llama(config, make)
+    return shapes
 
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -115,8 +149,8 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
     named: dict[str, str] | None = None
     if index.exists():
         named = read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not named:
-            raise InputError(f"{index}: weight_map is missing or empty")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise InputError(f"{index}: weight_map should map tensors to files, and does not")
         names = sorted(set(named.values()))
     else:
         names = ["model.safetensors"]
@@ -129,11 +163,12 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
         try:
             file = stack.enter_context(safe_open(path, framework="np"))
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a whole safetensors file ({error})") from None
-        tensors |= dict.fromkeys(file.keys(), file)
+            raise InputError(f"{path}: not a whole safetensors file ({_one_line(error)})") from None
+        keys = set(file.keys())
+        tensors |= dict.fromkeys(keys, file)
         if named is not None:
-            lost = sorted(k for k, v in named.items() if v == name and k not in set(file.keys()))
-            stray = sorted(k for k in file.keys() if k not in named)
+            lost = sorted(k for k, v in named.items() if v == name and k not in keys)
+            stray = sorted(keys - named.keys())
             if lost:
                 raise InputError(f"{index}: names tensors that {name} lacks: {_some(lost)}")
             if stray:
@@ -170,3 +205,7 @@ def _read(tensors: dict[str, safe_open], name: str) -> np.ndarray:
 def _some(names: Iterable[str], most: int = 8) -> str:
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

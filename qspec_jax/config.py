@@ -21,16 +21,20 @@ class Architecture:
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    bias_keys: tuple[str, ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
+_QWEN_DEFAULTS = (("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_window_layers", 28))
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(defaults=(("sliding_window", 4096), ("num_key_value_heads", 8))),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=(("num_key_value_heads", 32), ("use_sliding_window", False))),
-    "Qwen3ForCausalLM": Architecture(
-        qk_norm=True, defaults=(("num_key_value_heads", 32), ("head_dim", 128), ("use_sliding_window", False))
+    "LlamaForCausalLM": Architecture(
+        bias_keys=("attention_bias", "mlp_bias"), defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
     ),
+    "MistralForCausalLM": Architecture(
+        defaults=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096), ("eos_token_id", 2))
+    ),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, bias_keys=("attention_bias",), defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
 }
 
 
@@ -77,9 +81,13 @@ class LlamaConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, in tokens: linear and dynamic scaling stretch what the checkpoint was trained for."""
-        stretch = self.rope.factor if self.rope.rope_type in ("linear", "dynamic") else 1.0
-        return int(self.max_position_embeddings * stretch)
+        """The longest sequence, in tokens: linear, dynamic and YaRN scaling stretch what the checkpoint was trained for."""
+        match self.rope.rope_type:
+            case "linear" | "dynamic":
+                return int(self.max_position_embeddings * self.rope.factor)
+            case "yarn":  # its users change rope_scaling and may leave max_position_embeddings as it was
+                return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
+        return self.max_position_embeddings
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json") -> "LlamaConfig":
@@ -99,25 +107,36 @@ class _Reader:
 
     def __init__(self, raw: Mapping[str, Any], source: str):
         self.source = source
-        names = raw.get("architectures") or ["(none)"]
-        self.name = names[0]
+        names = raw.get("architectures")
+        self.name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
         if self.name not in ARCHITECTURES:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[self.name]
-        self.raw = dict(self.architecture.defaults) | {k: v for k, v in raw.items() if v is not None or k == "sliding_window"}
+        # A null hides the architecture's default, and then reads as an absent key.
+        self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
 
     def error(self, what: str) -> InputError:
-        return InputError(f"{self.source}: {what}")
+        return InputError(f"{self.source}: {' '.join(what.split())}")
 
-    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, least=None):
+    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0):
         value = (self.raw if of is None else of).get(name, default)
         if value is None:
             raise self.error(f"{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value:
-            raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a number'}")
-        if not math.isfinite(value) or value < (least if least is not None else 1 if kind is int else 0):
-            raise self.error(f"{name} is {value}, too small" if math.isfinite(value) else f"{name} is not finite")
+        try:
+            good = not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
+        except (TypeError, OverflowError):
+            good = False
+        if not good:
+            raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
+        if value <= above:
+            raise self.error(f"{name} is {value}, should be more than {above}")
         return kind(value)
+
+    def flag(self, name: str, default: bool = False, *, of: Mapping[str, Any] | None = None) -> bool:
+        value = (self.raw if of is None else of).get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {value!r}, not true or false")
+        return value
 
     def llama(self) -> LlamaConfig:
         raw = self.raw
@@ -129,13 +148,12 @@ class _Reader:
         kv_heads = self.number("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        head_dim = self.number("head_dim", hidden // heads)
+        head_dim = self.number("head_dim", hidden // heads, above=2)
         if head_dim % 2:
             raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
-        positions = self.number("max_position_embeddings", 2048)
-        self.refuse_sliding_window(positions)
-        bias = bool(raw.get("attention_bias", False))
-        return LlamaConfig(
+        positions = self.number("max_position_embeddings")
+        attention_bias, mlp_bias = (key in self.architecture.bias_keys and self.flag(key) for key in ("attention_bias", "mlp_bias"))
+        config = LlamaConfig(
             architecture=self.name,
             vocab_size=self.number("vocab_size"),
             hidden_size=hidden,
@@ -147,14 +165,16 @@ class _Reader:
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, kind=float),
             rope=self.rope(head_dim, positions),
             max_position_embeddings=positions,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=self.architecture.qkv_bias or bias,
-            output_bias=bias and not self.architecture.qkv_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            qkv_bias=self.architecture.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=mlp_bias,
             qk_norm=self.architecture.qk_norm,
             eos_token_ids=token_ids(raw.get("eos_token_id"), self.source),
             dtype=self.dtype(),
         )
+        self.refuse_sliding_window(config)
+        return config
 
     def dtype(self) -> str:
         name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
@@ -162,50 +182,54 @@ class _Reader:
             raise self.error(f"dtype {name} is not supported; float16, bfloat16, float32 or float64 is")
         return name
 
-    def refuse_sliding_window(self, positions: int) -> None:
-        window = self.raw.get("sliding_window")
+    def refuse_sliding_window(self, config: LlamaConfig) -> None:
         types = self.raw.get("layer_types")
-        if types is not None:
+        if types is not None and not (isinstance(types, list) and all(t in ("full_attention", "sliding_attention") for t in types)):
+            raise self.error(f"layer_types {types!r} should be a list of full_attention")
+        if self.name == "MistralForCausalLM":
+            active = True
+        elif types is not None:
             active = "sliding_attention" in types
         else:
-            active = self.raw.get("use_sliding_window", self.name == "MistralForCausalLM")
-        if active and window is not None and window < positions:
+            active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
+        if active and "sliding_window" in self.raw and (window := self.number("sliding_window")) < config.max_length:
             raise self.error(
-                f"sliding-window attention (sliding_window {window}, {positions} positions) is not supported; "
+                f"sliding-window attention (sliding_window {window}, {config.max_length} positions) is not supported; "
                 "only full attention is"
             )
 
     def rope(self, head_dim: int, positions: int) -> RopeConfig:
-        # transformers 4 spells it rope_theta and rope_scaling, transformers 5 rope_parameters.
-        given = dict(self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {})
+        # transformers 4 spells it rope_theta and rope_scaling, transformers 5 rope_parameters; it too prefers the older one.
+        given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+            raise self.error(f"rope settings {given!r} should be one flat object")
+        given = {k: v for k, v in given.items() if v is not None}
         rope_type = given.get("rope_type", given.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise self.error(f"rope type {rope_type} is not supported; supported are {', '.join(ROPE_TYPES)}")
         if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:
             raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
-        theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float)
+        theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
         if rope_type == "default":
             return RopeConfig(rope_theta=theta)
-        original = self.raw.get("original_max_position_embeddings", given.get("original_max_position_embeddings", positions))
-        original = self.number("original_max_position_embeddings", of={"original_max_position_embeddings": original})
-        if rope_type in ("yarn", "longrope"):
-            factor = self.number("factor", positions / original, of=given, kind=float)
-        else:
-            factor = self.number("factor", of=given, kind=float)
+        outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
+        original = self.number("original_max_position_embeddings", positions, of=given | outside, above=1)
+        implied = positions / original if rope_type in ("yarn", "longrope") else None
+        factor = self.number("factor", implied, of=given, kind=float)
         rope = RopeConfig(rope_type, theta, factor, original)
         if rope_type == "yarn":
             return dataclasses.replace(
                 rope,
                 attention_factor=self.yarn_attention_factor(given, factor),
-                beta_fast=float(given.get("beta_fast") or 32),
-                beta_slow=float(given.get("beta_slow") or 1),
-                truncate=bool(given.get("truncate", True)),
+                beta_fast=self.number("beta_fast", 32, of=given, kind=float),
+                beta_slow=self.number("beta_slow", 1, of=given, kind=float),
+                truncate=self.flag("truncate", True, of=given),
             )
         if rope_type == "longrope":
             default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
             return dataclasses.replace(
                 rope,
-                attention_factor=self.number("attention_factor", default, of={k: v for k, v in given.items() if v is not None}, kind=float),
+                attention_factor=self.number("attention_factor", default, of=given, kind=float),
                 short_factor=self.factors(given, "short_factor", head_dim // 2),
                 long_factor=self.factors(given, "long_factor", head_dim // 2),
             )
@@ -218,18 +242,18 @@ class _Reader:
         return rope
 
     def yarn_attention_factor(self, given: Mapping[str, Any], factor: float) -> float:
-        if given.get("attention_factor") is not None:
-            return self.number("attention_factor", of=given, kind=float)
         mscale = lambda m: 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+        default = mscale(1.0)
         if given.get("mscale") and given.get("mscale_all_dim"):
-            return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
-        return mscale(1.0)
+            part, whole = (self.number(name, of=given, kind=float) for name in ("mscale", "mscale_all_dim"))
+            default = mscale(part) / mscale(whole)
+        return self.number("attention_factor", default, of=given, kind=float)
 
     def factors(self, given: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
         values = given.get(name)
         if not isinstance(values, list) or len(values) != length:
             raise self.error(f"{name} must be a list of {length} numbers (head_dim / 2)")
-        return tuple(float(v) for v in values)
+        return tuple(self.number(name, of={name: value}, kind=float) for value in values)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -238,7 +262,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: should hold a JSON object")
@@ -248,7 +272,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def token_ids(value: Any, source: str) -> tuple[int, ...]:
     """One token id or a list of them, as a tuple."""
     values = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(v, int) and v >= 0 for v in values):
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
         raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")
     return tuple(values)
 

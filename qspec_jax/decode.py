@@ -96,7 +96,9 @@ def start(cache: Cache, first: Int[Array, "B"], keys: Key[Array, "B"], limits: L
     return DecodeState(cache, keys, tokens, one, first, _status(first[:, None], one, one, limits)[1], Counts.zeros(B, gamma))
 
 
-def decode(target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]) -> DecodeState:
+def decode(
+    target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]
+) -> DecodeState:
     """Rounds until every row has ended, or `max_rounds` of them."""
 
     def unfinished(carry):

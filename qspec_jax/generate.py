@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from qspec_jax import decode, prefill
 from qspec_jax.cache import empty_cache
+from qspec_jax.compiled import Compiled
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
 from qspec_jax.drafts import quantspec
@@ -61,24 +62,6 @@ class Generation:
     stats: Stats
 
 
-class Compiled:
-    """A function jitted ahead of time, so that compiling is timed apart from running and every executable can be counted."""
-
-    def __init__(self, function: Callable, **jit_options):
-        self._jitted = jax.jit(function, **jit_options)
-        self.executables: dict[Any, jax.stages.Compiled] = {}
-
-    def compile(self, *args, **static) -> tuple[jax.stages.Compiled, float]:
-        """The executable for these arguments, and the seconds spent on making it: 0 the second time."""
-        leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
-        if key in self.executables:
-            return self.executables[key], 0.0
-        began = time.perf_counter()
-        self.executables[key] = self._jitted.lower(*args, **static).compile()
-        return self.executables[key], time.perf_counter() - began
-
-
 def _prepare(
     model: Llama,
     tokens: Int[Array, "B S"],
@@ -92,9 +75,7 @@ def _prepare(
     max_new_tokens: int,
     gamma: int,
 ) -> DecodeState:
-    empty = empty_cache(
-        model.config, cache, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype
-    )
+    empty = empty_cache(model.config, cache, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype)
     with jax.named_scope("prefill"):
         logits, filled = prefill.prefill(model, tokens, n, empty)
     first, _ = sampler.choose(logits, keys, n, TARGET)
@@ -114,12 +95,14 @@ def generate(
     tokenizer=None,
     draft: Step | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
+    rounds_per_update: int = 1,
 ) -> Generation:
     """Continues each prompt; the prompts are one batch, of any lengths.
 
     prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: see
     `qspec_jax.drafts`; by default, with method "quantspec", the INT4 draft is made here: make it once with
-    `drafts.quantspec(model)` for many calls. on_tokens is called after prefill and after each round with the new tokens of each prompt.
+    `drafts.quantspec(model)` for many calls. on_tokens is called with the new tokens of each prompt after prefill and after every
+    `rounds_per_update` rounds.
 
     The output is exactly the INT8-KV target's (in exact arithmetic): greedy, its very tokens; sampled, its distribution.
     Raises InputError for an empty prompt, a token id outside the vocabulary, and prompts that are too long.
@@ -143,20 +126,18 @@ def generate(
     args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
     static = dict(cache=config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens, gamma=gamma)
     run_prepare, prepare_s = PREPARE.compile(*args, **static)
+    jax.block_until_ready(draft)
     began = time.perf_counter()
     state = jax.block_until_ready(run_prepare(*args))
     prefill_s = time.perf_counter() - began
 
     target = CachedModel(model, planes=2)
-    rounds = jnp.int32(1 if on_tokens else decode.UNLIMITED)
+    rounds = jnp.int32(rounds_per_update if on_tokens else decode.UNLIMITED)
     run_decode, decode_compile_s = DECODE.compile(target, draft if gamma else None, sampler, state, limits, rounds)
     cache_bytes = state.cache.num_bytes
     step = functools.partial(run_decode, target, draft if gamma else None, sampler)
     began = time.perf_counter()
-    if on_tokens:
-        state = _stream(step, state, limits, rounds, on_tokens)
-    else:
-        state = jax.block_until_ready(step(state, limits, rounds))
+    state = _stream(step, state, limits, rounds, on_tokens) if on_tokens else jax.block_until_ready(step(state, limits, rounds))
     decode_s = time.perf_counter() - began
 
     result = jax.device_get((state.tokens, state.emitted, state.status))

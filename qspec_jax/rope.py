@@ -61,7 +61,8 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+    # 0.001 for an empty range only; a reversed one, of extreme settings, is left as transformers leaves it.
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001), 0, 1)
     return (plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
 
 

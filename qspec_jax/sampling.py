@@ -116,9 +116,7 @@ def make_sampler(config: GenerationConfig) -> Sampler:
     """Greedy at temperature 0, otherwise sampling."""
     if config.temperature == 0:
         return Greedy()
-    return Sampling(
-        jnp.float32(config.temperature), jnp.int32(config.top_k), jnp.float32(config.top_p), config.top_k > 0, config.top_p < 1
-    )
+    return Sampling(jnp.float32(config.temperature), jnp.int32(config.top_k), jnp.float32(config.top_p), config.top_k > 0, config.top_p < 1)
 
 
 def _leading(match: Array, eligible: Int[Array, "B"]) -> Int[Array, "B"]:

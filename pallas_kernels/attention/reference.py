@@ -1,7 +1,7 @@
 """Plain JAX attention: runs everywhere, and is what every kernel is tested against.
 
-The cache is read in chunks with a running softmax (flash decoding in series), as many as the longest row fills, so that
-time follows the length and not the capacity, and nothing of cache size is ever made.
+The cache is read in chunks with a running softmax (flash decoding in series), as many as the longest row fills: logits of
+bounded size in prefill, and dequantized keys and values of one chunk at a time, so that nothing of cache size is ever made.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes, accumulation_dtype, dequantize_groups
 
 CHUNK_TOKENS = 1024
+# A full-precision cache is read without a copy where the logits of all its tokens are no more than this.
+MAX_LOGITS = 1 << 21
 
 Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of exponentials [B, K, R], weighted values [B, K, R, H]
 Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #R S"]]]
@@ -39,7 +41,7 @@ def decode_attention(
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
     capacity = layer.keys.shape[2]
-    chunk = min(CHUNK_TOKENS, capacity)
+    chunk = min(max(CHUNK_TOKENS, MAX_LOGITS // rows.shape[2]), capacity)
     query = jnp.arange(rows.shape[2]) // (rows.shape[2] // T)
     seen = length[:, None] - T + query + 1
 
@@ -94,6 +96,8 @@ def _merge(a: Partial, b: Partial) -> Partial:
 
 
 def _slice(x: Array, start: Array | int, size: int) -> Array:
+    if size == x.shape[2]:
+        return x
     return lax.dynamic_slice_in_dim(x, start, size, axis=2)
 
 

@@ -13,9 +13,7 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
     buffer = layer.buffer
     row = jnp.arange(due.shape[0])
     group = jnp.where(due, lengths.quantized // G, layer.groups)
-    codes = quantize_groups(
-        buffer.keys[:, :, None, :G], buffer.values[:, :, None, :G], scheme=scheme, dtype=layer.keys.scale.dtype
-    )
+    codes = quantize_groups(buffer.keys[:, :, None, :G], buffer.values[:, :, None, :G], scheme=scheme, dtype=layer.keys.scale.dtype)
     append = lambda cache, new: cache.at[row, :, group].set(new[:, :, 0], mode="drop")
     keys, values = jax.tree.map(append, (layer.keys, layer.values), codes)
 

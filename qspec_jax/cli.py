@@ -1,0 +1,424 @@
+"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`.
+
+Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
+"""
+
+import dataclasses
+import enum
+import importlib.resources
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax import checkpoint, drafts
+from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.demo import corpus
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import acceptance
+from qspec_jax.generate import Generation, generate
+from qspec_jax.info import ModelInfo, model_info
+
+DEMO_MODEL = importlib.resources.files("qspec_jax.demo") / "model"
+# Rounds between two looks at the decode loop, where they only move a progress bar.
+ROUNDS_PER_UPDATE = 16
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Self-speculative decoding for long contexts."
+)
+evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
+app.add_typer(evaluations, name="eval")
+
+
+class Method(enum.StrEnum):
+    quantspec = "quantspec"
+    autoregressive = "autoregressive"
+
+
+class CacheKind(enum.StrEnum):
+    full = "full"
+    int8 = "int8"
+
+
+class Dtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory in Hugging Face format.")]
+Gamma = Annotated[int, typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round.")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
+GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("generate")
+def generate_command(
+    model: ModelDirectory,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file that holds a prompt; may be given several times.")] = None,
+    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    cache: Annotated[CacheKind | None, typer.Option(help="Cache of the autoregressive method: full, if not given.")] = None,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    dtype: DtypeOption = None,
+    group_size: GroupSize = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    as_json: Json = False,
+):
+    """Continue prompts."""
+    if cache is not None and method is Method.quantspec:
+        raise InputError("--cache is for --method autoregressive; quantspec always has the int8 cache")
+    if stream and (as_json or output):
+        raise InputError("--stream prints text as it comes; it does not go with --json or --output")
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        method=method.value,
+        cache=cache and cache.value,
+        num_speculative_tokens=num_speculative_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        ignore_eos=ignore_eos,
+        group_size=group_size,
+    )
+    prompts = [*(prompt or []), *(_read_text(path) for path in prompt_file or [])]
+    if not prompts:
+        raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
+    if stream and len(prompts) > 1:
+        raise InputError("--stream takes one prompt")
+    with _output(output) as write:
+        network, tokenizer = _load(model, dtype, quiet=as_json)
+        follow = _Stream(tokenizer) if stream else _Progress(max_new_tokens * len(prompts), quiet=as_json)
+        out = _generate(network, tokenizer, prompts, config, seed, follow)
+        if as_json:
+            write(json.dumps(dataclasses.asdict(out)) + "\n")
+        elif not stream:
+            write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
+    if not as_json:
+        Console(stderr=True).print(_stats_table({method.value: out}))
+
+
+@app.command()
+def info(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    context: Annotated[int | None, typer.Option(help="Tokens to size the cache for: the model's longest sequence, if not given.")] = None,
+    group_size: GroupSize = None,
+    as_json: Json = False,
+):
+    """What a checkpoint is, and what it takes in memory."""
+    found = model_info(directory, context=context, cache=CacheConfig(group_size=group_size))
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+    else:
+        Console().print(_info_table(found))
+
+
+@app.command()
+def demo(
+    prompt_tokens: Annotated[int, typer.Option(help="How much of the held-out file to read.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="How much to continue it by.")] = 256,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    as_json: Json = False,
+):
+    """Continue a real source file with the embedded model, by both methods."""
+    console = Console(quiet=as_json)
+    network, tokenizer = _load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
+    path = corpus.held_out_files()[0]
+    tokens = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
+    if len(tokens) < prompt_tokens:
+        raise InputError(f"{path.name} has {len(tokens)} tokens; ask for at most that many with --prompt-tokens")
+    prompt = tokens[:prompt_tokens]
+    parameters = sum(weight.size for weight in network.weights().values())
+    console.print(
+        f"[bold]qspec demo[/]: a Llama of {parameters / 1e6:.1f} M parameters, trained on Python source, continues {path.name}\n"
+        f"(held out from its training) after {prompt_tokens:,} tokens, by {max_new_tokens} new ones, "
+        f"on {_device_name()} in {network.dtype.name}.\n"
+    )
+    shared = dict(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True)
+    runs = {
+        "quantspec": GenerationConfig(num_speculative_tokens=num_speculative_tokens, **shared),
+        "autoregressive": GenerationConfig(method="autoregressive", **shared),
+    }
+    results = {}
+    for name, config in runs.items():
+        results[name] = _generate(network, tokenizer, [prompt], config, seed, _Progress(max_new_tokens, quiet=as_json, label=name))
+    if as_json:
+        print(
+            json.dumps({"file": path.name, "dtype": network.dtype.name} | {name: dataclasses.asdict(out) for name, out in results.items()})
+        )
+        return
+    context = tokenizer.decode(prompt[-60:])
+    continued = Text.assemble((context, "dim"), (results["quantspec"].text[0], "green"))
+    console.print(Panel(continued, title=f"{path.name}, continued by quantspec", title_align="left"))
+    console.print(_stats_table(results, bf16_bytes=_bf16_cache_bytes(network, prompt_tokens + max_new_tokens)))
+    if jax.default_backend() == "cpu":
+        console.print(
+            "On a CPU speculation shows its [bold]acceptance[/], not its speed-up: reading less memory pays where memory is what "
+            "decoding waits for,\non a GPU at long context. Here unpacking 4-bit codes costs more than it saves."
+        )
+
+
+@evaluations.command("acceptance")
+def acceptance_command(
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
+    ] = None,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
+    draft_bits: Annotated[int, typer.Option(help="Bits of the draft's weights, 4 or 16.")] = 4,
+    draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
+    scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
+    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    dtype: DtypeOption = None,
+    as_json: Json = False,
+):
+    """Share of drafts that the target accepts: free-running and teacher-forced."""
+    directory = model or Path(str(DEMO_MODEL))
+    paths = file or corpus.held_out_files()
+    network, tokenizer = _load(directory, dtype or (None if model else _demo_dtype()), quiet=as_json)
+    draft = drafts.quantspec(network, weight_bits=draft_bits, planes=draft_planes)
+    texts = [tokenizer(_read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
+    long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
+    if not long_enough:
+        raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
+    results = []
+    for heat in temperature or [0.0, 1.0]:
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, temperature=heat, scheme=scheme
+        )
+        key = jax.random.key(seed)
+        for mode in ("teacher-forced", "free-running"):
+            _say(f"temperature {heat:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
+            if mode == "teacher-forced":
+                measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
+            else:
+                measured = acceptance.free_running(network, draft, [text[:prompt_tokens] for text in long_enough], config, key)
+            results.append({"temperature": heat, "mode": mode} | dataclasses.asdict(measured))
+    if as_json:
+        print(json.dumps({"gamma": num_speculative_tokens, "texts": len(long_enough), "results": results}))
+        return
+    table = Table(
+        "temperature", "mode", "accepted / drafted", "drafted", "repeated 8-grams", title=f"Acceptance, gamma {num_speculative_tokens}"
+    )
+    for row in results:
+        rate, repeated = f"{row['acceptance_rate']:.3f}", f"{row['repeated_ngrams']:.1%}"
+        table.add_row(f"{row['temperature']:g}", row["mode"], rate, f"{row['drafted']:,}", repeated)
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point; exits with 0, or 2 for bad input."""
+    logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    # transformers says on import that it has no torch; only its tokenizers are used here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        code = app(args=list(arguments) if arguments is not None else None, prog_name="qspec", standalone_mode=False)
+    except InputError as error:
+        code = _fail(str(error))
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
+        if not hasattr(error, "format_message"):
+            raise
+        code = _fail(error.format_message()) if error.format_message() else 2
+    sys.exit(code or 0)
+
+
+def _fail(message: str) -> int:
+    print(f"qspec: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _load(directory: Path, dtype: str | None, *, quiet: bool):
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    network = checkpoint.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
+    return network, checkpoint.load_tokenizer(directory)
+
+
+def _generate(network, tokenizer, prompts: list, config: GenerationConfig, seed: int, follow) -> Generation:
+    with follow:
+        return generate(
+            network,
+            prompts,
+            config=config,
+            key=jax.random.key(seed),
+            tokenizer=tokenizer,
+            on_tokens=follow.on_tokens if follow.active else None,
+            rounds_per_update=follow.rounds,
+        )
+
+
+class _Progress:
+    """A bar of new tokens on standard error; silent without a terminal."""
+
+    rounds = ROUNDS_PER_UPDATE
+
+    def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
+        self.bar = tqdm(total=total, desc=f"{label}: compile, read the prompt", unit="tok", leave=False, disable=True if quiet else None)
+        self.label, self.active = label, not self.bar.disable
+
+    def on_tokens(self, new: list[list[int]]) -> None:
+        self.bar.set_description(self.label, refresh=False)
+        self.bar.update(sum(map(len, new)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+
+class _Stream:
+    """Prints one prompt's text as it comes: what a later token can no longer change."""
+
+    rounds, active = 1, True
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens, self.shown = tokenizer, [], 0
+
+    def on_tokens(self, new: list[list[int]]) -> None:
+        self.tokens += new[0]
+        self._print(self._text().rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+
+    def _print(self, text: str) -> None:
+        sys.stdout.write(text[self.shown :])
+        sys.stdout.flush()
+        self.shown = max(self.shown, len(text))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._print(self._text() + "\n")
+
+
+class _output:
+    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.file = path, None
+
+    def __enter__(self):
+        if self.path is None:
+            return sys.stdout.write
+        try:
+            if self.path.is_dir():
+                raise IsADirectoryError(None, "is a directory")
+            self.file = tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=f".{self.path.name}.", delete=False, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror})") from None
+        return self.file.write
+
+    def __exit__(self, kind, *_):
+        if self.file is None:
+            return
+        self.file.close()
+        if kind is None:
+            os.replace(self.file.name, self.path)
+        else:
+            os.unlink(self.file.name)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file in UTF-8") from None
+
+
+def _say(message: str, *, quiet: bool) -> None:
+    if not quiet and sys.stderr.isatty():
+        print(message, file=sys.stderr)
+
+
+def _demo_dtype() -> str | None:
+    # A CPU has no bfloat16 arithmetic to speak of.
+    return "float32" if jax.default_backend() == "cpu" else None
+
+
+def _device_name() -> str:
+    device = jax.devices()[0]
+    return "a CPU" if device.platform == "cpu" else device.device_kind
+
+
+def _bf16_cache_bytes(network, tokens: int) -> int:
+    c = network.config
+    return 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * tokens
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
+    table = Table("", *results, box=None, header_style="bold", padding=(0, 3, 0, 0))
+
+    def row(label: str, show) -> None:
+        cells = [show(out.stats) for out in results.values()]
+        if any(cells):
+            table.add_row(label, *(cell or "-" for cell in cells))
+
+    row("new tokens", lambda s: f"{s.new_tokens:,} after {s.prompt_tokens:,}")
+    row(
+        "acceptance rate",
+        lambda s: s.num_draft_tokens and f"{s.draft_acceptance_rate:.1%} ({s.num_accepted_draft_tokens} of {s.num_draft_tokens} drafts)",
+    )
+    row("mean acceptance length", lambda s: s.mean_acceptance_length and f"{s.mean_acceptance_length:.2f} tokens a round")
+    row("rounds", lambda s: s.num_spec_steps and f"{s.num_spec_steps}")
+    row("flushes", lambda s: s.flushes and f"{s.flushes}")
+    row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
+    row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
+    against = f" ({{:.0%}} of {_megabytes(bf16_bytes)} in bfloat16)" if bf16_bytes else ""
+    row("KV cache", lambda s: _megabytes(s.cache_bytes) + (against.format(s.cache_bytes / bf16_bytes) if bf16_bytes else ""))
+    return table
+
+
+def _info_table(found: ModelInfo) -> Table:
+    table = Table("", "", box=None, show_header=False, padding=(0, 3, 0, 0))
+    rows: dict[str, Any] = {
+        "architecture": f"{found.architecture}, stored in {found.dtype}",
+        "parameters": f"{found.parameters:,}",
+        "layers": f"{found.num_layers} of {found.hidden_size}, MLP {found.intermediate_size}",
+        "heads": f"{found.num_heads} query, {found.num_kv_heads} KV, of {found.head_dim}",
+        "vocabulary": f"{found.vocab_size:,}, embeddings {'tied' if found.tie_word_embeddings else 'not tied'}",
+        "positions": f"{found.max_length:,}, rope {found.rope_type}",
+        "EOS ids": ", ".join(map(str, found.eos_token_ids)) or "none",
+        "weights": f"{_megabytes(found.weight_bytes)} target, {_megabytes(found.draft_weight_bytes)} more for the INT4 draft",
+        f"KV cache, {found.context:,} tokens": f"{_megabytes(found.cache_bytes)} hierarchical, {_megabytes(found.full_cache_bytes)} full",
+    }
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,127 @@
+"""Acceptance of a draft: free-running (in generation) and teacher-forced (along a real text).
+
+A model that falls into a loop repeats itself, and its draft with it: such text flatters the free-running figure. So it comes
+with the share of repeated 8-grams, and beside it stands the teacher-forced figure, whose context is always the real text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
+
+from qspec_jax import prefill
+from qspec_jax.compiled import Compiled
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts
+from qspec_jax.errors import InputError
+from qspec_jax.generate import PREPARE, generate, make_limits
+from qspec_jax.model import Llama
+from qspec_jax.sampling import Sampler, make_sampler, prompt_keys
+
+NGRAM = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """accepted / drafted tokens, with the text they were measured on: its new tokens and share of repeated 8-grams."""
+
+    acceptance_rate: float
+    accepted: int
+    drafted: int
+    rounds: int
+    new_tokens: int
+    repeated_ngrams: float
+
+
+def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
+    """Acceptance while the model generates after each prompt (EOS ignored)."""
+    config = dataclasses.replace(config, ignore_eos=True)
+    out = generate(model, prompts, config=config, key=key, draft=draft)
+    stats = out.stats
+    return Acceptance(
+        stats.num_accepted_draft_tokens / stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
+        stats.num_draft_tokens,
+        stats.num_spec_steps,
+        stats.new_tokens,
+        repeated_ngrams(out.token_ids),
+    )
+
+
+def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
+    """Acceptance along real texts, whose last `config.max_new_tokens` tokens are walked.
+
+    At each stop gamma tokens are drafted and verified as in generation; then the real tokens take their place, as many as the round
+    would have emitted, so that the next round drafts in the real context. Raises InputError for a text with no room for a prompt.
+    """
+    new, gamma = config.max_new_tokens, config.num_speculative_tokens
+    if min(map(len, texts)) <= new:
+        raise InputError(f"every text should have more than the {new} tokens to walk")
+    n = np.array([len(text) - new for text in texts], np.int32)
+    tokens = np.zeros((len(texts), prefill.bucket(max(n))), np.int32)
+    for row, text in zip(tokens, texts):
+        row[: len(text) - new] = text[:-new]
+    real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
+    limits = make_limits(model, dataclasses.replace(config, ignore_eos=True), len(texts))
+    sampler, keys = make_sampler(config), prompt_keys(key, len(texts))
+    static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
+    args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
+    run_prepare, _ = PREPARE.compile(*args, **static)
+    walk_args = (CachedModel(model, 2), draft, sampler, run_prepare(*args), limits, jnp.asarray(real))
+    run_walk, _ = WALK.compile(*walk_args)
+    counts = jax.device_get(run_walk(*walk_args))
+    accepted, drafted = int(counts.accepted.sum()), int(counts.drafted.sum())
+    return Acceptance(
+        accepted / drafted, accepted, drafted, int(counts.rounds.sum()), new * len(texts), repeated_ngrams(real[:, :new].tolist())
+    )
+
+
+def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> Counts:
+    width = state.gamma + 1
+    block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
+    state = dataclasses.replace(state, pending=real[:, 0], emitted=jnp.ones_like(state.emitted), status=jnp.zeros_like(state.status))
+
+    def walking(state: DecodeState) -> Array:
+        # Stop where no draft can be counted any more; the last token of the text is only ever verified against.
+        return (state.emitted < limits.max_new_tokens).any()
+
+    def step(state: DecodeState) -> DecodeState:
+        lengths = state.cache.lengths
+        active = state.emitted < limits.max_new_tokens
+        eligible = jnp.where(active, eligible_drafts(state, limits), 0)
+        drafts, proposals, cache = draft_tokens(draft, sampler, state, eligible)
+        positions = lengths.total[:, None] + jnp.arange(width)
+        logits, cache = target(jnp.concatenate([state.pending[:, None], drafts], 1), positions, cache)
+        accepted, _ = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
+        # Once more with the real tokens, whose keys and values are what the cache must hold.
+        _, cache = target(block_at(real, state.emitted - 1), positions, cache.rollback(lengths))
+        moved = jnp.where(active, accepted + 1, 0)
+        cache, flushed = cache.rollback(dataclasses.replace(lengths, buffered=lengths.buffered + moved)).flush()
+        old = state.counts
+        counts = Counts(
+            old.rounds + active, old.drafted + eligible, old.accepted + jnp.where(active, accepted, 0), old.flushes + flushed, old.histogram
+        )
+        emitted = state.emitted + moved
+        return dataclasses.replace(state, cache=cache, pending=block_at(real, emitted - 1)[:, 0], emitted=emitted, counts=counts)
+
+    return lax.while_loop(walking, step, state).counts
+
+
+WALK = Compiled(_walk, donate_argnames=("state",))
+
+
+def repeated_ngrams(rows: Sequence[Sequence[int]], n: int = NGRAM) -> float:
+    """Share of the n-grams of each row that stood earlier in the same row."""
+    total = repeated = 0
+    for row in rows:
+        seen = set()
+        for i in range(len(row) - n + 1):
+            gram = tuple(row[i : i + n])
+            repeated += gram in seen
+            seen.add(gram)
+            total += 1
+    return repeated / total if total else 0.0
