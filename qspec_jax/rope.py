@@ -30,7 +30,8 @@ def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T half"], sin: Float
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain = 1.0 / np.float32(rope.rope_theta) ** exponents
+    periods = np.float32(rope.rope_theta) ** exponents
+    plain = 1.0 / periods
     match rope.rope_type:
         case "default":
             return plain
@@ -43,7 +44,8 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
         case "yarn":
             return _yarn(rope, head_dim, plain)
         case "longrope":
-            short, long = (plain / np.asarray(f, np.float32) for f in (rope.short_factor, rope.long_factor))
+            # Rounded in transformers' order: at 100,000 tokens a last bit is a hundredth of a radian.
+            short, long = (1.0 / (np.asarray(f, np.float32) * periods) for f in (rope.short_factor, rope.long_factor))
             return jnp.where(lengths[..., None] > rope.original_max_position_embeddings, long, short)
         case "llama3":
             return _llama3(rope, plain)

@@ -62,7 +62,7 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     if min(map(len, texts)) <= new:
         raise InputError(f"every text should have more than the {new} tokens to walk")
     n = np.array([len(text) - new for text in texts], np.int32)
-    tokens = np.zeros((len(texts), prefill.bucket(max(n))), np.int32)
+    tokens = np.zeros((len(texts), prefill.bucket(int(n.max()))), np.int32)
     for row, text in zip(tokens, texts):
         row[: len(text) - new] = text[:-new]
     real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)

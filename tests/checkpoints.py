@@ -1,0 +1,212 @@
+"""Tiny Hugging Face checkpoints of random weights, made with numpy alone, and the cases whose logits are in tests/goldens.
+
+The tests load these directories with qspec_jax, make_goldens.py loads the same ones with transformers. A tensor follows
+from its name and the seed alone, so that no weights need to be stored. Imports nothing of qspec_jax, nor JAX or torch.
+"""
+
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+GOLDENS = Path(__file__).parent / "goldens" / "logits.npz"
+
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+HEAD_DIMS = (64, 96, 128)
+
+
+def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
+    """A config.json as transformers 5 writes it. A key changed to `...` is left out."""
+    config = {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    } | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def rope_settings(rope_type: str, head_dim: int = 64, /, **changes: Any) -> dict[str, Any]:
+    """The keys of a config that a rope type needs; `changes` go into rope_parameters."""
+    parameters: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0}
+    positions = 128
+    match rope_type:
+        case "linear" | "dynamic":
+            positions = 32
+            parameters |= {"factor": 4.0}
+        case "yarn":
+            positions = 2048
+            parameters |= {"factor": 4.0, "original_max_position_embeddings": 512}
+        case "longrope":
+            ramp = np.linspace(0, 1, head_dim // 2)
+            parameters |= {"short_factor": list(1 + ramp / 2), "long_factor": list(1 + 5 * ramp), "original_max_position_embeddings": 32}
+        case "llama3":
+            parameters |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    return {"rope_parameters": parameters | changes, "max_position_embeddings": positions}
+
+
+def old_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 4 writes it: rope_theta and rope_scaling, torch_dtype."""
+    rope = dict(config["rope_parameters"])
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config["dtype"]}
+    return old | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
+
+
+def _cases() -> dict[str, dict[str, Any]]:
+    cases = {}
+    for a, (architecture, model_type) in enumerate(MODEL_TYPES.items()):
+        for r, rope_type in enumerate(ROPE_TYPES):
+            # Over an architecture's six rope types: every pair of a head_dim with tied or untied, GQA and MHA three times each.
+            head_dim = HEAD_DIMS[(a + r) % 3]
+            cases[f"{model_type}-{rope_type}"] = hf_config(
+                architecture,
+                head_dim=head_dim,
+                num_key_value_heads=(2, 4)[(a + r // 2) % 2],
+                tie_word_embeddings=(a + r) % 2 == 0,
+                **rope_settings(rope_type, head_dim),
+            )
+    yarn = lambda **changes: hf_config(**rope_settings("yarn", **changes))
+    two_heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return cases | {
+        "llama-biases": hf_config(attention_bias=True, mlp_bias=True),
+        # Of the two keys Qwen 3 knows the first, Mistral and Qwen 2 neither.
+        "qwen3-biases": hf_config("Qwen3ForCausalLM", attention_bias=True, mlp_bias=True),
+        "mistral-stray-bias-keys": hf_config("MistralForCausalLM", attention_bias=True, mlp_bias=True),
+        "qwen2-stray-bias-keys": hf_config("Qwen2ForCausalLM", attention_bias=True, mlp_bias=True),
+        "llama-eps": hf_config(rms_norm_eps=1e-3),
+        "qwen3-eps": hf_config("Qwen3ForCausalLM", rms_norm_eps=1e-3),
+        "llama-theta": hf_config(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+        # head_dim is hidden_size / num_attention_heads where it is not given, in Qwen 3 it is 128.
+        "llama-no-head-dim": hf_config(head_dim=..., **two_heads),
+        "mistral-no-head-dim": hf_config("MistralForCausalLM", head_dim=None, **two_heads),
+        "qwen2-no-head-dim": hf_config("Qwen2ForCausalLM", head_dim=..., **two_heads),
+        "qwen3-no-head-dim": hf_config("Qwen3ForCausalLM", head_dim=...),
+        "mistral-idle-window": hf_config("MistralForCausalLM", sliding_window=128),
+        "qwen2-idle-window": hf_config("Qwen2ForCausalLM", sliding_window=16, use_sliding_window=True, max_window_layers=2),
+        "yarn-mscale": yarn(mscale=1.3, mscale_all_dim=0.7),
+        "yarn-mscale-alone": yarn(mscale=1.3),
+        "yarn-attention-factor": yarn(attention_factor=0.8),
+        "yarn-no-truncate": yarn(truncate=False, beta_fast=16, beta_slow=2),
+        "yarn-factor-null": yarn(factor=None),
+        # The ramp's upper end below its lower one, and both the same.
+        "yarn-ramp-reversed": yarn(original_max_position_embeddings=4),
+        "yarn-ramp-empty": yarn(original_max_position_embeddings=6),
+        "yarn-ramp-beyond": yarn(rope_theta=4.0),
+        "longrope-factor": hf_config(**rope_settings("longrope", factor=2.0)),
+        "longrope-attention-factor": hf_config(**rope_settings("longrope", attention_factor=1.5)),
+        # As Phi 3 has it: this one counts.
+        "longrope-original-outside": hf_config(original_max_position_embeddings=16, **rope_settings("longrope")),
+    }
+
+
+CASES: dict[str, dict[str, Any]] = _cases()
+
+
+def case_lengths(name: str) -> tuple[int, ...]:
+    """How many of a case's tokens its goldens were computed from: around the original length, mostly 32, where that matters."""
+    return (24, 32, 33, 48) if CASES[name]["rope_parameters"]["rope_type"] in ("dynamic", "longrope") else (48,)
+
+
+def case_tokens(name: str) -> np.ndarray:
+    """Two rows of 48 tokens."""
+    return (_uniform(name, 0, 2 * 48) * CASES[name]["vocab_size"]).astype(np.int32).reshape(2, 48)
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint of a config, without lm_head.weight where it is tied."""
+    architecture = config["architectures"][0]
+    hidden, width, vocab, heads = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
+    head_dim = config.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
+    queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
+    attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and config.get("attention_bias", False)
+    qkv_bias = architecture == "Qwen2ForCausalLM" or attention_bias
+    mlp_bias = architecture == "LlamaForCausalLM" and config.get("mlp_bias", False)
+
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        if architecture == "Qwen3ForCausalLM":
+            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+        for name, shape, bias in (
+            ("self_attn.q_proj", (queries, hidden), qkv_bias),
+            ("self_attn.k_proj", (keys, hidden), qkv_bias),
+            ("self_attn.v_proj", (keys, hidden), qkv_bias),
+            ("self_attn.o_proj", (hidden, queries), attention_bias),
+            ("mlp.gate_proj", (width, hidden), mlp_bias),
+            ("mlp.up_proj", (width, hidden), mlp_bias),
+            ("mlp.down_proj", (hidden, width), mlp_bias),
+        ):
+            shapes |= {f"{layer}.{name}.weight": shape} | ({f"{layer}.{name}.bias": shape[:1]} if bias else {})
+    return shapes
+
+
+def random_tensors(config: dict[str, Any], *, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Weights under which logits spread over about ten, and no norm or bias can be lost unseen."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        x = math.sqrt(12) * (_uniform(name, seed, math.prod(shape)).reshape(shape) - 0.5)  # mean 0, variance 1
+        if "norm" in name:
+            return 1 + 0.3 * x
+        if name.endswith(".bias"):
+            return 0.3 * x
+        scale = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.5}.get(name, shape[-1] ** -0.5)
+        return scale * x
+
+    # numpy knows bfloat16 through ml_dtypes only.
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    return {name: draw(name, shape).astype(kind) for name, shape in tensor_shapes(config).items()}
+
+
+def write_checkpoint(
+    directory: Path,
+    config: dict[str, Any],
+    *,
+    shards: int = 1,
+    seed: int = 0,
+    dtype: str = "float32",
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Writes config.json and `tensors` (None: random ones of `dtype`) as one file, or as shards with an index; returns the directory."""
+    tensors = random_tensors(config, seed=seed, dtype=dtype) if tensors is None else tensors
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[shard::shards]}
+        save_file(part, directory / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return directory
+
+
+def _uniform(name: str, seed: int, count: int) -> np.ndarray:
+    """Numbers in [0, 1), from the raw stream: numpy promises that one in every version, and its distributions in none."""
+    return (np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(count) >> np.uint64(11)) * 2.0**-53

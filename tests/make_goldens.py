@@ -1,0 +1,56 @@
+"""Makes tests/goldens/logits.npz: transformers' float32 logits of every case of tests/checkpoints.py.
+
+Needs torch and transformers, which the project itself does not. In an environment of its own:
+
+    python -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch transformers ml_dtypes
+    /tmp/goldens/bin/python tests/make_goldens.py
+
+The committed file was made with torch 2.13.0 (CPU) and transformers 5.23.0. Run it again when cases change.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from checkpoints import CASES, GOLDENS, case_lengths, case_tokens, old_spelling, write_checkpoint
+from transformers import AutoModelForCausalLM
+
+
+def load(directory: Path) -> transformers.PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info[problem]:
+            sys.exit(f"{directory.name}: {problem} {info[problem]}")
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    return model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits.numpy()
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    goldens = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, config in CASES.items():
+            new = load(write_checkpoint(Path(scratch, "new", name), config))
+            old = load(write_checkpoint(Path(scratch, "old", name), old_spelling(config), shards=3))
+            for length in case_lengths(name):
+                tokens = case_tokens(name)[:, :length]
+                golden = goldens[f"{name}-{length}"] = logits(new, tokens)
+                if not np.array_equal(golden, logits(old, tokens)):
+                    sys.exit(f"{name}: transformers reads the two spellings differently")
+                print(f"{name:28} {length:3} tokens: spread {golden.std():6.3f}, largest {abs(golden).max():6.2f}")
+    GOLDENS.parent.mkdir(exist_ok=True)
+    np.savez_compressed(GOLDENS, **goldens)
+    print(f"{GOLDENS}: {len(goldens)} arrays, {GOLDENS.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

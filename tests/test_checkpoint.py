@@ -1,0 +1,283 @@
+"""Loading checkpoint directories: what is stored arrives unchanged, and whatever is wrong is said in one line."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import MODEL_TYPES, hf_config, random_tensors, write_checkpoint
+from safetensors.numpy import load_file, save_file
+
+from qspec_jax.checkpoint import hf_name, load, load_config, load_model, load_tokenizer
+from qspec_jax.errors import InputError
+from qspec_jax.model import Llama
+
+LLAMA, _, QWEN2, QWEN3 = MODEL_TYPES
+INDEX = "model.safetensors.index.json"
+Edit = Callable[[Path], object]
+
+
+def loaded(model: Llama) -> dict[str, np.ndarray]:
+    """Weights by their names in the checkpoint."""
+    return {hf_name(path): np.asarray(weight) for path, weight in model.weights().items()}
+
+
+def refused(directory: Path, *named: str, read: Callable = load_model) -> str:
+    """Reading must fail with one line that names the directory and these; returns the line."""
+    with pytest.raises(InputError) as error:
+        read(directory)
+    message = str(error.value)
+    assert message.startswith(str(directory)) and "\n" not in message
+    assert all(name in message for name in named), message
+    return message
+
+
+def edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+# What arrives ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf_config(LLAMA, attention_bias=True, mlp_bias=True),
+        hf_config(QWEN2, tie_word_embeddings=True),
+        hf_config(QWEN3, attention_bias=True),
+    ],
+    ids=["llama", "qwen2-tied", "qwen3"],
+)
+def test_every_tensor_arrives_bit_for_bit(config, dtype, shards, tmp_path):
+    model = load_model(write_checkpoint(tmp_path, config | {"dtype": dtype}, dtype=dtype, shards=shards))
+    stored, weights = random_tensors(config, dtype=dtype), loaded(model)
+    assert weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert weights[name].dtype == tensor.dtype and weights[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("wanted", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_are_converted(stored, wanted, tmp_path):
+    config = hf_config(dtype=stored)
+    directory = write_checkpoint(tmp_path, config, dtype=stored)
+    with jax.enable_x64(True):
+        weights = loaded(load_model(directory, dtype=wanted))
+    kind = ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted
+    for name, tensor in random_tensors(config, dtype=stored).items():
+        assert weights[name].dtype == kind and np.array_equal(weights[name], tensor.astype(kind)), name
+
+
+def test_mixed_dtypes_become_the_config_s(tmp_path):
+    tensors = random_tensors(hf_config(), dtype="bfloat16")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+    model = load_model(write_checkpoint(tmp_path, hf_config(dtype="bfloat16"), tensors=tensors))
+    assert {weight.dtype for weight in loaded(model).values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_float16_becomes_bfloat16_with_a_warning(tmp_path, caplog):
+    directory = write_checkpoint(tmp_path, hf_config(dtype="float16"), dtype="float16")
+    with caplog.at_level(logging.WARNING):
+        assert load_model(directory).dtype == ml_dtypes.bfloat16
+    assert "float16" in caplog.text and "bfloat16" in caplog.text
+    caplog.clear()
+    assert load_model(directory, dtype="float32").dtype == np.float32
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float33"])
+def test_other_dtypes_are_refused(dtype, tmp_path):
+    with pytest.raises(InputError, match=dtype):
+        load_model(write_checkpoint(tmp_path, hf_config()), dtype=dtype)
+
+
+def test_float64_needs_64_bit_jax(tmp_path):
+    directory = write_checkpoint(tmp_path, hf_config(dtype="float64"), dtype="float64")
+    with jax.enable_x64(False), pytest.raises(InputError, match="float64 needs 64-bit JAX"):
+        load_model(directory)
+
+
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path):
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32) for i in range(2)}
+    buffers["model.rotary_emb.inv_freq"] = np.ones(32, np.float32)
+    load_model(write_checkpoint(tmp_path, hf_config(), tensors=random_tensors(hf_config()) | buffers))
+
+
+# Tied embeddings: by what the config says and what the checkpoint holds ------------------------------------------------
+
+
+def test_tied_with_an_equal_head(tmp_path):
+    config = hf_config(tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert load_model(write_checkpoint(tmp_path, config, tensors=tensors)).head is None
+
+
+def test_tied_with_a_head_that_differs(tmp_path):
+    tensors = random_tensors(hf_config())
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1e-6
+    refused(write_checkpoint(tmp_path, hf_config(tie_word_embeddings=True), tensors=tensors), "tie_word_embeddings", "lm_head.weight")
+
+
+@pytest.mark.parametrize("tied", [False, ...])
+def test_untied_without_a_head(tied, tmp_path):
+    tensors = random_tensors(hf_config(tie_word_embeddings=True))
+    directory = write_checkpoint(tmp_path, hf_config(tie_word_embeddings=tied), tensors=tensors)
+    refused(directory, "missing lm_head.weight", "not tied")
+
+
+# Directories that are wrong -------------------------------------------------------------------------------------------
+
+
+def _retouch(change: Callable[[dict[str, np.ndarray]], object]) -> Edit:
+    """Changes the tensors of model.safetensors."""
+
+    def edit(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return edit
+
+
+def _overwrite(file: str, content: bytes | str) -> Edit:
+    return lambda d: (d / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def _cut(file: str, size: int) -> Edit:
+    return lambda d: (d / file).write_bytes((d / file).read_bytes()[:size])
+
+
+def _without(file: str) -> Edit:
+    return lambda d: (d / file).unlink()
+
+
+def _only_bin(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+NOT_JSON = [
+    (_overwrite("config.json", "{"), ("config.json", "not valid JSON")),
+    (_overwrite("config.json", ""), ("config.json", "not valid JSON")),
+    (_overwrite("config.json", b"\xff\xfe"), ("config.json", "not valid JSON")),
+    (_overwrite("config.json", "[" * 100_000), ("config.json", "not valid JSON")),
+    (_overwrite("config.json", "[1, 2]"), ("config.json", "JSON object")),
+    (_without("config.json"), ("config.json", "cannot be read")),
+    (_overwrite("generation_config.json", "{"), ("generation_config.json", "not valid JSON")),
+    (_overwrite("generation_config.json", '{"eos_token_id": "</s>"}'), ("generation_config.json", "eos_token_id", "</s>")),
+]
+
+ONE_FILE = [
+    (_without("model.safetensors"), ("model.safetensors: missing",)),
+    (_only_bin, ("model.safetensors: missing", "convert the .bin files")),
+    (_cut("model.safetensors", 0), ("model.safetensors", "not a whole safetensors file")),
+    (_cut("model.safetensors", 100), ("model.safetensors", "not a whole safetensors file")),
+    (_cut("model.safetensors", -1), ("model.safetensors", "not a whole safetensors file")),
+    (_overwrite("model.safetensors", b"garbage\n" * 100), ("model.safetensors", "not a whole safetensors file")),
+    (_overwrite("model.safetensors", (16).to_bytes(8, "little") + b'{"a\n\n": not json'), ("not a whole safetensors file",)),
+    (_retouch(lambda t: t.update(stray=np.zeros(1))), ("unexpected stray",)),
+    (_retouch(lambda t: t.pop("model.norm.weight")), ("missing model.norm.weight",)),
+    (
+        _retouch(lambda t: t.update({"model.norm.weight": np.zeros(64, np.int32)})),
+        ("model.norm.weight has dtype I32", "floating point"),
+    ),
+]
+
+SHARDS = [
+    (_without("model-00002-of-00003.safetensors"), ("model-00002-of-00003.safetensors: missing",)),
+    (_cut("model-00003-of-00003.safetensors", -1), ("model-00003-of-00003.safetensors", "not a whole safetensors file")),
+    (_overwrite(INDEX, "{"), (INDEX, "not valid JSON")),
+    (_overwrite(INDEX, "{}"), (INDEX, "weight_map")),
+    (_overwrite(INDEX, '{"weight_map": {"model.norm.weight": 3}}'), (INDEX, "weight_map")),
+    (
+        lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].pop("model.norm.weight")),
+        (INDEX, "no entry", "model.norm.weight"),
+    ),
+    (
+        lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].update(ghost="model-00001-of-00003.safetensors")),
+        (INDEX, "names tensors that model-00001-of-00003.safetensors lacks: ghost"),
+    ),
+    (
+        lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].update(ghost="model-00004-of-00003.safetensors")),
+        ("model-00004-of-00003.safetensors: missing",),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("shards", "edit", "named"),
+    [(1, *bad) for bad in NOT_JSON + ONE_FILE] + [(3, *bad) for bad in SHARDS],
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
+)
+def test_refused(shards, edit, named, tmp_path):
+    directory = write_checkpoint(tmp_path, hf_config(), shards=shards)
+    load_model(directory)
+    edit(directory)
+    refused(directory, *named)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_all_that_is_wrong_with_the_tensors_is_said_at_once(shards, tmp_path):
+    tensors = random_tensors(hf_config())
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = np.zeros(65, np.float32)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((64, 128), np.float32)
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((96, 64), np.float32)
+    refused(
+        write_checkpoint(tmp_path, hf_config(), tensors=tensors, shards=shards),
+        "missing model.layers.1.mlp.up_proj.weight",
+        "unexpected model.layers.2.mlp.up_proj.weight",
+        "model.norm.weight has shape [65], config.json asks for [64]",
+        "model.layers.0.self_attn.k_proj.weight has shape [64, 128], config.json asks for [128, 64]",
+    )
+
+
+def test_a_long_list_is_cut_short(tmp_path):
+    message = refused(write_checkpoint(tmp_path, hf_config(num_hidden_layers=1), tensors=random_tensors(hf_config())), "unexpected")
+    assert "and 1 more" in message and len(message) < 1000
+
+
+@pytest.mark.parametrize("read", [load_config, load_model, load_tokenizer, load])
+def test_no_such_directory(read, tmp_path):
+    refused(tmp_path / "gone", "no such directory", read=read)
+
+
+# Config and tokenizer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("generation", "ids"), [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": 7}, (7,)), ({}, (2,)), (None, (2,))])
+def test_eos_of_generation_config_wins(generation, ids, tmp_path):
+    write_checkpoint(tmp_path, hf_config(eos_token_id=2))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_config(tmp_path).eos_token_ids == load_model(tmp_path).config.eos_token_ids == ids
+
+
+def test_no_tokenizer(tmp_path):
+    refused(write_checkpoint(tmp_path, hf_config()), "tokenizer.json", read=load_tokenizer)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
+def test_a_broken_tokenizer(content, tmp_path):
+    (write_checkpoint(tmp_path, hf_config()) / "tokenizer.json").write_text(content)
+    refused(tmp_path, "no tokenizer that transformers can read", read=load_tokenizer)
+
+
+def test_a_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    write_checkpoint(tmp_path, hf_config())
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    model, tokenizer = load(tmp_path)
+    assert tokenizer.encode("abba") == [0, 1, 1, 0] and model.config.vocab_size == 64

@@ -1,0 +1,338 @@
+"""Reading config.json, what is refused in it, and the checks of GenerationConfig."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from checkpoints import MODEL_TYPES, hf_config, old_spelling, rope_settings
+
+from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig, RopeConfig
+from qspec_jax.errors import InputError
+
+LLAMA, MISTRAL, QWEN2, QWEN3 = MODEL_TYPES
+NAN, INF = float("nan"), float("inf")
+
+
+def refused(config, *named: str) -> None:
+    """from_hf must refuse a config in one line that names the file and these."""
+    with pytest.raises(InputError) as error:
+        LlamaConfig.from_hf(config, source="some/config.json")
+    message = str(error.value)
+    assert message.startswith("some/config.json: ") and "\n" not in message
+    assert all(name in message for name in named), message
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_field():
+    config = hf_config(QWEN3, attention_bias=True, eos_token_id=[7, 9], tie_word_embeddings=True, dtype="bfloat16")
+    assert LlamaConfig.from_hf(config) == LlamaConfig(
+        architecture=QWEN3,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(rope_theta=10000.0),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=False,
+        qk_norm=True,
+        eos_token_ids=(7, 9),
+        dtype="bfloat16",
+    )
+
+
+def test_reads_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(hf_config()))
+    assert LlamaConfig.from_hf(path) == LlamaConfig.from_hf(str(path)) == LlamaConfig.from_hf(hf_config())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kv_heads", "head_dim", "positions", "eos"),
+    [(LLAMA, 64, 32, 2048, (2,)), (MISTRAL, 8, 32, 131072, (2,)), (QWEN2, 32, 32, 32768, ()), (QWEN3, 32, 128, 32768, ())],
+)
+def test_absent_keys_are_what_transformers_assumes(architecture, kv_heads, head_dim, positions, eos):
+    needed = {key: hf_config()[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    needed |= {"architectures": [architecture], "hidden_size": 2048, "num_attention_heads": 64, "sliding_window": None}
+    config = LlamaConfig.from_hf(needed)
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (kv_heads, head_dim, positions)
+    assert config.eos_token_ids == eos
+    assert config.rope == RopeConfig("default", 10000.0) and config.rms_norm_eps == 1e-6
+    assert not config.tie_word_embeddings and not config.output_bias and not config.mlp_bias
+    assert config.qkv_bias == (architecture == QWEN2) and config.qk_norm == (architecture == QWEN3)
+    assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_null_kv_heads_are_all_heads_and_null_eos_is_none(architecture):
+    config = LlamaConfig.from_hf(hf_config(architecture, num_key_value_heads=None, eos_token_id=None))
+    assert config.num_kv_heads == config.num_heads and config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(("given", "ids"), [(5, (5,)), ([5, 6], (5, 6)), ([], ()), (0, (0,))])
+def test_eos(given, ids):
+    assert LlamaConfig.from_hf(hf_config(eos_token_id=given)).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_dtype(key, name):
+    assert LlamaConfig.from_hf(hf_config(dtype=...) | {key: name}).dtype == name
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": None}, {"sliding_window": 128}, {"sliding_window": 129}])
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_an_idle_sliding_window_is_accepted(architecture, change):
+    LlamaConfig.from_hf(hf_config(architecture, use_sliding_window=True, max_window_layers=0, **change))
+
+
+@pytest.mark.parametrize("architecture", [QWEN2, QWEN3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": False},
+        {"use_sliding_window": ...},
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"use_sliding_window": True, "layer_types": ["full_attention", "full_attention"]},
+    ],
+)
+def test_a_sliding_window_that_no_layer_uses_is_accepted(architecture, change):
+    LlamaConfig.from_hf(hf_config(architecture, sliding_window=16, **change))
+
+
+# Rope settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_both_names_of_the_rope_type(key):
+    config = old_spelling(hf_config(**rope_settings("linear"))) | {"rope_scaling": {key: "linear", "factor": 4.0}}
+    assert LlamaConfig.from_hf(config).rope == RopeConfig("linear", 10000.0, 4.0, 32)
+
+
+def test_rope_scaling_wins_over_rope_parameters():
+    config = hf_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=500.0)
+    assert LlamaConfig.from_hf(config).rope == RopeConfig("linear", 500.0, 2.0, 128)
+
+
+@pytest.mark.parametrize("factor", [..., None])
+def test_yarn_without_a_factor_takes_the_ratio(factor):
+    config = hf_config(**rope_settings("yarn", factor=factor))
+    if factor is ...:
+        del config["rope_parameters"]["factor"]
+    rope = LlamaConfig.from_hf(config).rope
+    assert rope.factor == 4 and rope.attention_factor == 0.1 * math.log(4) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, math.sqrt(1 + math.log(4) / math.log(32))),
+        ({"factor": 2.0}, math.sqrt(1 + math.log(2) / math.log(32))),
+        ({"factor": 1.0}, 1.0),
+        ({"attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_longrope_attention_factor(change, expected):
+    assert LlamaConfig.from_hf(hf_config(**rope_settings("longrope", **change))).rope.attention_factor == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        (rope_settings("default"), 128),
+        (rope_settings("linear"), 128),
+        (rope_settings("dynamic"), 128),
+        (rope_settings("yarn"), 2048),
+        (rope_settings("yarn") | {"max_position_embeddings": 512}, 2048),
+        (rope_settings("longrope"), 128),
+        (rope_settings("llama3"), 128),
+    ],
+    ids=str,
+)
+def test_max_length(settings, longest):
+    assert LlamaConfig.from_hf(hf_config(**settings)).max_length == longest
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["Two\nLines"]}, "Two Lines"),
+        ({"architectures": None}, "(none)"),
+        ({"architectures": []}, "(none)"),
+        ({"architectures": "LlamaForCausalLM"}, "(none)"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "(none)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"intermediate_size": -96}, "intermediate_size is -96"),
+        ({"vocab_size": INF}, "vocab_size is inf"),
+        ({"vocab_size": NAN}, "vocab_size is nan"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
+        ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
+        ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"head_dim": ..., "num_attention_heads": 128}, "head_dim is 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"mlp_bias": 0}, "mlp_bias is 0"),
+        ({"dtype": "int8"}, "int8"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+    ],
+)
+def test_refused(change, named):
+    refused(hf_config(**change), named)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        (MISTRAL, {"sliding_window": 127}),
+        (MISTRAL, {"sliding_window": ..., "max_position_embeddings": 4097}),
+        # transformers' Mistral looks at nothing but the window.
+        (MISTRAL, {"sliding_window": 127, "layer_types": ["full_attention"] * 2}),
+        (MISTRAL, {"sliding_window": 127, "use_sliding_window": False}),
+        # Idle in what the checkpoint was trained for, but not in what linear scaling makes of it.
+        (MISTRAL, {"sliding_window": 32} | rope_settings("linear")),
+        *((qwen, {"sliding_window": 127, "use_sliding_window": True, "max_window_layers": 1}) for qwen in (QWEN2, QWEN3)),
+        *((qwen, {"sliding_window": 127, "layer_types": ["full_attention", "sliding_attention"]}) for qwen in (QWEN2, QWEN3)),
+        (QWEN2, {"sliding_window": ..., "use_sliding_window": True, "num_hidden_layers": 29, "max_position_embeddings": 4097}),
+        (LLAMA, {"sliding_window": 127, "layer_types": ["sliding_attention"] * 2}),
+    ],
+    ids=str,
+)
+def test_an_active_sliding_window_is_refused(architecture, change):
+    refused(hf_config(architecture, **change), "sliding_window", "full attention")
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "change", "named"),
+    [
+        ("default", {"rope_type": "proportional"}, "proportional"),
+        ("default", {"rope_type": ["yarn"]}, "rope type"),
+        ("default", {"rope_theta": 0}, "rope_theta is 0"),
+        ("default", {"rope_theta": "1e4"}, "rope_theta is '1e4'"),
+        ("default", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("default", {"full_attention": {"rope_type": "yarn"}}, "flat"),
+        ("linear", {"factor": None}, "factor is missing"),
+        ("linear", {"factor": 0}, "factor is 0"),
+        ("dynamic", {"factor": NAN}, "factor is nan"),
+        ("yarn", {"beta_fast": "32"}, "beta_fast"),
+        ("yarn", {"truncate": 0}, "truncate"),
+        ("yarn", {"mscale": "a", "mscale_all_dim": 1.0}, "mscale"),
+        ("yarn", {"attention_factor": -1.0}, "attention_factor is -1.0"),
+        ("yarn", {"original_max_position_embeddings": 512.5}, "original_max_position_embeddings is 512.5"),
+        ("longrope", {"long_factor": [1.0] * 31}, "long_factor must be a list of 32"),
+        ("longrope", {"short_factor": 1.0}, "short_factor must be a list of 32"),
+        ("longrope", {"short_factor": [1.0] * 31 + ["1"]}, "short_factor is '1'"),
+        ("longrope", {"long_factor": [0.0] * 32}, "long_factor is 0.0"),
+        ("longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings is 1"),
+        ("llama3", {"low_freq_factor": None}, "low_freq_factor is missing"),
+        ("llama3", {"high_freq_factor": 1.0}, "high_freq_factor 1.0"),
+    ],
+)
+@pytest.mark.parametrize("spelling", [dict, old_spelling])
+def test_refused_rope_settings(rope_type, change, named, spelling):
+    refused(spelling(hf_config(**rope_settings(rope_type, **change))), named)
+
+
+def test_rope_settings_that_are_no_object():
+    refused(hf_config(rope_parameters=["yarn"]), "rope settings")
+
+
+SENSELESS = [None, True, "x\ny", [], {}, [{}], {"a": 1}, -1, 0, 0.5, 3, NAN, INF, -INF, 10**400]
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_any_value_is_read_or_refused(architecture):
+    """Whatever a key holds: no other exception, and one line."""
+    for rope_type in ("default", "yarn", "longrope", "llama3"):
+        base = hf_config(architecture, use_sliding_window=True, layer_types=None, **rope_settings(rope_type))
+        changed = [base | {key: value} for key in base for value in SENSELESS]
+        rope = base["rope_parameters"]
+        inner = [*rope, "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "truncate"]
+        changed += [base | {"rope_parameters": rope | {"mscale_all_dim": 1.0, key: value}} for key in inner for value in SENSELESS]
+        for config in changed:
+            try:
+                LlamaConfig.from_hf(config)
+            except InputError as error:
+                assert "\n" not in str(error)
+
+
+# GenerationConfig -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", NAN),
+        ("top_k", -1),
+        ("max_new_tokens", 0),
+        ("method", "medusa"),
+        ("cache", "int4"),
+    ],
+)
+def test_generation_values_refused(name, value):
+    with pytest.raises(InputError) as error:
+        GenerationConfig(**{name: value})
+    assert name in str(error.value) and str(value) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_generation_limits_accepted():
+    config = GenerationConfig(num_speculative_tokens=0, temperature=0, top_p=1, top_k=0, max_new_tokens=1)
+    assert dataclasses.replace(config, top_p=1e-6).top_p == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("method", "cache", "kind"),
+    [
+        ("quantspec", None, "hierarchical"),
+        ("quantspec", "full", "full"),
+        ("autoregressive", None, "full"),
+        ("autoregressive", "int8", "hierarchical"),
+    ],
+)
+def test_cache_of_a_method(method, cache, kind):
+    config = GenerationConfig(method=method, cache=cache, group_size=16, scheme="paper")
+    assert config.cache_config == CacheConfig(kind, 16, "paper")
+
+
+@pytest.mark.parametrize(("size", "head_dim", "expected"), [(None, 64, 64), (None, 256, 128), (32, 128, 32), (256, 64, 256)])
+def test_group_size(size, head_dim, expected):
+    assert CacheConfig(group_size=size).group_size_for(head_dim) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 33, -2])
+def test_group_size_refused(size):
+    with pytest.raises(InputError, match=f"group size {size} "):
+        CacheConfig(group_size=size).group_size_for(128)

@@ -1,0 +1,64 @@
+"""The forward pass, through the real loader, against transformers' logits (tests/make_goldens.py)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import CASES, GOLDENS, HEAD_DIMS, MODEL_TYPES, ROPE_TYPES, case_lengths, case_tokens, old_spelling, write_checkpoint
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.kv_format import FullLayer, Lengths
+from qspec_jax.checkpoint import load_model
+from qspec_jax.config import LlamaConfig
+from qspec_jax.model import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePass:
+    """The least that the model takes for a cache: one call holds the whole sequence, and nothing is kept."""
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, planes: int) -> tuple[jax.Array, None]:
+        B, T, K, H = k.shape
+        empty = jnp.zeros(B, jnp.int32)
+        whole = FullLayer.zeros(B, K, T, H, k.dtype).append(k, v, empty)
+        return decode_attention(q, whole, Lengths(empty, empty + T), planes=None), None
+
+    def advance(self, layers: tuple[None, ...], tokens: int) -> "OnePass":
+        return self
+
+
+def one_pass(model: Llama, tokens: np.ndarray, length: int) -> jax.Array:
+    """Logits of the first `length` tokens; the rope of each knows that length, as in one pass of transformers."""
+    # All 48 tokens are computed, so that JAX compiles one shape: attention is causal, the first see nothing of the rest.
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits, _ = model(jnp.asarray(tokens), positions, OnePass(), lengths=jnp.full_like(positions, length))
+    return logits[:, :length]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name, tmp_path):
+    # The goldens were made from the other spelling; three shards for every second case.
+    config, shards = old_spelling(CASES[name]), 1 + 2 * (list(CASES).index(name) % 2)
+    model = load_model(write_checkpoint(tmp_path, config, shards=shards), progress=False)
+    with np.load(GOLDENS) as goldens:
+        for length in case_lengths(name):
+            logits = one_pass(model, case_tokens(name), length)
+            assert logits.dtype == jnp.float32
+            np.testing.assert_allclose(logits, goldens[f"{name}-{length}"], rtol=0, atol=1e-4, err_msg=f"{name}, {length} tokens")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_spellings_of_a_config_are_one(name):
+    assert LlamaConfig.from_hf(CASES[name]) == LlamaConfig.from_hf(old_spelling(CASES[name]))
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_cases_cover(architecture):
+    """Every rope type, head_dim, tied and untied, GQA and MHA, with this architecture."""
+    configs = [c for c in map(LlamaConfig.from_hf, CASES.values()) if c.architecture == architecture]
+    assert {c.rope.rope_type for c in configs} == set(ROPE_TYPES)
+    assert {c.head_dim for c in configs} >= set(HEAD_DIMS)
+    assert {c.tie_word_embeddings for c in configs} == {True, False}
+    assert {c.num_heads == c.num_kv_heads for c in configs} == {True, False}
