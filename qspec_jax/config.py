@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.kv_format import SCHEMES
 from qspec_jax.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -289,11 +290,16 @@ class CacheConfig:
     group_size: int | None = None
     scheme: str = "int8_first"
 
+    def __post_init__(self):
+        if self.kind not in ("hierarchical", "full"):
+            raise InputError(f"cache kind {self.kind!r} should be hierarchical or full")
+        if self.group_size is not None and (self.group_size < 2 or self.group_size % 2):
+            raise InputError(f"group size {self.group_size} should be an even number, at least 2")
+        if self.scheme not in SCHEMES:
+            raise InputError(f"scheme {self.scheme!r} should be one of {', '.join(SCHEMES)}")
+
     def group_size_for(self, head_dim: int) -> int:
-        size = min(128, head_dim) if self.group_size is None else self.group_size
-        if size < 2 or size % 2:
-            raise InputError(f"group size {size} should be an even number, at least 2")
-        return size
+        return min(128, head_dim) if self.group_size is None else self.group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,6 +336,7 @@ class GenerationConfig:
         check(math.isfinite(self.temperature) and self.temperature >= 0, f"temperature {self.temperature} should be 0 or more")
         check(self.top_k >= 0, f"top_k {self.top_k} should be 0 (off) or more")
         check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")
+        CacheConfig(group_size=self.group_size, scheme=self.scheme)
 
     @property
     def cache_config(self) -> CacheConfig:

@@ -93,9 +93,14 @@ class Block(nnx.Module):
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Output projection and MLP, with their residual connections."""
-        x = x + self.o_proj(attended.reshape(*attended.shape[:2], -1))
-        h = self.post_attention_norm(x)
-        return x + self.down_proj(nnx.silu(self.gate_proj(h)) * self.up_proj(h))
+        x = self.add_attention(x, attended)
+        return x + self.down_proj(self.mlp_hidden(self.post_attention_norm(x)))
+
+    def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        return x + self.o_proj(attended.reshape(*attended.shape[:2], -1))
+
+    def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return nnx.silu(self.gate_proj(h)) * self.up_proj(h)
 
 
 class Llama(nnx.Module):

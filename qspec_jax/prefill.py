@@ -1,7 +1,9 @@
 """Prefill: full-precision attention over the prompt, layer by layer, so that one layer's keys and values are alive at a time.
 
-Within a layer the prompt is worked on in chunks: memory grows linearly with its length (the hidden state and one layer's K/V).
+Within a layer the prompt is worked on in chunks: memory grows linearly with its length (a few hidden states and one layer's K/V).
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +29,38 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
 
     tokens: prompts of n[b] tokens padded on the right to S, a `bucket`. cache: empty.
     """
-    B, S = tokens.shape
+    S = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+    angles = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
+    x = model.embed(tokens)
+    layers = []
+    for i, block in enumerate(model.layers):
+        q, k, v = _by_chunks(block.before_attention, x, *angles)
+        attended = attend_prompt(q, k, v)
+        x = _by_chunks(block.after_attention, x, attended)
+        # The barrier makes XLA quantize this layer before it works on the next.
+        x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
+        layers.append(layer)
+    last = jax.vmap(lambda row, at: row[at - 1])(x, n)
+    return model.logits(last[:, None])[:, 0], cache.filled(tuple(layers), n)
+
+
+def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
+    """Causal attention within each row, in full precision, a chunk of queries at a time. S: a `bucket`."""
+    everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+    ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
+
+    def attend(q, end):
+        lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
+        return decode_attention(q, everything, lengths, planes=None)
+
+    return _by_chunks(attend, q, ends)
+
+
+def _by_chunks(function: Callable, *args: Array):
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
+    B, S = args[0].shape[:2]
     chunk = min(CHUNK_TOKENS, S & -S)
     split = lambda x: jnp.moveaxis(x.reshape(B, S // chunk, chunk, *x.shape[2:]), 1, 0)
     join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, S, *x.shape[3:])
-    positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-    angles = jax.tree.map(split, model.cos_sin(positions, jnp.broadcast_to(n[:, None], (B, S))))
-    x = split(model.embed(tokens))
-    ends = (jnp.arange(S // chunk) + 1) * chunk
-    layers = []
-    for i, block in enumerate(model.layers):
-        # Queries are recomputed chunk by chunk below, which is cheaper than keeping them: XLA drops what is unused in each map.
-        keys, values = (
-            jnp.swapaxes(join(y), 1, 2) for y in lax.map(lambda part, block=block: block.before_attention(*part)[1:], (x, *angles))
-        )
-        everything = FullLayer(keys, values)
-
-        def attend(part, block=block, everything=everything):
-            x, cos, sin, end = part
-            q, _, _ = block.before_attention(x, cos, sin)
-            lengths = Lengths(jnp.zeros(B, jnp.int32), jnp.full(B, end, jnp.int32))
-            return block.after_attention(x, decode_attention(q, everything, lengths, planes=None))
-
-        x = lax.map(attend, (x, *angles, ends))
-        # The barrier makes XLA quantize this layer before it works on the next.
-        x, layer = lax.optimization_barrier((x, cache.fill(i, keys, values, n)))
-        layers.append(layer)
-    last = jax.vmap(lambda row, at: row[at - 1])(join(x), n)
-    return model.logits(last[:, None])[:, 0], cache.filled(tuple(layers), n)
+    return jax.tree.map(join, lax.map(lambda part: function(*part), jax.tree.map(split, args)))

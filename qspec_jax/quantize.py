@@ -1,6 +1,5 @@
-"""INT4 weights of the draft: round to nearest in groups along the input, with a search for the range that errs least."""
-
-import functools
+"""INT4 weights of the draft: groups along the input, a search for the range that errs least, and, with calibration, rounding that
+makes up for the errors of the inputs before (GPTQ, arXiv 2210.17323)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,8 @@ GROUP_SIZES = (128, 64, 32)
 # Share of the group's range that is kept; what lies outside is clipped.
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
+# Added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
+DAMPING = 0.01
 
 
 def weight_group_size(in_features: int) -> int:
@@ -22,43 +23,91 @@ def weight_group_size(in_features: int) -> int:
     return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
 
 
-@functools.partial(jax.jit, static_argnames="group_size")
-def quantize_weight(weight: Float[Array, "out in"], *, group_size: int | None = None) -> Int4Weight:
-    """The weight in INT4 with a scale and a zero per group.
+@jax.jit
+def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None) -> Int4Weight:
+    """The weight in INT4 with a scale and a zero per group of `weight_group_size` inputs.
 
     For each group every ratio of CLIP_RATIOS is tried, each refined by least squares (codes fixed, best scale and zero; then codes
     again), and the one of least squared error is kept: never worse than plain rounding over the full range.
+    moments: sum of x x^T over the layer's inputs x. With it the errors that count are those of the outputs: inputs weigh in the
+    search by their power, and inputs still to be rounded make up for the error of those that have been.
     """
     out_features, in_features = weight.shape
-    size = group_size or weight_group_size(in_features)
-    wide = weight.astype(accumulation_dtype(weight.dtype))
-    # Padding by the last column leaves each group's range alone.
-    groups = jnp.pad(wide, ((0, 0), (0, -in_features % size)), mode="edge").reshape(out_features, -1, size)
+    size = weight_group_size(in_features)
     dtype = parameter_dtype(weight.dtype)
-    middle = (groups.max(-1, keepdims=True) + groups.min(-1, keepdims=True)) / 2
-    half = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / 2
+    wide = weight.astype(accumulation_dtype(weight.dtype))
+    padding = -in_features % size
+    # Padding by the last column leaves each group's range alone.
+    wide = jnp.pad(wide, ((0, 0), (0, padding)), mode="edge")
+    if moments is None:
+        groups = wide.reshape(out_features, -1, size)
+        scale, zero = _fit(groups, jnp.ones(size, wide.dtype), dtype)
+        codes = _round(groups, scale, zero)
+    else:
+        moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
+        codes, scale, zero = _compensated(wide, moments, size, dtype)
+    return Int4Weight(pack(codes.astype(jnp.uint8), -1), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
+
+
+def _round(groups: Array, scale: Array, zero: Array) -> Array:
+    return jnp.clip(jnp.rint((groups - zero) / scale), 0, 15)
+
+
+def _fit(groups: Float[Array, "*C G"], importance: Float[Array, "G"], dtype) -> tuple[Array, Array]:
+    """Scale and zero [*C, 1], values of `dtype`, of least weighted squared error."""
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    mean = lambda x: (importance * x).sum(-1, keepdims=True) / importance.sum()
 
     def keep_better(best, scale, zero):
         # Scales and zeros are judged as stored.
         scale, zero = round_up(jnp.maximum(scale, jnp.finfo(dtype).tiny), dtype), round_down(zero, dtype)
-        codes = jnp.clip(jnp.rint((groups - zero) / scale), 0, 15)
-        error = jnp.square(codes * scale + zero - groups).sum(-1, keepdims=True)
-        best = jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, codes, scale, zero))
-        return best, codes
+        codes = _round(groups, scale, zero)
+        error = (importance * jnp.square(codes * scale + zero - groups)).sum(-1, keepdims=True)
+        return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero)), codes
 
     def attempt(i, best):
         kept = half * jnp.asarray(CLIP_RATIOS, groups.dtype)[i]
         best, codes = keep_better(best, 2 * kept / 15, middle - kept)
         for _ in range(REFITS):
-            mean, target = codes.mean(-1, keepdims=True), groups.mean(-1, keepdims=True)
-            spread = jnp.square(codes - mean).sum(-1, keepdims=True)
-            scale = ((codes - mean) * (groups - target)).sum(-1, keepdims=True) / jnp.maximum(spread, 1)
-            best, codes = keep_better(best, scale, target - scale * mean)
+            spread = mean(jnp.square(codes - mean(codes)))
+            scale = mean((codes - mean(codes)) * (groups - mean(groups))) / jnp.maximum(spread, jnp.finfo(groups.dtype).tiny)
+            best, codes = keep_better(best, scale, mean(groups) - scale * mean(codes))
         return best
 
-    nothing = (jnp.full_like(middle, jnp.inf), jnp.zeros_like(groups), jnp.ones_like(middle), jnp.zeros_like(middle))
-    _, codes, scale, zero = lax.fori_loop(0, len(CLIP_RATIOS), attempt, nothing)
-    return Int4Weight(pack(codes.astype(jnp.uint8), -1), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
+    nothing = (jnp.full_like(middle, jnp.inf), jnp.ones_like(middle), jnp.zeros_like(middle))
+    return lax.fori_loop(0, len(CLIP_RATIOS), attempt, nothing)[1:]
+
+
+def _compensated(weight: Float[Array, "out in"], moments: Float[Array, "in in"], size: int, dtype) -> tuple[Array, Array, Array]:
+    """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input."""
+    in_features = weight.shape[1]
+    power = jnp.diag(moments)
+    damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(weight.dtype).tiny)
+    inverse = jnp.linalg.inv(moments + damping * jnp.eye(in_features, dtype=weight.dtype))
+    factor = jnp.linalg.cholesky((inverse + inverse.T) / 2).T
+
+    def group(weight, index):
+        at = index * size
+        columns = lax.dynamic_slice_in_dim(weight, at, size, axis=1)
+        rows = lax.dynamic_slice_in_dim(factor, at, size, axis=0)
+        within = lax.dynamic_slice_in_dim(rows, at, size, axis=1)
+        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(power, at, size) + damping, dtype)
+
+        def column(i, carry):
+            columns, codes, errors = carry
+            code = _round(columns[:, i], scale[:, 0], zero[:, 0])
+            error = (columns[:, i] - code * scale[:, 0] - zero[:, 0]) / within[i, i]
+            columns = columns - error[:, None] * jnp.where(jnp.arange(size) > i, within[i], 0)
+            return columns, codes.at[:, i].set(code), errors.at[:, i].set(error)
+
+        _, codes, errors = lax.fori_loop(0, size, column, (columns, jnp.zeros_like(columns), jnp.zeros_like(columns)))
+        # The groups still to come take over what this one errs.
+        later = jnp.where(jnp.arange(in_features) >= at + size, rows, 0)
+        return weight - jnp.matmul(errors, later, precision=lax.Precision.HIGHEST), (codes, scale, zero)
+
+    _, stacked = lax.scan(group, weight, jnp.arange(in_features // size))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), stacked)
 
 
 def quantize_linears(model: Llama) -> Llama:

@@ -73,14 +73,14 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     run_prepare, _ = PREPARE.compile(*args, **static)
     walk_args = (CachedModel(model, 2), draft, sampler, run_prepare(*args), limits, jnp.asarray(real))
     run_walk, _ = WALK.compile(*walk_args)
-    counts = jax.device_get(run_walk(*walk_args))
+    counts = jax.device_get(run_walk(*walk_args).counts)
     accepted, drafted = int(counts.accepted.sum()), int(counts.drafted.sum())
     return Acceptance(
         accepted / drafted, accepted, drafted, int(counts.rounds.sum()), new * len(texts), repeated_ngrams(real[:, :new].tolist())
     )
 
 
-def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> Counts:
+def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
     state = dataclasses.replace(state, pending=real[:, 0], emitted=jnp.ones_like(state.emitted), status=jnp.zeros_like(state.status))
@@ -108,7 +108,7 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
         emitted = state.emitted + moved
         return dataclasses.replace(state, cache=cache, pending=block_at(real, emitted - 1)[:, 0], emitted=emitted, counts=counts)
 
-    return lax.while_loop(walking, step, state).counts
+    return lax.while_loop(walking, step, state)
 
 
 WALK = Compiled(_walk, donate_argnames=("state",))
