@@ -1,0 +1,84 @@
+"""Autoregressive decoding against transformers' `generate`: the same checkpoint, prompt, dtype and machine, batch 1, greedy.
+
+    python -m qspec_jax.bench.transformers_generate [--model DIR] [--dtype float32] [--prompt-tokens 512] [--max-new-tokens 128]
+
+Needs torch, which the project itself does not: pip install torch. Tokens per second leave prefill and compilation out on both
+sides: transformers' are the difference of two runs, of one new token and of all.
+"""
+
+import argparse
+import importlib.resources
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+from qspec_jax import checkpoint
+from qspec_jax.config import GenerationConfig
+from qspec_jax.demo import corpus
+from qspec_jax.generate import generate
+
+
+def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
+    """Tokens per second of each run, and the tokens."""
+    model = checkpoint.load_model(directory, dtype=dtype, progress=False)
+    config = GenerationConfig(method="autoregressive", max_new_tokens=new_tokens, ignore_eos=True)
+    runs = [generate(model, [prompt], config=config) for _ in range(repeats + 1)][1:]
+    return [run.stats.tokens_per_second for run in runs], runs[-1].token_ids[0]
+
+
+def theirs(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
+    """Tokens per second of each run, and the tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    ids = torch.tensor([prompt])
+
+    @torch.inference_mode()
+    def run(count: int):
+        return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count)
+
+    run(8)
+    rates = [(new_tokens - 1) / (seconds(lambda: run(new_tokens)) - seconds(lambda: run(1))) for _ in range(repeats)]
+    return rates, run(new_tokens)[0, len(prompt) :].tolist()
+
+
+def seconds(function: Callable) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(importlib.resources.files("qspec_jax.demo") / "model"))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    text = corpus.held_out_files()[0].read_text(encoding="utf-8")
+    prompt = checkpoint.load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
+    settings = (args.model, args.dtype, prompt, args.max_new_tokens, args.repeats)
+    (our_rates, our_tokens), (their_rates, their_tokens) = ours(*settings), theirs(*settings)
+    same = next((i for i, (a, b) in enumerate(zip(our_tokens, their_tokens)) if a != b), len(our_tokens))
+    print(
+        json.dumps(
+            {
+                "dtype": args.dtype,
+                "prompt_tokens": len(prompt),
+                "new_tokens": args.max_new_tokens,
+                "qspec_tokens_per_second": round(statistics.median(our_rates), 1),
+                "qspec_range": [round(min(our_rates), 1), round(max(our_rates), 1)],
+                "transformers_tokens_per_second": round(statistics.median(their_rates), 1),
+                "transformers_range": [round(min(their_rates), 1), round(max(their_rates), 1)],
+                "ratio": round(statistics.median(our_rates) / statistics.median(their_rates), 2),
+                "same_leading_tokens": same,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

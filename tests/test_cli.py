@@ -1,0 +1,268 @@
+"""The command line as a person meets it: what it prints, its JSON, and one clear line with exit code 2 for every mistake."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import hf_config, tensor_shapes, write_checkpoint
+
+from qspec_jax.cli import DEMO_MODEL, main
+
+DEMO = Path(str(DEMO_MODEL))
+SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A random model of 128 positions with the embedded model's tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, hf_config(vocab_size=4096))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, path / name)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line in this process: exit code, standard output, standard error."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def fails(run):
+    """A command line that must end with exit code 2, no output, and one line that contains each of `words`."""
+
+    def check(arguments, *words):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        lines = [line for line in err.splitlines() if line]
+        assert len(lines) == 1, err
+        assert lines[0].startswith("qspec: error: ")
+        assert "Traceback" not in err
+        for word in words:
+            assert str(word) in lines[0]
+
+    return check
+
+
+def test_generate_prints_the_text_and_statistics(run, directory):
+    code, out, err = run("generate", "--model", directory, "--prompt", "def main():", *SETTINGS)
+    assert code == 0
+    assert out.strip()
+    assert "acceptance rate" in err
+    assert "acceptance rate" not in out
+
+
+def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("import os\n" * 9)
+    code, out, _ = run("generate", "--model", directory, "--prompt", "x = 1", "--prompt-file", file, *SETTINGS, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert {"text", "token_ids", "finish_reason", "stats"} == result.keys()
+    assert [len(ids) for ids in result["token_ids"]] == [24, 24]
+    assert result["finish_reason"] == ["length", "length"]
+    stats = result["stats"]
+    assert set(stats) == {
+        *("prompt_tokens", "new_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "draft_acceptance_rate"),
+        *("mean_acceptance_length", "acceptance_histogram", "flushes", "compile_s", "prefill_s", "decode_s", "tokens_per_second"),
+        *("peak_memory_bytes", "cache_bytes", "rows"),
+    }
+    assert stats["new_tokens"] == 48
+    assert stats["draft_acceptance_rate"] == stats["num_accepted_draft_tokens"] / stats["num_draft_tokens"]
+    assert stats["flushes"] >= 2
+    for name in ("prompt_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert stats[name] == sum(row[name] for row in stats["rows"])
+
+
+def test_methods_and_streaming_agree(run, directory):
+    """Greedy: quantspec, its INT8 target one token at a time, and the streamed text are the same."""
+    base = ["generate", "--model", directory, "--prompt", "class Reader:", *SETTINGS, "--dtype", "float32"]
+    _, text, _ = run(*base)
+    assert run(*base, "--stream")[1] == text
+    assert run(*base, "--method", "autoregressive", "--cache", "int8")[1] == text
+    assert run(*base, "--gamma", "2")[1] == text
+    assert run(*base, "--calibrate")[1] == text
+
+
+def test_sampling_follows_the_seed(run, directory):
+    base = ["generate", "--model", directory, "--prompt", "a", *SETTINGS, "--temperature", "1", "--top-k", "50", "--top-p", "0.9"]
+    texts = [run(*base, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_float64_runs_in_a_process_of_its_own(directory):
+    """The flag turns on 64-bit JAX for the whole process, so it is tried in another one."""
+    command = [
+        sys.executable,
+        "-m",
+        "qspec_jax.cli",
+        "generate",
+        "--model",
+        directory,
+        "--prompt",
+        "ab",
+        *SETTINGS,
+        "--dtype",
+        "float64",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(json.loads(done.stdout)["token_ids"][0]) == 24
+
+
+def test_output_file_is_whole_and_readable(run, directory, tmp_path):
+    path = tmp_path / "out.txt"
+    code, out, _ = run("generate", "--model", directory, "--prompt", "ab", *SETTINGS, "--output", path)
+    assert (code, out) == (0, "")
+    assert path.read_text().strip()
+    assert [p.name for p in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_info(run, directory):
+    code, out, _ = run("info", directory, "--context", 64, "--group-size", 16, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["architecture"] == "LlamaForCausalLM"
+    shapes = tensor_shapes(hf_config(vocab_size=4096))
+    assert found["parameters"] == sum(map(math.prod, shapes.values()))
+    assert found["weight_bytes"] == 4 * found["parameters"]
+    # 2 layers x keys and values x 2 heads x head_dim 64 x (64 tokens and 5 rows of a round) x 4 bytes.
+    assert found["full_cache_bytes"] == 2 * 2 * 2 * 64 * (64 + 5) * 4
+    code, out, _ = run("info", directory)
+    assert code == 0
+    assert "INT4 draft" in out
+
+
+def test_demo_json(run):
+    code, out, _ = run("demo", "--prompt-tokens", 300, "--max-new-tokens", 8, "--no-calibrate", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["file"] == "argparse.py"
+    for method in ("quantspec", "autoregressive"):
+        assert len(result[method]["token_ids"][0]) == 8
+
+
+def test_demo_table_says_what_a_cpu_can_show(run):
+    code, out, _ = run("demo", "--prompt-tokens", 300, "--max-new-tokens", 8, "--no-calibrate")
+    assert code == 0
+    for words in ("argparse.py", "acceptance rate", "mean acceptance length", "rounds", "tokens/s", "KV cache", "not its speed-up"):
+        assert words in out
+
+
+def test_eval_acceptance_json(run, directory, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"value_{i} = {i}\n" for i in range(40)))
+    sizes = ["--prompt-tokens", 40, "--max-new-tokens", 24, "--temperature", 0]
+    code, out, _ = run(
+        "eval", "acceptance", "--model", directory, "--file", file, *sizes, "--draft-bits", 16, "--draft-planes", 2, "--json"
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert [row["mode"] for row in result["results"]] == ["teacher-forced", "free-running"]
+    # The draft is the target: whatever is counted is accepted.
+    assert [row["acceptance_rate"] for row in result["results"]] == [1.0, 1.0]
+
+
+GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--gamma", "-1"], "-1"),
+        (["--temperature", "-0.5"], "-0.5"),
+        (["--temperature", "nan"], "nan"),
+        (["--top-p", "0"], "top_p 0"),
+        (["--top-p", "1.5"], "top_p 1.5"),
+        (["--top-k", "-2"], "-2"),
+        (["--max-new-tokens", "0"], "0"),
+        (["--max-new-tokens", "x"], "x"),
+        (["--group-size", "7"], "7"),
+        (["--group-size", "0"], "0"),
+        (["--method", "magic"], "magic"),
+        (["--dtype", "int8"], "int8"),
+        (["--cache", "full"], "--cache"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--stream", "--json"], "--stream"),
+        (["--stream", "--prompt", "b"], "--stream"),
+        (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt-file", "no/such/file"], "no/such/file"),
+        (["--prompt", "word " * 200], "128 positions"),
+        (["--max-new-tokens", "128"], "ask for at most 127"),
+        (["--calibrate", "--method", "autoregressive"], "--calibrate"),
+        (["--output", "no/such/folder/file"], "no/such/folder/file"),
+    ],
+)
+def test_bad_flags_and_prompts(fails, directory, flags, word):
+    fails([*GENERATE, directory, *flags], word)
+
+
+def test_no_prompt_and_no_model(fails, directory):
+    fails(["generate", "--model", directory], "--prompt")
+    fails(["generate", "--prompt", "a"], "--model")
+    fails([*GENERATE, "no/such/model"], "no/such/model")
+    fails(["info", "no/such/model"], "no/such/model")
+    fails(["info", directory, "--context", "0"], "context 0")
+    fails(["no-such-command"], "no-such-command")
+
+
+def test_prompt_files_that_are_no_text(fails, directory, tmp_path):
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    fails(["generate", "--model", directory, "--prompt-file", binary], binary)
+    fails(["generate", "--model", directory, "--prompt-file", tmp_path], tmp_path)
+    fails(["generate", "--model", directory, "--prompt-file", empty], "empty")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_unwritable_output(fails, directory, tmp_path):
+    tmp_path.chmod(0o500)
+    fails([*GENERATE, directory, "--output", tmp_path / "out"], tmp_path)
+
+
+def test_a_failed_run_leaves_the_output_file_alone(fails, directory, tmp_path):
+    path = tmp_path / "out.txt"
+    path.write_text("kept")
+    fails([*GENERATE, directory, "--prompt", "", "--output", path], "empty")
+    assert path.read_text() == "kept"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.txt"]
+    fails([*GENERATE, directory, "--output", tmp_path], tmp_path)
+
+
+def test_broken_checkpoints(fails, directory, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(directory, broken)
+    whole = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    fails([*GENERATE, broken], "model.safetensors")
+    (broken / "model.safetensors").unlink()
+    fails([*GENERATE, broken], "model.safetensors", "missing")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    fails([*GENERATE, broken], "GPT2LMHeadModel")
+    (broken / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}))
+    fails([*GENERATE, broken], "spiral")
+    (broken / "config.json").write_text("{")
+    fails([*GENERATE, broken], "config.json")
+
+
+def test_help_names_every_command(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("demo", "generate", "info", "eval"):
+        assert command in out
