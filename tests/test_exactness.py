@@ -1,0 +1,318 @@
+"""QuantSpec emits its target's own tokens: the schedule, round by round, and everything that must not change a row's tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+from runs import prepared, random_model, random_prompts, run_rounds
+
+from pallas_kernels import kv_format
+from qspec_jax.cache import FullCache, HierarchicalCache, empty_cache
+from qspec_jax.compiled import Compiled
+from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.decode import LENGTH, Limits, decode, draft_tokens
+from qspec_jax.drafts import quantspec
+from qspec_jax.errors import InputError
+from qspec_jax.generate import generate
+from qspec_jax.prefill import prefill
+from qspec_jax.sampling import Greedy, prompt_keys
+
+G = 8
+LENGTHS = [1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3]
+BATCHES = [[n] for n in LENGTHS] + [[LENGTHS[i], LENGTHS[(i + 3) % 8], LENGTHS[(i + 6) % 8]] for i in range(0, 8, 2)]
+GAMMAS = [1, 2, 4, 6, 2 * G]
+QUANTSPEC = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True)
+TARGET = dataclasses.replace(QUANTSPEC, method="autoregressive", cache="int8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(jnp.float64)
+
+
+@pytest.fixture(scope="module")
+def targets(model):
+    """What one-by-one decoding with the INT8 target emits, by prompt length."""
+    return {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
+
+
+@pytest.fixture
+def one_bit(monkeypatch):
+    """A deliberately coarse cache, one bit in both planes: a token that reads a wrong cache mostly shows."""
+
+    def scheme(x, axis, dtype):
+        low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+        scale = jnp.maximum((high - low) / 15, 1e-6)
+        upper = jnp.where(x > (low + high) / 2, 15.0, 0.0)
+        return upper, jnp.zeros_like(x), scale, low
+
+    monkeypatch.setitem(kv_format.SCHEMES, "one_bit", scheme)
+    return "one_bit"
+
+
+def prompts_of(lengths):
+    return [random_prompts([n])[0] for n in lengths]
+
+
+def check_schedule(run, lengths, config):
+    """Every row's lengths, drafts and flushes after every round, against the schedule computed here from the lengths alone."""
+    n = np.array(lengths)
+    before = None
+    for state in run.rounds:
+        cached = n + state.emitted - 1
+        assert (state.quantized == np.maximum(0, cached // G - 1) * G).all()
+        assert (state.quantized + state.buffered == cached).all()
+        assert (state.buffered <= 2 * G - 1).all()
+        assert (state.flushes == (state.quantized - run.rounds[0].quantized) // G).all()
+        if before is not None:
+            wanted = config.max_new_tokens - before.emitted
+            gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
+            eligible = np.where(before.status == 0, np.minimum(np.minimum(gamma, 2 * G - 1 - before.buffered), wanted - 1), 0)
+            assert (state.drafted - before.drafted == eligible).all()
+            emitted = np.where(before.status == 0, state.accepted - before.accepted + 1, 0)
+            assert (state.emitted - before.emitted == emitted).all()
+        before = state
+    assert (run.rounds[-1].status == LENGTH).all()
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_greedy_quantspec_is_its_target(model, targets, gamma):
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
+    draft = quantspec(model)
+    drafted = accepted = 0
+    for lengths in BATCHES:
+        run = run_rounds(model, prompts_of(lengths), config, draft=draft)
+        assert run.tokens == [targets[n] for n in lengths]
+        check_schedule(run, lengths, config)
+        assert (run.rounds[-1].flushes >= 3).all()
+        drafted, accepted = drafted + run.rounds[-1].drafted.sum(), accepted + run.rounds[-1].accepted.sum()
+    # Otherwise nothing was rejected, or nothing accepted, and little was tested.
+    assert 0.05 < accepted / drafted < 0.95
+
+
+def test_the_targets_own_lengths_follow_the_schedule(model):
+    for lengths in BATCHES:
+        check_schedule(run_rounds(model, prompts_of(lengths), TARGET), lengths, TARGET)
+
+
+def coarse_runs(model, scheme):
+    """Per prompt length: the coarse target's tokens, and quantspec's run on that target."""
+    config = dataclasses.replace(QUANTSPEC, scheme=scheme, num_speculative_tokens=6)
+    # A draft good enough that rounds reach the limit of the schedule.
+    draft = quantspec(model, weight_bits=16, planes=2)
+    for n in LENGTHS:
+        prompt = random_prompts([n])
+        target = run_rounds(model, prompt, dataclasses.replace(TARGET, scheme=scheme)).tokens
+        yield n, config, target, run_rounds(model, prompt, config, draft=draft)
+
+
+def test_a_coarse_target_is_met_too(model, one_bit, targets):
+    differing = 0
+    for n, config, target, run in coarse_runs(model, one_bit):
+        assert run.tokens == target
+        check_schedule(run, [n], config)
+        differing += target[0] != targets[n]
+    assert differing >= 4  # the coarse cache is coarse enough to change tokens
+
+
+def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
+    monkeypatch.setattr(HierarchicalCache, "draft_room", property(lambda cache: 2 * cache.group_size - cache.lengths.buffered))
+    # A function of its own, since jit remembers what it has traced.
+    afresh = lambda target, draft, sampler, state, limits, max_rounds: decode(target, draft, sampler, state, limits, max_rounds)
+    monkeypatch.setattr(runs, "DECODE", Compiled(afresh, donate_argnames=("state",)))
+    wrong_tokens = wrong_schedule = 0
+    for n, config, target, run in coarse_runs(model, one_bit):
+        wrong_tokens += run.tokens != target
+        try:
+            check_schedule(run, [n], config)
+        except AssertionError:
+            wrong_schedule += 1
+    assert wrong_tokens >= 2
+    assert wrong_schedule == len(LENGTHS)
+
+
+def test_float32_against_a_baseline_of_as_many_rows():
+    model = random_model(jnp.float32)
+    prompts = prompts_of(BATCHES[-1])
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
+    every = lambda value: jnp.full(len(prompts), value, jnp.int32)
+    no_drafts = Limits(every(config.max_new_tokens), every(0), jnp.array([-1], jnp.int32))
+    baseline = run_rounds(model, prompts, config, limits=no_drafts)
+    assert baseline.rounds[-1].drafted.sum() == 0
+    run = run_rounds(model, prompts, config)
+    assert run.rounds[-1].accepted.sum() > 0
+    assert run.tokens == baseline.tokens
+
+
+@pytest.mark.slow
+def test_groups_of_128_and_600_new_tokens(model):
+    config = GenerationConfig(max_new_tokens=600, group_size=128, ignore_eos=True)
+    prompts = random_prompts([200, 77])
+    target = generate(model, prompts, config=dataclasses.replace(config, method="autoregressive", cache="int8"))
+    out = generate(model, prompts, config=config)
+    assert out.token_ids == target.token_ids
+    assert min(row["flushes"] for row in out.stats.rows) >= 4
+    assert 0 < out.stats.draft_acceptance_rate < 1
+
+
+def test_a_draft_that_is_the_target_is_always_accepted(model):
+    out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC, draft=quantspec(model, weight_bits=16, planes=2))
+    assert out.stats.num_draft_tokens > 50
+    assert out.stats.draft_acceptance_rate == 1.0
+
+
+def test_speculation_over_a_full_cache(model):
+    prompts = prompts_of([5, 43])
+    target = generate(model, prompts, config=dataclasses.replace(TARGET, cache="full"))
+    out = generate(model, prompts, config=dataclasses.replace(QUANTSPEC, cache="full"))
+    assert out.token_ids == target.token_ids
+    assert out.stats.flushes == 0
+    assert out.stats.num_accepted_draft_tokens > 0
+
+
+def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
+    state, _ = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config)
+    eligible = jnp.array([4, 2, 0], jnp.int32)
+    drafts, _, cache = jax.jit(draft_tokens)(quantspec(model), Greedy(), state, eligible)
+    assert drafts.shape == (3, 4)
+    jax.tree.map(np.testing.assert_array_equal, cache.lengths, state.cache.lengths)
+    buffered = np.asarray(state.cache.lengths.buffered)
+    touched = False
+    for old, new in zip(state.cache.layers, cache.layers):
+        jax.tree.map(np.testing.assert_array_equal, (new.keys, new.values), (old.keys, old.values))
+        for a, b in ((new.buffer.keys, old.buffer.keys), (new.buffer.values, old.buffer.values)):
+            for row, valid in enumerate(buffered):
+                np.testing.assert_array_equal(a[row, :, :valid], b[row, :, :valid])
+            touched |= bool((np.asarray(a) != np.asarray(b)).any())
+    assert touched  # it did draft
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_rows_tokens_depend_on_that_row_alone(model, temperature):
+    config = dataclasses.replace(QUANTSPEC, temperature=temperature, top_k=20 if temperature else 0)
+    prompts = prompts_of([9, 17, 43])
+    keys = prompt_keys(jax.random.key(5), 3)
+    together = run_rounds(model, prompts, config, keys=keys).tokens
+    assert len({tuple(row) for row in together}) == 3
+    order = jnp.array([2, 0, 1])
+    permuted = run_rounds(model, [prompts[i] for i in order], config, keys=keys[order]).tokens
+    assert permuted == [together[i] for i in order]
+    assert run_rounds(model, prompts[:1], config, keys=keys[:1]).tokens == together[:1]
+    beside_a_long_one = run_rounds(model, [prompts[0], random_prompts([300])[0]], config, keys=keys[:2]).tokens
+    assert beside_a_long_one[0] == together[0]
+
+
+def test_sampling_is_repeatable_and_follows_the_key(model):
+    config = dataclasses.replace(QUANTSPEC, temperature=1.0, top_p=0.9)
+    prompts = prompts_of([9, 17, 43])
+    a, b, c = (generate(model, prompts, config=config, key=jax.random.key(seed)).token_ids for seed in (3, 3, 4))
+    assert a == b != c
+
+
+def first_times(tokens):
+    """(position, token) of each token at its first occurrence."""
+    return [(i, token) for i, token in enumerate(tokens) if token not in tokens[:i]]
+
+
+@pytest.mark.parametrize("method", ["quantspec", "autoregressive"])
+def test_eos_at_every_position_and_the_length_cap(model, targets, method):
+    base = QUANTSPEC if method == "quantspec" else TARGET
+    prompt, tokens = random_prompts([2 * G + 1]), targets[2 * G + 1]
+    assert len(first_times(tokens)) > 6
+    for at, eos in first_times(tokens):
+        for cap in {1, at, at + 1, at + 2, base.max_new_tokens} - {0}:
+            config = dataclasses.replace(base, eos_token_ids=(eos,), ignore_eos=False, max_new_tokens=cap)
+            out = generate(model, prompt, config=config)
+            assert out.token_ids[0] == tokens[: min(at + 1, cap)]
+            assert out.finish_reason == ["eos" if at < cap else "length"]
+
+
+def test_each_row_ends_by_itself(model, targets):
+    lengths = [9, 2 * G, 5 * G + 3]
+    eos = tuple(targets[n][i] for n, i in zip(lengths, (2, 11, 5)))
+    out = generate(model, prompts_of(lengths), config=dataclasses.replace(QUANTSPEC, eos_token_ids=eos, ignore_eos=False))
+    for n, row, reason in zip(lengths, out.token_ids, out.finish_reason):
+        first = min((i for i, token in enumerate(targets[n]) if token in eos), default=None)
+        assert row == (targets[n] if first is None else targets[n][: first + 1])
+        assert reason == ("length" if first is None else "eos")
+
+
+def test_statistics_add_up(model):
+    out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC)
+    for row in out.stats.rows:
+        assert row["num_accepted_draft_tokens"] + row["num_spec_steps"] + 1 == row["new_tokens"] == QUANTSPEC.max_new_tokens
+        assert sum(row["acceptance_histogram"]) == row["num_spec_steps"]
+        assert sum(a * count for a, count in enumerate(row["acceptance_histogram"])) == row["num_accepted_draft_tokens"]
+        assert row["num_draft_tokens"] <= 4 * row["num_spec_steps"]
+    assert out.stats.new_tokens == sum(row["new_tokens"] for row in out.stats.rows)
+    assert out.stats.mean_acceptance_length == 1 + out.stats.num_accepted_draft_tokens / out.stats.num_spec_steps
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_streaming_gives_the_same_tokens(model, rounds):
+    prompts = prompts_of([1, 43])
+    whole = generate(model, prompts, config=QUANTSPEC)
+    seen = [[], []]
+
+    def on_tokens(new):
+        for row, tokens in zip(seen, new):
+            row += tokens
+
+    out = generate(model, prompts, config=QUANTSPEC, on_tokens=on_tokens, rounds_per_update=rounds)
+    assert seen == out.token_ids == whole.token_ids
+
+
+def test_chunked_prefill_is_a_forward_pass(model):
+    """1,300 tokens: three chunks, and a prompt that fills its bucket; against all tokens in one call."""
+    n = jnp.array([3, 700, 1536], jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 1536)), jnp.int32)
+    make = lambda kind: empty_cache(
+        model.config, CacheConfig(kind, group_size=G), batch=3, capacity=1600, num_speculative_tokens=0, dtype=jnp.float64
+    )
+    positions = jnp.broadcast_to(jnp.arange(1536), tokens.shape)
+    logits, direct = jax.jit(lambda cache: model(tokens, positions, cache))(make("full"))
+    for kind in ("full", "hierarchical"):
+        last, cache = jax.jit(prefill)(model, tokens, n, make(kind))
+        for row in range(3):
+            np.testing.assert_allclose(last[row], logits[row, n[row] - 1], atol=1e-10)
+        np.testing.assert_array_equal(cache.lengths.total, n)
+    assert isinstance(cache, HierarchicalCache) and isinstance(direct, FullCache)
+    for got, full in zip(cache.layers, direct.layers):
+        keys, values = kv_format.dequantize_groups(got.keys, got.values, planes=2, dtype=jnp.float64)
+        for row in range(3):
+            whole = int(cache.lengths.quantized[row])
+            rest = int(n[row]) - whole
+            for buffer, exact in ((got.buffer.keys, full.keys), (got.buffer.values, full.values)):
+                np.testing.assert_allclose(buffer[row, :, :rest], exact[row, :, whole : whole + rest], atol=1e-10)
+            for quantized, exact in ((keys, full.keys), (values, full.values)):
+                flat = quantized[row].reshape(2, -1, 16)[:, :whole]
+                assert np.abs(flat - exact[row, :, :whole]).max(initial=0) < 0.02 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([], "at least one prompt"),
+        ([[]], "prompt 0 is empty"),
+        ([[1], [2, 64]], "prompt 1 has a token id outside the vocabulary of 64"),
+        ([[-1]], "outside the vocabulary"),
+        (["text"], "tokenizer"),
+        ("text", "list"),
+        ([[1] * 5000], "4096 positions; shorten it"),
+        ([[1] * 4090], "ask for at most 6 new tokens"),
+    ],
+)
+def test_bad_prompts(model, prompts, words):
+    with pytest.raises(InputError, match=words) as error:
+        generate(model, prompts, config=QUANTSPEC)
+    assert "\n" not in str(error.value)
