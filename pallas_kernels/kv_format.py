@@ -16,7 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 
-def _pytree(*static: str):
+def pytree(*static: str):
+    """A frozen dataclass registered with JAX; the fields named are static."""
+
     def register(cls):
         cls = dataclasses.dataclass(frozen=True)(cls)
         data = [f.name for f in dataclasses.fields(cls) if f.name not in static]
@@ -25,7 +27,7 @@ def _pytree(*static: str):
     return register
 
 
-@_pytree()
+@pytree()
 class Lengths:
     """How much of each row is cached: tokens in the quantized region and in the full-precision buffer, [B] each."""
 
@@ -37,7 +39,7 @@ class Lengths:
         return self.quantized + self.buffered
 
 
-@_pytree()
+@pytree()
 class FullLayer:
     """Keys (after RoPE) and values in full precision, [B, K, S, H] each: a plain cache, or the buffer of recent tokens."""
 
@@ -55,7 +57,7 @@ class FullLayer:
         return FullLayer(_write_rows(self.keys, keys, offset), _write_rows(self.values, values, offset))
 
 
-@_pytree()
+@pytree()
 class Planes:
     """Upper and lower 4-bit codes with the scale and zero that both share.
 
@@ -70,7 +72,7 @@ class Planes:
     zero: Float[Array, "..."]
 
 
-@_pytree()
+@pytree()
 class HierarchicalLayer:
     """One layer's cache: the quantized region and the full-precision buffer of recent tokens."""
 
@@ -131,7 +133,8 @@ def round_up(x: Array, dtype) -> Array:
     # On the bits, not by a cast and back: XLA may drop such a pair of casts.
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     truncated = bits & jnp.uint32(0xFFFF0000)
-    away = (truncated != bits) & (x > 0)
+    # The sign too: XLA on a CPU takes a subnormal for zero in comparisons.
+    away = (truncated != bits) & (bits < jnp.uint32(0x80000000))
     rounded = lax.bitcast_convert_type(jnp.where(away, truncated + jnp.uint32(0x10000), truncated), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x)
 
@@ -145,8 +148,8 @@ def round_down(x: Array, dtype) -> Array:
 
 
 def _smallest_scale(dtype) -> float:
-    # A constant group has range 0; scale/16 must still be a normal number.
-    return 32 * float(jnp.finfo(dtype).tiny)
+    # A constant group has range 0; and what XLA on a CPU flushes to zero must be next to nothing of scale / 16.
+    return 2**20 * float(jnp.finfo(dtype).tiny)
 
 
 def _paper(x: Array, axis: int, dtype) -> tuple[Array, Array, Array, Array]:

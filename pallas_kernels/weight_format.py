@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.kv_format import _pytree, unpack
+from pallas_kernels.kv_format import pytree, unpack
 
 
-@_pytree("in_features")
+@pytree("in_features")
 class Int4Weight:
     """A linear layer's weight [out, in] in 4 bits: code * scale + zero, one scale and zero per group of inputs.
 

@@ -84,7 +84,7 @@ def load_model(directory: str | Path, *, dtype: str | None = None, progress: boo
                     "one of them is wrong"
                 )
             # Cast on the host's view, so that the device never holds two copies.
-            return jnp.asarray(array.astype(wanted))
+            return jnp.asarray(array.astype(wanted, copy=False))
 
         return Llama(config, make)
 

@@ -3,6 +3,7 @@
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
 
+import contextlib
 import dataclasses
 import enum
 import importlib.resources
@@ -11,7 +12,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
-from qspec_jax.generate import Generation, generate
+from qspec_jax.generate import Generation, generate, token_lists
 from qspec_jax.info import ModelInfo, model_info
 
 DEMO_MODEL = importlib.resources.files("qspec_jax.demo") / "model"
@@ -66,6 +67,7 @@ Calibrate = Annotated[
     bool,
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
 ]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -81,7 +83,7 @@ def generate_command(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
-    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    seed: Seed = 0,
     dtype: DtypeOption = None,
     group_size: GroupSize = None,
     calibrate: Calibrate = False,
@@ -116,7 +118,7 @@ def generate_command(
     with _output(output) as write:
         network, tokenizer = _load(model, dtype, quiet=as_json)
         follow = _Stream(tokenizer) if stream else _Progress(max_new_tokens * len(prompts), quiet=as_json)
-        tokens = [tokenizer(text)["input_ids"] for text in prompts]
+        tokens = token_lists(network, prompts, config, tokenizer)
         draft = drafts.quantspec(network, calibration=tokens, progress=False if as_json else None) if calibrate else None
         out = _generate(network, tokenizer, tokens, config, seed, follow, draft)
         if as_json:
@@ -148,21 +150,21 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(help="How much to continue it by.")] = 256,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy, which a model this small turns into repetition.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    seed: Seed = 0,
     calibrate: Calibrate = True,
     as_json: Json = False,
 ):
     """Continue a real source file with the embedded model, by both methods."""
     console = Console(quiet=as_json)
     network, tokenizer = _load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
-    path = corpus.held_out_files()[0]
+    path = _demo_file()
     tokens = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
     if len(tokens) < prompt_tokens:
         raise InputError(f"{path.name} has {len(tokens)} tokens; ask for at most that many with --prompt-tokens")
     prompt = tokens[:prompt_tokens]
     parameters = sum(weight.size for weight in network.weights().values())
     console.print(
-        f"[bold]qspec demo[/]: a Llama of {parameters / 1e6:.1f} M parameters, trained on Python source, continues {path.name}\n"
+        f"[bold]qspec demo[/]: a Llama of {parameters / 1e6:.1f} M parameters, trained on Python source, continues {path.name} "
         f"(held out from its training) after {prompt_tokens:,} tokens, by {max_new_tokens} new ones, "
         f"on {_device_name()} in {network.dtype.name}.\n"
     )
@@ -186,8 +188,8 @@ def demo(
     console.print(_stats_table(results, bf16_bytes=_bf16_cache_bytes(network, prompt_tokens + max_new_tokens)))
     if jax.default_backend() == "cpu":
         console.print(
-            "On a CPU speculation shows its [bold]acceptance[/], not its speed-up: reading less memory pays where memory is what "
-            "decoding waits for,\non a GPU at long context. Here unpacking 4-bit codes costs more than it saves."
+            "On a CPU speculation shows its [bold]acceptance[/], not its speed-up: it pays where decoding waits for memory, on a GPU at "
+            "long context. Here unpacking 4-bit codes costs more than it saves."
         )
 
 
@@ -205,7 +207,7 @@ def acceptance_command(
     draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
     scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
     calibrate: Calibrate = True,
-    seed: Annotated[int, typer.Option(help="Of the random draws.")] = 0,
+    seed: Seed = 0,
     dtype: DtypeOption = None,
     as_json: Json = False,
 ):
@@ -218,6 +220,9 @@ def acceptance_command(
     if not long_enough:
         raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
     prompts = [text[:prompt_tokens] for text in long_enough]
+    shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, scheme=scheme)
+    configs = [GenerationConfig(temperature=heat, **shared) for heat in temperature or [0.0, 1.0]]
+    acceptance.check(network, prompts, configs[0])
     draft = drafts.quantspec(
         network,
         weight_bits=draft_bits,
@@ -226,18 +231,15 @@ def acceptance_command(
         progress=False if as_json else None,
     )
     results = []
-    for heat in temperature or [0.0, 1.0]:
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, temperature=heat, scheme=scheme
-        )
+    for config in configs:
         key = jax.random.key(seed)
         for mode in ("teacher-forced", "free-running"):
-            _say(f"temperature {heat:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
+            _say(f"temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
             if mode == "teacher-forced":
                 measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
             else:
                 measured = acceptance.free_running(network, draft, prompts, config, key)
-            results.append({"temperature": heat, "mode": mode} | dataclasses.asdict(measured))
+            results.append({"temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
     if as_json:
         print(json.dumps({"gamma": num_speculative_tokens, "texts": len(long_enough), "results": results}))
         return
@@ -343,31 +345,30 @@ class _Stream:
         self._print(self._text() + "\n")
 
 
-class _output:
+@contextlib.contextmanager
+def _output(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""
-
-    def __init__(self, path: Path | None):
-        self.path, self.file = path, None
-
-    def __enter__(self):
-        if self.path is None:
-            return sys.stdout.write
-        try:
-            if self.path.is_dir():
-                raise IsADirectoryError(None, "is a directory")
-            self.file = tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=f".{self.path.name}.", delete=False, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror})") from None
-        return self.file.write
-
-    def __exit__(self, kind, *_):
-        if self.file is None:
+    if path is None:
+        yield sys.stdout.write
+        return
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("w", encoding="utf-8") as device:  # a pipe or a device cannot be replaced
+                yield device.write
             return
-        self.file.close()
-        if kind is None:
-            os.replace(self.file.name, self.path)
-        else:
-            os.unlink(self.file.name)
+        path = path.resolve()
+        # In place of an old file with its permissions, or with those of any new one.
+        if path.exists():
+            path.open("a").close()
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            draft = Path(folder) / path.name
+            with draft.open("w", encoding="utf-8") as file:
+                yield file.write
+            if path.exists():
+                draft.chmod(path.stat().st_mode & 0o777)
+            draft.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _read_text(path: Path) -> str:
@@ -382,6 +383,13 @@ def _read_text(path: Path) -> str:
 def _say(message: str, *, quiet: bool) -> None:
     if not quiet and sys.stderr.isatty():
         print(message, file=sys.stderr)
+
+
+def _demo_file() -> Path:
+    path = next(iter(corpus.held_out_files()), None)
+    if path is None:
+        raise InputError("this Python has no sources of its standard library, which the demo reads; use another Python")
+    return path
 
 
 def _demo_dtype() -> str | None:
@@ -414,15 +422,15 @@ def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = Non
     row("new tokens", lambda s: f"{s.new_tokens:,} after {s.prompt_tokens:,}")
     row(
         "acceptance rate",
-        lambda s: s.num_draft_tokens and f"{s.draft_acceptance_rate:.1%} ({s.num_accepted_draft_tokens} of {s.num_draft_tokens} drafts)",
+        lambda s: s.num_draft_tokens and f"{s.draft_acceptance_rate:.1%} ({s.num_accepted_draft_tokens} of {s.num_draft_tokens})",
     )
     row("mean acceptance length", lambda s: s.mean_acceptance_length and f"{s.mean_acceptance_length:.2f} tokens a round")
     row("rounds", lambda s: s.num_spec_steps and f"{s.num_spec_steps}")
     row("flushes", lambda s: s.flushes and f"{s.flushes}")
     row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
     row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
-    against = f" ({{:.0%}} of {_megabytes(bf16_bytes)} in bfloat16)" if bf16_bytes else ""
-    row("KV cache", lambda s: _megabytes(s.cache_bytes) + (against.format(s.cache_bytes / bf16_bytes) if bf16_bytes else ""))
+    against = lambda s: f" ({s.cache_bytes / bf16_bytes:.0%} of bfloat16)" if bf16_bytes else ""
+    row("KV cache", lambda s: _megabytes(s.cache_bytes) + against(s))
     return table
 
 
@@ -442,3 +450,7 @@ def _info_table(found: ModelInfo) -> Table:
     for label, value in rows.items():
         table.add_row(label, value)
     return table
+
+
+if __name__ == "__main__":
+    main()

@@ -306,9 +306,10 @@ class CacheConfig:
 class GenerationConfig:
     """What to generate and how.
 
-    method: "quantspec" (draft and verify) or "autoregressive". cache: "int8" (the hierarchical cache, both planes) or
-    "full"; None is "int8" for quantspec, "full" for autoregressive. num_speculative_tokens is the paper's gamma; fewer are drafted
-    where the schedule or the length cap leaves no room for more. temperature 0 is greedy; top_k 0 and top_p 1 filter
+    method: "quantspec" (draft and verify) or "autoregressive". cache: "int8" (the hierarchical cache, both planes) or "full" (with
+    quantspec: draft and target differ in their weights alone); None is "int8" for quantspec, "full" for autoregressive.
+    num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the length cap leaves no room for more.
+    temperature 0 is greedy; top_k 0 and top_p 1 filter
     nothing. eos_token_ids None takes the checkpoint's.
     """
 
@@ -332,9 +333,10 @@ class GenerationConfig:
         check(self.method in ("quantspec", "autoregressive"), f"method {self.method!r} should be quantspec or autoregressive")
         check(self.cache in (None, "full", "int8"), f"cache {self.cache!r} should be full or int8")
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
-        check(self.num_speculative_tokens >= 0, f"num_speculative_tokens (gamma) {self.num_speculative_tokens} should be 0 or more")
+        gamma = self.num_speculative_tokens
+        check(0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
         check(math.isfinite(self.temperature) and self.temperature >= 0, f"temperature {self.temperature} should be 0 or more")
-        check(self.top_k >= 0, f"top_k {self.top_k} should be 0 (off) or more")
+        check(0 <= self.top_k < 2**31, f"top_k {self.top_k} should be 0 (off) or more, and less than 2**31")
         check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")
         CacheConfig(group_size=self.group_size, scheme=self.scheme)
 

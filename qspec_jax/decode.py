@@ -130,15 +130,19 @@ def decode_round(target: Step, draft: Step | None, sampler: Sampler, state: Deco
     count, status = _status(block, accepted + 1, state.emitted + accepted + 1, limits)
     count = jnp.where(running, count, 0)
     with jax.named_scope("flush"):
-        cached = dataclasses.replace(lengths, buffered=lengths.buffered + jnp.where(running, accepted + 1, 0))
+        # `after` is never negative; to ask makes the flush wait for the target. Without drafts nothing else of it is needed here,
+        # so XLA would flush before the last layer has read its cache, and copy that (seen in jax 0.10).
+        more = jnp.where(running & (after >= 0), accepted + 1, 0)
+        cached = dataclasses.replace(lengths, buffered=lengths.buffered + more)
         cache, flushed = cache.rollback(cached).flush()
     old = state.counts
     counts = Counts(
         old.rounds + running,
-        old.drafted + eligible,
-        old.accepted + jnp.where(running, accepted, 0),
+        # What lies behind an EOS counts neither as drafted nor as accepted.
+        old.drafted + jnp.minimum(eligible, count),
+        old.accepted + jnp.minimum(accepted, count),
         old.flushes + flushed,
-        old.histogram + (running[:, None] & (column == accepted[:, None])),
+        old.histogram + (running[:, None] & (column == jnp.minimum(accepted, count)[:, None])),
     )
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
     return DecodeState(

@@ -108,9 +108,8 @@ def generate(
     Raises InputError for an empty prompt, a token id outside the vocabulary, and prompts that are too long.
     """
     config = config or GenerationConfig()
-    rows = _token_lists(model, prompts, tokenizer)
-    gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
-    _check_lengths(model, rows, config)
+    rows = token_lists(model, prompts, config, tokenizer)
+    gamma = _most_drafts(model, config)
     if gamma and draft is None:
         draft = quantspec(model)
     sampler = make_sampler(config)
@@ -167,7 +166,18 @@ def _stream(step: Callable, state: DecodeState, limits: Limits, rounds: Array, o
         state = step(state, limits, rounds)
 
 
-def _token_lists(model: Llama, prompts: Sequence, tokenizer) -> list[list[int]]:
+def _most_drafts(model: Llama, config: GenerationConfig) -> int:
+    """Drafts that a round is compiled for: no more than could ever be eligible."""
+    if config.method != "quantspec":
+        return 0
+    gamma = min(config.num_speculative_tokens, prefill.bucket(config.max_new_tokens))
+    return gamma if config.cache == "full" else min(gamma, 2 * config.cache_config.group_size_for(model.config.head_dim) - 1)
+
+
+def token_lists(
+    model: Llama, prompts: Sequence[str] | Sequence[Sequence[int]], config: GenerationConfig, tokenizer=None
+) -> list[list[int]]:
+    """The token ids of each prompt. Raises InputError for whatever `generate` cannot continue."""
     if isinstance(prompts, str) or not len(prompts):
         raise InputError("prompts should be a list with at least one prompt")
     rows = []
@@ -175,13 +185,15 @@ def _token_lists(model: Llama, prompts: Sequence, tokenizer) -> list[list[int]]:
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise InputError("prompts are texts, so a tokenizer is needed")
-            prompt = tokenizer(prompt)["input_ids"]
+            # A tokenizer may add a BOS token to it; it is empty all the same.
+            prompt = tokenizer(prompt)["input_ids"] if prompt else []
         row = [int(token) for token in prompt]
         if not row:
             raise InputError(f"prompt {i} is empty; it should have at least one token")
         if min(row) < 0 or max(row) >= model.config.vocab_size:
             raise InputError(f"prompt {i} has a token id outside the vocabulary of {model.config.vocab_size}")
         rows.append(row)
+    _check_lengths(model, rows, config)
     return rows
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from qspec_jax import checkpoint
 from qspec_jax.cache import empty_cache
-from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig
 from qspec_jax.errors import InputError
 from qspec_jax.quantize import quantize_weight
 
@@ -46,6 +46,11 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
     context = config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
+    with jax.enable_x64(dtype == jnp.float64):
+        return _sizes(directory, config, dtype, context, cache or CacheConfig())
+
+
+def _sizes(directory: str | Path, config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
     weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in checkpoint.tensor_shapes(directory, config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for name, w in weights.items() if name.endswith("_proj.weight")]
 
@@ -72,6 +77,6 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
         weight_bytes=sum(math.prod(w.shape) for w in weights.values()) * dtype.itemsize,
         draft_weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drafted)),
         context=context,
-        cache_bytes=cache_bytes(cache or CacheConfig()),
+        cache_bytes=cache_bytes(cache),
         full_cache_bytes=cache_bytes(CacheConfig("full")),
     )

@@ -37,15 +37,16 @@ def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in
     dtype = parameter_dtype(weight.dtype)
     wide = weight.astype(accumulation_dtype(weight.dtype))
     padding = -in_features % size
-    # Padding by the last column leaves each group's range alone.
+    # Padding by the last column leaves each group's range alone; its errors do not count.
     wide = jnp.pad(wide, ((0, 0), (0, padding)), mode="edge")
+    counts = (jnp.arange(wide.shape[1]) < in_features).astype(wide.dtype)
     if moments is None:
         groups = wide.reshape(out_features, -1, size)
-        scale, zero = _fit(groups, jnp.ones(size, wide.dtype), dtype)
+        scale, zero = _fit(groups, counts.reshape(-1, size), dtype)
         codes = _round(groups, scale, zero)
     else:
         moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
-        codes, scale, zero = _compensated(wide, moments, size, dtype)
+        codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
     return Int4Weight(pack(codes.astype(jnp.uint8), -1), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
 
 
@@ -53,37 +54,46 @@ def _round(groups: Array, scale: Array, zero: Array) -> Array:
     return jnp.clip(jnp.rint((groups - zero) / scale), 0, 15)
 
 
-def _fit(groups: Float[Array, "*C G"], importance: Float[Array, "G"], dtype) -> tuple[Array, Array]:
-    """Scale and zero [*C, 1], values of `dtype`, of least weighted squared error."""
+def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dtype) -> tuple[Array, Array]:
+    """Scale and zero [out, *C, 1], values of `dtype`, of least weighted squared error."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    mean = lambda x: (importance * x).sum(-1, keepdims=True) / importance.sum()
+    half = (high - low) / 2
+    # Whatever the size of weights and moments, no square leaves the range of float32.
+    importance = importance / importance.sum(-1, keepdims=True)
+    unit = jnp.maximum(half, jnp.finfo(groups.dtype).tiny)
+    mean = lambda x: (importance * x).sum(-1, keepdims=True)
 
     def keep_better(best, scale, zero):
         # Scales and zeros are judged as stored.
         scale, zero = round_up(jnp.maximum(scale, jnp.finfo(dtype).tiny), dtype), round_down(zero, dtype)
         codes = _round(groups, scale, zero)
-        error = (importance * jnp.square(codes * scale + zero - groups)).sum(-1, keepdims=True)
+        error = mean(jnp.square((codes * scale + zero - groups) / unit))
         return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero)), codes
 
     def attempt(i, best):
         kept = half * jnp.asarray(CLIP_RATIOS, groups.dtype)[i]
-        best, codes = keep_better(best, 2 * kept / 15, middle - kept)
+        best, codes = keep_better(best, 2 * kept / 15, low + (half - kept))
         for _ in range(REFITS):
             spread = mean(jnp.square(codes - mean(codes)))
             scale = mean((codes - mean(codes)) * (groups - mean(groups))) / jnp.maximum(spread, jnp.finfo(groups.dtype).tiny)
             best, codes = keep_better(best, scale, mean(groups) - scale * mean(codes))
         return best
 
-    nothing = (jnp.full_like(middle, jnp.inf), jnp.ones_like(middle), jnp.zeros_like(middle))
+    nothing = (jnp.full_like(half, jnp.inf), jnp.ones_like(half), jnp.zeros_like(half))
     return lax.fori_loop(0, len(CLIP_RATIOS), attempt, nothing)[1:]
 
 
-def _compensated(weight: Float[Array, "out in"], moments: Float[Array, "in in"], size: int, dtype) -> tuple[Array, Array, Array]:
-    """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input."""
+def _compensated(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype
+) -> tuple[Array, Array, Array]:
+    """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input.
+
+    counts: 1 for an input, 0 for padding.
+    """
     in_features = weight.shape[1]
     power = jnp.diag(moments)
     damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(weight.dtype).tiny)
+    importance = counts * (power + damping)
     inverse = jnp.linalg.inv(moments + damping * jnp.eye(in_features, dtype=weight.dtype))
     factor = jnp.linalg.cholesky((inverse + inverse.T) / 2).T
 
@@ -92,7 +102,7 @@ def _compensated(weight: Float[Array, "out in"], moments: Float[Array, "in in"],
         columns = lax.dynamic_slice_in_dim(weight, at, size, axis=1)
         rows = lax.dynamic_slice_in_dim(factor, at, size, axis=0)
         within = lax.dynamic_slice_in_dim(rows, at, size, axis=1)
-        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(power, at, size) + damping, dtype)
+        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, at, size), dtype)
 
         def column(i, carry):
             columns, codes, errors = carry

@@ -75,7 +75,8 @@ class Sampling:
 
     def probabilities(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
-        logits = logits / self.temperature.astype(logits.dtype)
+        # The largest first taken off: a tiny temperature then gives -inf, never inf - inf.
+        logits = (logits - logits.max(-1, keepdims=True)) / self.temperature.astype(logits.dtype)
         if not (self.use_top_k or self.use_top_p):
             return jax.nn.softmax(logits, -1)
         ranked = jnp.sort(logits, -1, descending=True)
@@ -84,7 +85,7 @@ class Sampling:
             keep &= jnp.arange(ranked.shape[-1]) < self.top_k
         if self.use_top_p:
             mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), -1)
-            keep &= jnp.cumsum(mass, -1) - mass < self.top_p
+            keep &= (jnp.cumsum(mass, -1) - mass < self.top_p) | (jnp.arange(ranked.shape[-1]) == 0)
         last = jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
         return jax.nn.softmax(jnp.where(logits < last, -jnp.inf, logits), -1)
 
@@ -116,7 +117,13 @@ def make_sampler(config: GenerationConfig) -> Sampler:
     """Greedy at temperature 0, otherwise sampling."""
     if config.temperature == 0:
         return Greedy()
-    return Sampling(jnp.float32(config.temperature), jnp.int32(config.top_k), jnp.float32(config.top_p), config.top_k > 0, config.top_p < 1)
+    return Sampling(
+        jnp.maximum(jnp.float32(config.temperature), jnp.finfo(jnp.float32).tiny),
+        jnp.int32(config.top_k),
+        jnp.float32(config.top_p),
+        config.top_k > 0,
+        config.top_p < 1,
+    )
 
 
 def _leading(match: Array, eligible: Int[Array, "B"]) -> Int[Array, "B"]:

@@ -18,7 +18,7 @@ from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts
 from qspec_jax.errors import InputError
-from qspec_jax.generate import PREPARE, generate, make_limits
+from qspec_jax.generate import PREPARE, generate, make_limits, token_lists
 from qspec_jax.model import Llama
 from qspec_jax.sampling import Sampler, make_sampler, prompt_keys
 
@@ -39,6 +39,7 @@ class Acceptance:
 
 def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
     """Acceptance while the model generates after each prompt (EOS ignored)."""
+    check(model, prompts, config)
     config = dataclasses.replace(config, ignore_eos=True)
     out = generate(model, prompts, config=config, key=key, draft=draft)
     stats = out.stats
@@ -61,6 +62,7 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     new, gamma = config.max_new_tokens, config.num_speculative_tokens
     if min(map(len, texts)) <= new:
         raise InputError(f"every text should have more than the {new} tokens to walk")
+    check(model, [text[:-new] for text in texts], config)
     n = np.array([len(text) - new for text in texts], np.int32)
     tokens = np.zeros((len(texts), prefill.bucket(int(n.max()))), np.int32)
     for row, text in zip(tokens, texts):
@@ -78,6 +80,13 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     return Acceptance(
         accepted / drafted, accepted, drafted, int(counts.rounds.sum()), new * len(texts), repeated_ngrams(real[:, :new].tolist())
     )
+
+
+def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
+    """Raises InputError where acceptance after these prompts cannot be measured."""
+    if config.num_speculative_tokens < 1 or config.max_new_tokens < 3:
+        raise InputError("acceptance needs num_speculative_tokens (gamma) of at least 1 and max_new_tokens of at least 3")
+    token_lists(model, prompts, config)
 
 
 def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
@@ -103,7 +112,11 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
         cache, flushed = cache.rollback(dataclasses.replace(lengths, buffered=lengths.buffered + moved)).flush()
         old = state.counts
         counts = Counts(
-            old.rounds + active, old.drafted + eligible, old.accepted + jnp.where(active, accepted, 0), old.flushes + flushed, old.histogram
+            old.rounds + active,
+            old.drafted + eligible,
+            old.accepted + jnp.where(active, accepted, 0),
+            old.flushes + flushed,
+            old.histogram + (active[:, None] & (jnp.arange(width) == accepted[:, None])),
         )
         emitted = state.emitted + moved
         return dataclasses.replace(state, cache=cache, pending=block_at(real, emitted - 1)[:, 0], emitted=emitted, counts=counts)

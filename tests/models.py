@@ -1,0 +1,67 @@
+"""What the target must compute, written down a second way: a whole text in one pass, with no cache, no rounds and no flushes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_format import dequantize_groups, parameter_dtype, quantize_groups
+from qspec_jax.model import Llama
+
+
+def one_bit(x: Array, axis: int, dtype) -> tuple[Array, Array, Array, Array]:
+    """A scheme for `pallas_kernels.kv_format.SCHEMES`: one bit in both planes, so coarse that reading a wrong cache shows in tokens."""
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    upper = jnp.where(x > (low + high) / 2, 15.0, 0.0)
+    return upper, jnp.zeros_like(x), jnp.maximum((high - low) / 15, 1e-6), low
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePass:
+    """Stands for a cache. The query at position t has t tokens before it: in a prompt of n[b] tokens it reads them all as they are,
+    behind the prompt the oldest `max(0, t // G - 1) * G` of them quantized. scheme None: never quantized."""
+
+    n: Int[Array, "B"]
+    group_size: int
+    scheme: str | None
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array, *, planes: int) -> tuple[Float[Array, "B T N H"], None]:
+        B, T, K, H = k.shape
+        G = self.group_size
+        k, v, t = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.arange(T)
+        coarse_k, coarse_v, quantized = k, v, jnp.zeros((B, T), int)
+        if self.scheme is not None:
+            groups = lambda x: x.reshape(B, K, T // G, G, H)
+            codes = quantize_groups(groups(k), groups(v), scheme=self.scheme, dtype=parameter_dtype(k.dtype))
+            coarse_k, coarse_v = (x.reshape(B, K, T, H) for x in dequantize_groups(*codes, planes=2, dtype=k.dtype))
+            quantized = jnp.where(t < self.n[:, None], 0, jnp.maximum(0, t // G - 1) * G)
+        coarse = (t < quantized[..., None])[:, None, None]  # B 1 1 T S
+        heads = q.reshape(B, T, K, -1, H)
+        logits = lambda keys: jnp.einsum("btkrh,bksh->bkrts", heads, keys) * H**-0.5
+        weights = jnp.where(coarse, logits(coarse_k), logits(k))
+        weights = jax.nn.softmax(jnp.where(t <= t[:, None], weights, -jnp.inf), -1)
+        read = lambda mask, values: jnp.einsum("bkrts,bksh->btkrh", jnp.where(mask, weights, 0), values)
+        return (read(coarse, coarse_v) + read(~coarse, v)).reshape(B, T, -1, H), None
+
+    def advance(self, layers: tuple, tokens: int) -> "OnePass":
+        return self
+
+
+def target_logits(
+    model: Llama, prompts: list[list[int]], new: list[list[int]], *, group_size: int, scheme: str | None
+) -> list[Float[np.ndarray, "new V"]]:
+    """Per prompt, the target's logits for each of its new tokens, given those before it."""
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, new)]
+    length = -(-max(map(len, texts)) // group_size) * group_size
+    tokens = jnp.array([text + [0] * (length - len(text)) for text in texts], jnp.int32)
+    n = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+
+    @jax.jit
+    def run(tokens, n):
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        return model(tokens, positions, OnePass(n, group_size, scheme))[0]
+
+    logits = np.asarray(run(tokens, n))
+    return [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in zip(logits, prompts, texts)]

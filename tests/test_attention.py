@@ -1,0 +1,313 @@
+"""The reference decode_attention against softmax attention in numpy, written as plainly as can be."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from pallas_kernels.attention import decode_attention, reference
+from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes of one problem; rows of a batch differ in their lengths, which `lengths` gives in groups and buffered tokens."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    group_size: int = 16
+    capacity: int = 5
+    groups: tuple[int, ...] = (0, 1, 3, 5, 5, 2)
+
+    @property
+    def buffer_rows(self) -> int:
+        return 2 * self.group_size + self.tokens
+
+    @property
+    def buffered(self) -> tuple[int, ...]:
+        """From T alone to all that a round can hold: 2G - 1 tokens before it and its T."""
+        T, G = self.tokens, self.group_size
+        return (T, G + T, 2 * G - 1 + T, T, 2 * G - 1 + T, G - 1 + T)
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(jnp.array(self.groups, jnp.int32) * self.group_size, jnp.array(self.buffered, jnp.int32))
+
+    def attended(self, layer: HierarchicalLayer, planes: int | None) -> tuple[HierarchicalLayer | FullLayer, Lengths]:
+        """What there is to attend to: everything, or for planes None the buffer as a cache of its own."""
+        if planes is not None:
+            return layer, self.lengths
+        return layer.buffer, dataclasses.replace(self.lengths, quantized=jnp.zeros_like(self.lengths.quantized))
+
+
+CASES = {
+    "T1-GQA-64": Case(1, 4, 2, 64),
+    "T3-MHA-96": Case(3, 2, 2, 96),
+    "T7-GQA-128": Case(7, 6, 2, 128),
+    "G32": Case(3, 3, 1, 64, group_size=32, capacity=3, groups=(3, 0, 1, 2, 0, 3)),
+}
+
+
+def random_problem(case: Case, dtype: str, data: str = "gaussian") -> tuple[jax.Array, HierarchicalLayer]:
+    """Queries, and a layer in which every group and buffer row is filled, also beyond the lengths."""
+    r = np.random.default_rng(case.tokens * case.head_dim)
+    B, K, H, G = len(case.groups), case.kv_heads, case.head_dim, case.group_size
+    channel, token = np.ones(H), np.ones((case.capacity + 1, G))
+    if data == "outliers":  # loud channels of keys, as models with rotary positions have them, and loud tokens of values
+        channel[::13] = 30
+        token[:, ::11] = 50
+    q = r.standard_normal((B, case.tokens, case.heads, H)) * (20 if data == "peaked" else 1)
+    lift = 0
+    if data == "far below":  # every logit about -2000
+        q, lift = q + 5, -2000 / 5 / np.sqrt(H)
+
+    def planes(codes: tuple[int, ...], loud: np.ndarray, lift: float = 0) -> Planes:
+        lead = (B, K, case.capacity)
+        upper, lower = r.integers(0, 256, (2, *lead, *codes), np.uint8)
+        scale = r.uniform(0.1, 0.4, (*lead, loud.shape[-1])) * loud
+        parameters = "float64" if dtype == "float64" else "bfloat16"  # in float32 too: attention is to take what it gets
+        return Planes(*map(jnp.asarray, (upper, lower)), jnp.asarray(scale, parameters), jnp.asarray(lift - 7.3 * scale, parameters))
+
+    keys, values = planes((G // 2, H), channel, lift), planes((H, G // 2), token[: case.capacity])
+    recent = r.standard_normal((2, B, K, case.buffer_rows, H))
+    buffer = FullLayer(jnp.asarray(recent[0] * channel + lift, dtype), jnp.asarray(recent[1] + 0.5, dtype))
+    return jnp.asarray(q, dtype), HierarchicalLayer(keys, values, buffer)
+
+
+traces = []
+
+
+@functools.cache
+def attend_in_chunks(tokens: int) -> Callable:
+    """decode_attention under jit, in chunks of that many tokens; traced apart from those of another size."""
+
+    def attend(*args, planes):
+        traces.append(tokens)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "CHUNK_TOKENS", tokens)
+            patch.setattr(reference, "MAX_LOGITS", 1)
+            return decode_attention(*args, planes=planes)
+
+    return jax.jit(attend, static_argnames="planes")
+
+
+# By default all that these cases hold is one chunk.
+attend = attend_in_chunks(reference.CHUNK_TOKENS)
+
+
+# In numpy -------------------------------------------------------------------------------------------------------------
+
+
+def plain_quantized(planes: Planes, number: int, axis: int) -> np.ndarray:
+    """Keys (axis -2) or values (-1) of all groups as stored, their two halves of G unpacked along `axis`."""
+    codes = lambda x: np.concatenate([np.asarray(x) % 16, np.asarray(x) // 16], axis).astype(np.float64)
+    scale, zero = (np.asarray(x).astype(np.float64)[..., None, :] for x in (planes.scale, planes.zero))
+    x = codes(planes.upper) * scale + zero
+    return x if number == 1 else x + (codes(planes.lower) - 8) * scale / 16
+
+
+def plain_attention(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, planes: int | None) -> np.ndarray:
+    """Softmax attention in float64, one query at a time."""
+    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
+    q, recent_k, recent_v = (np.asarray(x).astype(np.float64) for x in (q, buffer.keys, buffer.values))
+    B, T, N, H = q.shape
+    K = recent_k.shape[1]
+    old_k = old_v = np.zeros((B, K, 0, H))
+    if planes is not None:
+        old_k = plain_quantized(layer.keys, planes, -2).reshape(B, K, -1, H)
+        old_v = np.swapaxes(plain_quantized(layer.values, planes, -1), -1, -2).reshape(B, K, -1, H)
+    quantized, buffered = np.asarray(lengths.quantized), np.asarray(lengths.buffered)
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        k = n // (N // K)
+        recent = buffered[b] - T + t + 1
+        keys = np.concatenate([old_k[b, k, : quantized[b]], recent_k[b, k, :recent]])
+        values = np.concatenate([old_v[b, k, : quantized[b]], recent_v[b, k, :recent]])
+        logits = keys @ q[b, t, n] / np.sqrt(H)
+        weights = np.exp(logits - logits.max())
+        out[b, t, n] = weights @ values / weights.sum()
+    return out
+
+
+def assert_equal_to_plain(out: jax.Array, q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, planes: int | None) -> None:
+    assert out.shape == q.shape and out.dtype == q.dtype
+    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
+    expected = plain_attention(q, layer, lengths, planes)
+    # What rounding may do: to a logit, in proportion to |q| |k|, and so to the weights; to the values.
+    norm = lambda x: np.sqrt(np.square(np.asarray(x).astype(np.float64)).sum(-1)).max()
+    logit = norm(q) * norm(buffer.keys) / np.sqrt(q.shape[-1])
+    tolerance = 4 * float(jnp.finfo(q.dtype).eps) * (1 + logit) * abs(np.asarray(buffer.values)).max()
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=0, atol=tolerance)
+    # Far below any mistake: a single token more or less.
+    assert tolerance < 1e-2 * abs(expected).max()
+
+
+# Equality -------------------------------------------------------------------------------------------------------------
+
+KINDS = [
+    *[(name, planes, "float32") for name in CASES for planes in (2, None)],
+    ("T7-GQA-128", 1, "float32"),
+    *[("T3-MHA-96", planes, "float64") for planes in (1, 2)],
+    ("T7-GQA-128", 2, "float64"),
+]
+
+
+@pytest.mark.parametrize("name, planes, dtype", KINDS)
+def test_equals_plain_attention(name, planes, dtype):
+    case = CASES[name]
+    with jax.enable_x64(dtype == "float64"):
+        for data in ("gaussian", "outliers", "peaked", *(["far below"] if dtype == "float64" else [])):
+            q, layer = random_problem(case, dtype, data)
+            layer, lengths = case.attended(layer, planes)
+            assert_equal_to_plain(attend(q, layer, lengths, planes=planes), q, layer, lengths, planes)
+
+
+# 5 groups of 16 by one, two and three; a buffer of 35 tokens by 1 and 24.
+@pytest.mark.parametrize("planes, chunk", [(2, 24), (2, 32), (1, 48), (None, 1), (None, 24)])
+def test_equals_plain_attention_in_chunks(planes, chunk):
+    case = CASES["T3-MHA-96"]
+    attend = attend_in_chunks(chunk)
+    for data in ("gaussian", "peaked"):
+        q, layer = random_problem(case, "float32", data)
+        layer, lengths = case.attended(layer, planes)
+        assert_equal_to_plain(attend(q, layer, lengths, planes=planes), q, layer, lengths, planes)
+        # Also where no row fills every chunk.
+        short = Lengths(jnp.minimum(lengths.quantized, case.group_size), jnp.minimum(lengths.buffered, 20))
+        assert_equal_to_plain(attend(q, layer, short, planes=planes), q, layer, short, planes)
+
+
+def test_a_full_cache_is_read_whole_while_its_logits_are_few(monkeypatch):
+    monkeypatch.setattr(reference, "CHUNK_TOKENS", 8)
+    case = CASES["T3-MHA-96"]
+    q, layer = random_problem(case, "float32")
+    layer, lengths = case.attended(layer, None)
+    loops = lambda: str(jax.make_jaxpr(lambda *args: decode_attention(*args, planes=None))(q, layer, lengths)).count("while")
+    rows, queries = case.buffer_rows, case.tokens * case.heads // case.kv_heads
+    for most, expected in ((rows * queries, 0), (rows * queries - 1, 1)):
+        monkeypatch.setattr(reference, "MAX_LOGITS", most)
+        assert loops() == expected
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_nothing_of_cache_size_is_made(planes):
+    layer = jax.eval_shape(lambda: HierarchicalLayer.zeros(2, 4, 256, 128, 261, 128, jnp.dtype(jnp.bfloat16)))
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    q = jax.ShapeDtypeStruct((2, 5, 8, 128), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda *args: decode_attention(*args, planes=planes))(q, layer, Lengths(lengths, lengths))
+    sizes = [v.aval.size for eqn in equations(jaxpr.jaxpr) for v in eqn.outvars]
+    chunk = 2 * 4 * reference.CHUNK_TOKENS * 128
+    assert max(sizes) == chunk < 2 * 4 * 256 * 128 * 128 // 16
+
+
+def equations(jaxpr) -> list:
+    """All of a jaxpr's, those of its loops included."""
+    inner = [jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
+    return [*jaxpr.eqns, *(eqn for found in inner for sub in found for eqn in equations(sub))]
+
+
+def test_without_capacity_for_groups():
+    case = dataclasses.replace(CASES["T3-MHA-96"], capacity=0, groups=(0,) * 6)
+    q, layer = random_problem(case, "float32")
+    assert layer.groups == 0
+    out = attend(q, layer, case.lengths, planes=2)
+    np.testing.assert_array_equal(out, attend(q, layer.buffer, case.lengths, planes=None))
+    assert_equal_to_plain(out, q, layer.buffer, case.lengths, None)
+
+
+@pytest.mark.parametrize("planes", [2, None])
+def test_bfloat16(planes):
+    case = CASES["T7-GQA-128"]
+    q, layer = random_problem(case, "bfloat16")
+    layer, lengths = case.attended(layer, planes)
+    out = attend(q, layer, lengths, planes=planes)
+    assert out.dtype == jnp.bfloat16
+    expected = plain_attention(q, layer, lengths, planes)
+    for row, plain in zip(np.asarray(out).astype(float), expected):
+        assert abs(row - plain).max() < 1e-2 * abs(plain).max()
+        assert np.square(row - plain).sum() < 5e-3**2 * np.square(plain).sum()
+
+
+# What must not matter -------------------------------------------------------------------------------------------------
+
+
+def with_garbage(case: Case, layer: HierarchicalLayer) -> HierarchicalLayer:
+    """Beyond the lengths the largest codes with parameters of 1e30, and buffer rows of +-1e30."""
+    layer = jax.tree.map(np.array, layer)
+    for row, (groups, buffered) in enumerate(zip(case.groups, case.buffered)):
+        for p in (layer.keys, layer.values):
+            p.upper[row, :, groups:] = p.lower[row, :, groups:] = 255
+            p.scale[row, :, groups:] = p.zero[row, :, groups:] = 1e30
+        layer.buffer.keys[row, :, buffered:] = -1e30
+        layer.buffer.values[row, :, buffered:] = 1e30
+    return jax.tree.map(jnp.asarray, layer)
+
+
+@pytest.mark.parametrize("chunk", [32, 1024])
+def test_what_lies_beyond_the_lengths_does_not_change_a_bit(chunk):
+    case = CASES["T3-MHA-96"]
+    q, layer = random_problem(case, "float32")
+    garbage = with_garbage(case, layer)
+    assert all((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(layer), jax.tree.leaves(garbage)))
+    attend = attend_in_chunks(chunk)
+    for planes in (2, None):
+        clean, lengths = case.attended(layer, planes)
+        dirty, _ = case.attended(garbage, planes)
+        np.testing.assert_array_equal(attend(q, clean, lengths, planes=planes), attend(q, dirty, lengths, planes=planes))
+
+
+@pytest.mark.parametrize("chunk", [32, 1024])
+def test_rows_do_not_touch_each_other(chunk):
+    case = CASES["T3-MHA-96"]
+    q, layer = random_problem(case, "float32")
+    attend = attend_in_chunks(chunk)
+    out = np.asarray(attend(q, layer, case.lengths, planes=2))
+    for row in (0, 3, 4):
+        others = np.arange(len(case.groups)) != row
+
+        def spoil(x: jax.Array, others=others) -> jax.Array:
+            x = np.array(x)
+            if x.dtype != np.uint8:
+                x[others] = np.nan
+            return jnp.asarray(x)
+
+        spoilt = np.asarray(attend(*jax.tree.map(spoil, (q, layer)), case.lengths, planes=2))
+        np.testing.assert_array_equal(spoilt[row], out[row])
+        assert np.isnan(np.delete(spoilt, row, axis=0)).all()
+
+
+def test_the_same_twice():
+    case = CASES["T3-MHA-96"]
+    q, layer = random_problem(case, "float32", "peaked")
+    outs = [np.asarray(attend(q, layer, case.lengths, planes=2)) for _ in range(2)]
+    np.testing.assert_array_equal(*outs)
+
+
+def test_lengths_are_traced():
+    """One compilation, whatever the lengths."""
+    case = CASES["T3-MHA-96"]
+    q, layer = random_problem(case, "float32")
+    attend(q, layer, case.lengths, planes=2)
+    before = len(traces)
+    for shift in range(3):
+        lengths = jax.tree.map(lambda x, shift=shift: jnp.asarray(np.roll(x, shift)), case.lengths)
+        assert_equal_to_plain(attend(q, layer, lengths, planes=2), q, layer, lengths, 2)
+    assert len(traces) == before > 0
+
+
+def test_appended_tokens_are_seen_causally():
+    """T tokens at once read what they read one after the other."""
+    case = CASES["T3-MHA-96"]
+    T = case.tokens
+    with jax.enable_x64(True):
+        q, layer = random_problem(case, "float64")
+        together = attend(q, layer, case.lengths, planes=2)
+        for t in range(T):
+            lengths = dataclasses.replace(case.lengths, buffered=case.lengths.buffered - (T - 1 - t))
+            np.testing.assert_allclose(attend(q[:, t : t + 1], layer, lengths, planes=2)[:, 0], together[:, t], rtol=0, atol=1e-13)

@@ -1,0 +1,214 @@
+"""Sampling is exact: joint distributions of emitted tokens against the enumerated target, for drafts as bad as can be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import prepared, random_model
+from scipy.stats import chisquare
+
+from pallas_kernels.kv_format import FullLayer, Lengths
+from qspec_jax import sampling
+from qspec_jax.cache import FullCache
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import UNLIMITED, CachedModel, Limits, decode, start
+from qspec_jax.drafts import quantspec
+from qspec_jax.generate import generate
+from qspec_jax.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
+
+V, ROWS, GAMMA = 6, 20_000, 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoCache:
+    """What the loop asks of a cache, for models that look at the last token alone."""
+
+    lengths: Lengths
+    draft_room: jax.Array
+
+    def rollback(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def flush(self):
+        return self, jnp.zeros_like(self.lengths.buffered)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Markov:
+    """A model whose logits are a table's row."""
+
+    table: jax.Array
+
+    def __call__(self, tokens, positions, cache):
+        longer = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered + tokens.shape[1])
+        return self.table[tokens], cache.rollback(longer)
+
+
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(0, 1.5, (V, V))
+DRAFTS = {
+    "uniform": np.zeros((V, V)),
+    "one-hot wrong": np.where(np.arange(V) == TABLE.argmin(-1)[:, None], 0.0, -1e9),
+    "zero where the target is likely": np.where(np.arange(V) == TABLE.argmax(-1)[:, None], -1e9, TABLE),
+    "another table": RNG.normal(0, 1.5, (V, V)),
+    "the target": TABLE,
+}
+SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
+
+
+def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0):
+    """Hugging Face's temperature, top-k and top-p, in plain numpy, one row at a time."""
+    out = []
+    for row in np.asarray(logits, np.float64).reshape(-1, np.shape(logits)[-1]):
+        row = row / temperature
+        if top_k:
+            row = np.where(row < np.sort(row)[-min(top_k, len(row))], -np.inf, row)
+        p = np.exp(row - row.max())
+        p /= p.sum()
+        if top_p < 1:
+            ascending = np.argsort(row, kind="stable")
+            remove = ascending[np.cumsum(p[ascending]) <= 1 - top_p]
+            p[remove[remove != ascending[-1]]] = 0
+            p /= p.sum()
+        out.append(p)
+    return np.array(out).reshape(np.shape(logits))
+
+
+def two_tokens(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None)):
+    """Counts [V, V] of the two tokens emitted after token 0, over ROWS rows or some of them."""
+    nothing = jnp.zeros(ROWS, jnp.int32)
+    cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
+    limits = Limits(jnp.full(ROWS, 4, jnp.int32), jnp.full(ROWS, gamma, jnp.int32), jnp.array([-1], jnp.int32))
+    state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=4, gamma=gamma)
+    # A fresh function, since jit remembers what it has traced and the tests plant errors.
+    loop = jax.jit(lambda *args: decode(*args))
+    state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
+    tokens = np.asarray(state.tokens)[rows]
+    assert (np.asarray(state.emitted) == 4).all()
+    return np.bincount(tokens[:, 1] * V + tokens[:, 2], minlength=V * V).reshape(V, V)
+
+
+def p_value(counts, expected):
+    """Chi-square of counts against probabilities; 0 where something impossible was seen."""
+    if counts[expected == 0].sum():
+        return 0.0
+    possible = expected > 0
+    return chisquare(counts[possible], expected[possible] / expected.sum() * counts.sum()).pvalue
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_two_tokens_have_the_targets_distribution(options, draft):
+    p = filtered(TABLE, **options)
+    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(**options)))
+    assert p_value(counts, p[0][:, None] * p) > 1e-3
+
+
+@pytest.mark.parametrize("draft", [name for name in DRAFTS if name != "the target"])
+def test_a_wrong_residual_is_seen(monkeypatch, draft):
+    monkeypatch.setattr(sampling, "residual", lambda p, q: p)
+    p = filtered(TABLE)
+    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(temperature=1.0)))
+    # After the draft that always errs, drawing from p and from the residual differ by nothing.
+    expected_to_fail = draft != "one-hot wrong" or p.min(-1).max() > 1e-3
+    assert (p_value(counts, p[0][:, None] * p) < 1e-6) == expected_to_fail
+
+
+class ResidualAlways(sampling.Sampling):
+    """Planted: after the last counted draft too it draws from the residual, of a draft that was never counted."""
+
+    def verify(self, logits, drafts, proposals, eligible, keys, positions):
+        accepted, _ = super().verify(logits, drafts, proposals, eligible, keys, positions)
+        p, q = self.probabilities(logits), jnp.concatenate([proposals, jnp.zeros_like(proposals[:, :1])], 1)
+        at = accepted[:, None, None]
+        rest = sampling.residual(jnp.take_along_axis(p, at, 1)[:, 0], jnp.take_along_axis(q, at, 1)[:, 0])
+        keys = draw_keys(keys, jnp.take_along_axis(positions, accepted[:, None], 1)[:, 0], TARGET)
+        return accepted, jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, rest).astype(jnp.int32)
+
+
+jax.tree_util.register_dataclass(ResidualAlways, data_fields=["temperature", "top_k", "top_p"], meta_fields=["use_top_k", "use_top_p"])
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_where_drafts_run_out_the_target_speaks(planted):
+    """Even rows have room for one draft, and odd rows for three: the even ones draft on, but may not count it."""
+    p = filtered(TABLE)
+    sampler = make_sampler(GenerationConfig(temperature=1.0))
+    sampler = ResidualAlways(**vars(sampler)) if planted else sampler
+    counts = two_tokens(TABLE, DRAFTS["another table"], sampler, room=np.where(np.arange(ROWS) % 2, 100, 1), rows=slice(0, None, 2))
+    assert (p_value(counts, p[0][:, None] * p) < 1e-6) == planted
+
+
+def test_the_whole_path_on_a_real_cache():
+    """A Llama of six tokens, groups of two tokens, 4,096 copies of a prompt; probabilities enumerated with the INT8 target."""
+    model = random_model(jnp.float32, vocab_size=V, spread=0.3)
+    prompt = [1, 4, 2, 0, 5, 3]
+    config = GenerationConfig(max_new_tokens=3, temperature=1.0, group_size=2, num_speculative_tokens=1, ignore_eos=True)
+    out = generate(model, [prompt] * 4096, config=config, draft=quantspec(model), key=jax.random.key(1))
+    assert 0.1 < out.stats.draft_acceptance_rate < 0.99
+    tokens = np.array(out.token_ids)
+    counts = np.bincount(tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2], minlength=V**3)
+    expected = enumerated(model, prompt)
+    big = expected * len(tokens) >= 5
+    pooled = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
+    assert chisquare(pooled[0], pooled[1] * len(tokens)).pvalue > 1e-3
+    full = enumerated(model, prompt, cache="full")
+    assert np.abs(full - expected).max() > 1e-5  # the quantized cache matters
+
+
+def enumerated(model, prompt, cache="int8"):
+    """Probabilities of all three-token continuations, one token at a time over the target's cache."""
+    config = GenerationConfig(method="autoregressive", cache=cache, max_new_tokens=3, group_size=2, ignore_eos=True)
+    kv = prepared(model, [prompt] * V * V, config)[0].cache
+    target = jax.jit(lambda tokens, kv: CachedModel(model, 2)(tokens, kv.lengths.total[:, None], kv))
+    tokens = jnp.asarray([prompt], jnp.int32)
+    empty = FullCache(
+        tuple(FullLayer.zeros(1, 2, len(prompt), 16, model.dtype) for _ in model.layers), Lengths(*jnp.zeros((2, 1), jnp.int32))
+    )
+    logits, _ = model(tokens, jnp.arange(len(prompt))[None], empty)
+    first, second = np.divmod(np.arange(V * V), V)
+    chance = filtered(logits[:, -1])[0][first]
+    logits, kv = target(jnp.asarray(first, jnp.int32)[:, None], kv)
+    kv, _ = kv.flush()
+    chance = chance * filtered(logits[:, 0])[np.arange(V * V), second]
+    logits, _ = target(jnp.asarray(second, jnp.int32)[:, None], kv)
+    return (chance[:, None] * filtered(logits[:, 0])).reshape(-1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-400, 400), min_size=12, max_size=12, unique=True),
+    st.sampled_from([0.3, 0.7, 1.0, 2.0]),
+    st.integers(0, 15),
+    st.sampled_from([0.05, 0.3, 0.55, 0.9, 1.0]),
+)
+def test_filters_are_hugging_faces(steps, temperature, top_k, top_p):
+    logits = np.array(steps) / 37
+    sampler = make_sampler(GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p))
+    got = np.asarray(sampler.probabilities(jnp.asarray(logits, jnp.float32)))
+    np.testing.assert_allclose(got, filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p), atol=2e-6)
+
+
+def test_temperature_zero_is_greedy():
+    assert make_sampler(GenerationConfig(temperature=0.0, top_k=5)) == Greedy()
+
+
+def test_draws_differ_by_row_position_and_purpose():
+    keys = prompt_keys(jax.random.key(0), 5)
+    positions = jnp.broadcast_to(jnp.arange(7), (5, 7))
+    draws = [jax.vmap(jax.vmap(jax.random.bits))(draw_keys(keys, positions, purpose)) for purpose in (DRAFT, ACCEPT, TARGET)]
+    assert len(np.unique(draws)) == 3 * 5 * 7
+    alone = jax.vmap(jax.random.bits)(draw_keys(keys, positions[:, 3], ACCEPT))
+    np.testing.assert_array_equal(alone, draws[1][:, 3])
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-37}, {"temperature": 1.0, "top_p": 1e-46}])
+def test_extreme_settings_draw_the_most_likely_token(options):
+    p = make_sampler(GenerationConfig(**options)).probabilities(jnp.array([[40.0, -3.0, 39.0]], jnp.float32))
+    np.testing.assert_array_equal(p, [[1, 0, 0]])
