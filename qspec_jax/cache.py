@@ -169,7 +169,7 @@ def _two_rows(x: Float[Array, "B T K H"]) -> Float[Array, "B _ K H"]:
     """x, and a row of zeros behind it where T is 1.
 
     XLA on a CPU does the update of a full cache by a single row twice, once for attention to read and once to keep, and so copies
-    the layer several times in every step; with two rows it does not (seen in jax 0.10; a third of the speed was lost).
+    the layer several times in every step; with two rows it does not (seen in jax 0.10; two thirds of the speed were lost).
     """
     return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] == 1 else x
 

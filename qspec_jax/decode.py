@@ -138,8 +138,8 @@ def decode_round(target: Step, draft: Step | None, sampler: Sampler, state: Deco
     old = state.counts
     counts = Counts(
         old.rounds + running,
-        # What lies behind an EOS counts neither as drafted nor as accepted.
-        old.drafted + jnp.minimum(eligible, count),
+        # Drafts behind an accepted EOS count neither as drafted nor as accepted.
+        old.drafted + jnp.where(count <= accepted, count, eligible),
         old.accepted + jnp.minimum(accepted, count),
         old.flushes + flushed,
         old.histogram + (running[:, None] & (column == jnp.minimum(accepted, count)[:, None])),

@@ -258,6 +258,17 @@ def test_statistics_add_up(model):
     assert out.stats.mean_acceptance_length == 1 + out.stats.num_accepted_draft_tokens / out.stats.num_spec_steps
 
 
+def test_drafts_behind_an_eos_do_not_count(model, targets):
+    """A draft that is the target: every counted draft was emitted, so the rate stays 1 and no round flatters it."""
+    eos = first_times(targets[9])[4][1]
+    at = targets[9].index(eos)
+    config = dataclasses.replace(QUANTSPEC, eos_token_ids=(eos,), ignore_eos=False)
+    stats = generate(model, prompts_of([9]), config=config, draft=quantspec(model, weight_bits=16, planes=2)).stats
+    assert stats.new_tokens == at + 1
+    assert stats.draft_acceptance_rate == 1.0
+    assert stats.num_accepted_draft_tokens + stats.num_spec_steps in (at, at + 1)
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_streaming_gives_the_same_tokens(model, rounds):
     prompts = prompts_of([1, 43])
