@@ -99,9 +99,9 @@ def test_never_worse_than_plain_rounding(in_features, dtype):
             smallest = (1e-6 * abs(weight.astype(np.float64)).max()) ** 2
             assert (error <= 1.0001 * np.maximum(*plain) + smallest).all(), name
             if name in ("gaussian", "huge", "tiny"):
-                assert error.sum() < 0.9 * plain[0].sum(), name
+                assert error.sum() < 0.88 * plain[0].sum(), name
             if name in ("outliers", "heavy tails"):
-                assert error.sum() < 0.6 * plain[0].sum(), name
+                assert error.sum() < 0.45 * plain[0].sum(), name
             if name in ("constant rows", "zeros"):
                 np.testing.assert_array_equal(read(q), weight.astype(np.float64))
 
@@ -340,11 +340,11 @@ def test_moments_are_sums_over_the_tokens(model):
     after = block.add_attention(x, attended)
     mlp = block.post_attention_norm(after)
     hidden = jax.nn.silu(block.gate_proj(mlp)) * block.up_proj(mlp)
-    inputs = {"attention": h, "attended": attended, "mlp": mlp, "mlp_hidden": hidden}
-    for name, source in INPUTS.items():
-        read_by = np.asarray(inputs[source]).astype(np.float64)[0, :20]
-        assert getattr(block, name).weight.get_value().shape[1] == read_by.shape[1]
-        np.testing.assert_allclose(moments[source], read_by.T @ read_by, rtol=1e-4, atol=1e-4 * abs(read_by).max() ** 2)
+    inputs = dict.fromkeys(["q_proj", "k_proj", "v_proj"], h) | {"o_proj": attended, "down_proj": hidden}
+    for name, x in (inputs | dict.fromkeys(["gate_proj", "up_proj"], mlp)).items():
+        read_by = np.asarray(x).astype(np.float64)[0, :20]
+        expected = read_by.T @ read_by
+        np.testing.assert_allclose(moments[INPUTS[name]], expected, rtol=0, atol=1e-5 * np.diag(expected).max(), err_msg=name)
 
 
 def test_padding_does_not_matter(model):
@@ -396,6 +396,16 @@ def test_texts_are_cut_to_their_last_tokens(model, monkeypatch):
     ):
         for got, text in zip(read_of(given), expected, strict=True):
             np.testing.assert_array_equal(got, embedding[text])
+
+
+def test_activations_that_are_not_finite_are_refused(model):
+    weights = model.weights()
+    weights["embedding"] = weights["embedding"].at[5, 7].set(jnp.inf)
+    spoilt = Llama(model.config, lambda path, shape: weights[path])
+    with pytest.raises(InputError, match="layer 0 has activations that are not finite"):
+        quantize_linears_for(spoilt, [[1, 5, 2]], progress=False)
+    # Where no text has that token, all is well.
+    quantize_linears_for(spoilt, [[1, 2, 3]], progress=False)
 
 
 @pytest.mark.parametrize("nothing", [[], [[]], [[1, 2], []]])
