@@ -202,7 +202,9 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
     for i, row in enumerate(rows):
         if len(row) + config.max_new_tokens > most:
             room = most - len(row)
-            advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to fewer than {most} tokens"
+            advice = (
+                f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - config.max_new_tokens)} tokens"
+            )
             raise InputError(
                 f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
             )
