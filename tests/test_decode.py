@@ -1,0 +1,197 @@
+"""The decode loop against the target written down a second way (models.py), in float32, and on a coarse cache; where rows end."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import one_bit, target_logits
+from runs import prepared, random_model, random_prompts, run_rounds
+from scipy.special import softmax
+from scipy.stats import chisquare
+
+from pallas_kernels.kv_format import SCHEMES
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import EOS, CachedModel, Limits
+from qspec_jax.drafts import quantspec
+from qspec_jax.generate import DECODE, generate, make_limits
+from qspec_jax.sampling import Greedy
+
+G = 4
+LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)
+GAMMAS = (1, 2, 4, 6, 2 * G)
+NEW = 6 * G  # three flushes and more, also after a prompt of one token
+QUANTSPEC = GenerationConfig(max_new_tokens=NEW, group_size=G, ignore_eos=True)
+TARGET = dataclasses.replace(QUANTSPEC, method="autoregressive", cache="int8")
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _coarse_scheme(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "one_bit", one_bit)
+
+
+@functools.cache
+def model_and_draft(dtype: str):
+    model = random_model(jnp.dtype(dtype))
+    return model, quantspec(model)
+
+
+def prompts_of(lengths, seed: int = 0):
+    return [random_prompts([n], seed=seed + i)[0] for i, n in enumerate(lengths)]
+
+
+def check_greedy(model, prompts, run, scheme: str | None) -> None:
+    for tokens, logits in zip(run.tokens, target_logits(model, prompts, run.tokens, group_size=G, scheme=scheme), strict=True):
+        assert tokens == logits.argmax(-1).tolist()
+
+
+def check_lengths(prompts, run) -> None:
+    """Each row's lengths after every round, from the tokens emitted so far alone."""
+    for state in run.rounds:
+        cached = np.array([len(prompt) for prompt in prompts]) + state.emitted - 1
+        np.testing.assert_array_equal(state.quantized, np.maximum(0, cached // G - 1) * G)
+        np.testing.assert_array_equal(state.buffered, cached - state.quantized)
+        assert state.buffered.max() <= 2 * G - 1
+        np.testing.assert_array_equal(state.flushes, (state.quantized - run.rounds[0].quantized) // G)
+    for before, after in zip(run.rounds, run.rounds[1:]):
+        assert (before.buffered + after.emitted - before.emitted <= 2 * G).all()
+    assert (run.rounds[-1].flushes >= 3).all() and (run.rounds[-1].emitted == NEW).all()
+
+
+# The target ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["int8_first", "paper", "one_bit"])
+def test_one_by_one_decoding_is_the_int8_target(float64, scheme):
+    model, _ = model_and_draft("float64")
+    prompts = prompts_of(LENGTHS)
+    run = run_rounds(model, prompts, dataclasses.replace(TARGET, scheme=scheme))
+    check_greedy(model, prompts, run, scheme)
+    check_lengths(prompts, run)
+
+
+def test_with_a_full_cache_it_is_the_model_itself(float64):
+    model, _ = model_and_draft("float64")
+    prompts = prompts_of(LENGTHS)
+    run = run_rounds(model, prompts, dataclasses.replace(TARGET, cache="full"))
+    check_greedy(model, prompts, run, None)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_quantspec_on_a_coarse_target(float64, gamma):
+    """Every prompt length in one batch, twice; a wrong schedule reads other codes, which one bit does not forgive."""
+    model, draft = model_and_draft("float64")
+    config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=gamma)
+    accepted = drafted = 0
+    for seed in (0, 100):
+        prompts = prompts_of(LENGTHS, seed)
+        run = run_rounds(model, prompts, config, draft=draft)
+        check_greedy(model, prompts, run, "one_bit")
+        check_lengths(prompts, run)
+        accepted, drafted = accepted + run.rounds[-1].accepted.sum(), drafted + run.rounds[-1].drafted.sum()
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma):
+    model, draft = model_and_draft("float32")
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
+    every = lambda value: jnp.full(batch, value, jnp.int32)
+    # The same executable that may not draft: one token a round, in a block of gamma + 1.
+    no_drafts = Limits(every(NEW), every(0), jnp.array([-1], jnp.int32))
+    accepted = drafted = 0
+    for i, n in enumerate(LENGTHS):
+        prompts = prompts_of((n, LENGTHS[(i + 3) % 8], LENGTHS[(i + 6) % 8])[:batch], seed=7 * i)
+        baseline = run_rounds(model, prompts, config, draft=draft, limits=no_drafts)
+        assert len(baseline.rounds) == NEW and baseline.rounds[-1].drafted.sum() == 0
+        run = run_rounds(model, prompts, config, draft=draft)
+        assert run.tokens == baseline.tokens
+        check_lengths(prompts, run)
+        check_lengths(prompts, baseline)
+        accepted, drafted = accepted + run.rounds[-1].accepted.sum(), drafted + run.rounds[-1].drafted.sum()
+    assert 0 < accepted < drafted
+
+
+def test_sampled_pairs_on_a_coarse_target():
+    """Joint distribution of the last two of four tokens, 2,048 times, against every continuation of the one-bit target enumerated."""
+    V, rows = 6, 2048
+    model = random_model(jnp.float32, vocab_size=V, spread=0.3)
+    prompt = [1, 4, 2, 0, 5, 3]
+    config = GenerationConfig(max_new_tokens=4, temperature=1.0, group_size=2, scheme="one_bit", ignore_eos=True)
+    out = generate(model, [prompt] * rows, config=config, draft=quantspec(model), key=jax.random.key(0))
+    assert 0.2 < out.stats.draft_acceptance_rate < 0.9 and out.stats.flushes >= rows
+    counts = np.zeros((V, V))
+    np.add.at(counts, tuple(np.array(out.token_ids)[:, 2:].T), 1)
+
+    def expected(scheme):
+        texts = np.indices((V,) * 4).reshape(4, -1).T
+        logits = np.array(target_logits(model, [prompt] * len(texts), texts.tolist(), group_size=2, scheme=scheme))
+        chances = np.take_along_axis(softmax(logits.astype(np.float64), -1), texts[..., None], -1)[..., 0].prod(1)
+        return chances.reshape((V,) * 4).sum((0, 1))
+
+    p_value = lambda p: chisquare(counts.ravel(), p.ravel() / p.sum() * rows).pvalue
+    assert p_value(expected("one_bit")) > 1e-3
+    assert p_value(expected(None)) < 1e-6  # what a cache kept in full precision would give is told apart
+
+
+# Where rows end --------------------------------------------------------------------------------------------------------
+
+
+def test_eos_at_every_place_of_a_block(float64):
+    """An EOS accepted as any of four drafts or emitted after them, and at every place relative to the length cap."""
+    model, _ = model_and_draft("float64")
+    always = quantspec(model, weight_bits=16, planes=2)  # so that blocks are long
+    places = set()
+    for n in LENGTHS:
+        prompts = prompts_of([n], seed=3)
+        whole = run_rounds(model, prompts, QUANTSPEC, draft=always)
+        tokens = whole.tokens[0]
+        for at in (i for i, token in enumerate(tokens) if token not in tokens[:i]):
+            for cap in (c for c in range(at - 1, at + 7) if 1 <= c <= NEW):
+                limits = Limits(jnp.array([cap], jnp.int32), jnp.array([4], jnp.int32), jnp.array([tokens[at]], jnp.int32))
+                run = run_rounds(model, prompts, QUANTSPEC, draft=always, limits=limits)
+                assert run.tokens[0] == tokens[: min(at + 1, cap)]
+                assert (run.rounds[-1].status[0] == EOS) == (at < cap)
+                if 0 < at < cap:
+                    places.add(at - run.rounds[-2].emitted[0])
+    assert places == {0, 1, 2, 3, 4}
+
+
+def test_a_row_that_has_ended_stays_as_it_is(float64):
+    """While the others run on: its tokens, lengths, counts and every valid bit of its cache."""
+    model, draft = model_and_draft("float64")
+    prompts = prompts_of((2 * G, 5 * G + 3, G))
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=6)
+    limits = make_limits(model, config, 3)
+    limits = dataclasses.replace(limits, max_new_tokens=jnp.array([6, NEW, NEW], jnp.int32))
+    state, _ = prepared(model, prompts, config, limits=limits)
+    args = (CachedModel(model, 2), draft, Greedy())
+    step, _ = DECODE.compile(*args, state, limits, jnp.int32(1))
+
+    def row_0(state):
+        """What is known of row 0; stale rows of its buffer cut off."""
+        host = jax.device_get(dataclasses.replace(state, keys=jax.random.key_data(state.keys)))
+        valid = host.cache.lengths.buffered[0]
+        buffers = [(layer.buffer.keys[0, :, :valid], layer.buffer.values[0, :, :valid]) for layer in host.cache.layers]
+        codes = [(layer.keys, layer.values) for layer in host.cache.layers]
+        rest = (codes, host.cache.lengths, host.tokens[:, : host.emitted[0]], host.emitted, host.pending, host.status, host.counts)
+        return buffers, jax.tree.map(lambda x: x[0], rest)
+
+    ended = None
+    while (np.asarray(state.status) == 0).any():
+        state = step(*args, state, limits, jnp.int32(1))
+        if ended is not None:
+            jax.tree.map(np.testing.assert_array_equal, row_0(state), ended)
+        elif state.status[0] != 0:
+            ended = row_0(state)
+    assert ended[1][3] == 6 and state.emitted.tolist() == [6, NEW, NEW]
+    assert state.counts.flushes[0] < state.counts.flushes[1]
