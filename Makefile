@@ -18,6 +18,7 @@ lint: .venv/installed-test
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python >= 3.11 is needed; {sys.executable} is {sys.version.split()[0]}. Say which: make PYTHON=python3.12")'
+	@echo "Installing into .venv: a minute or two."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	@touch $@
