@@ -1,8 +1,8 @@
 """One layer of KV cache: its pytrees, the two 4-bit planes, quantize and dequantize in plain JAX.
 
-A group of G tokens is stored as packed bytes that pair tokens G/2 apart: byte row t holds token t in its low and token
-t + G/2 in its high nibble, so that a kernel unpacks two contiguous runs of tokens and never shuffles. Values are stored
-transposed (channels before tokens), as the second matrix product of attention reads them.
+Codes are packed along the axis that a matrix product of attention contracts: channels for keys, tokens for values, which
+are stored transposed (channels before tokens). A byte pairs entries half a row apart, so that a kernel unpacks two contiguous
+runs and never shuffles.
 
 Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix, for the hierarchical format.
 """
@@ -61,7 +61,7 @@ class FullLayer:
 class Planes:
     """Upper and lower 4-bit codes with the scale and zero that both share.
 
-    keys:   upper, lower [B, K, C, G/2, H];  scale, zero [B, K, C, H]   (a scale per channel and group of G tokens)
+    keys:   upper, lower [B, K, C, G, H/2];  scale, zero [B, K, C, H]   (a scale per channel and group of G tokens)
     values: upper, lower [B, K, C, H, G/2];  scale, zero [B, K, C, G]   (a scale per token)
     C is the capacity in groups. The lower code, -8..7, is stored plus 8.
     """
@@ -91,16 +91,15 @@ class HierarchicalLayer:
                 jnp.zeros(lead + parameters, parameter_dtype(dtype)),
             )
 
-        half = group_size // 2
         return cls(
-            planes((half, head_dim), (head_dim,)),
-            planes((head_dim, half), (group_size,)),
+            planes((group_size, head_dim // 2), (head_dim,)),
+            planes((head_dim, group_size // 2), (group_size,)),
             FullLayer.zeros(batch, kv_heads, buffer_rows, head_dim, dtype),
         )
 
     @property
     def group_size(self) -> int:
-        return 2 * self.keys.upper.shape[-2]
+        return self.keys.upper.shape[-2]
 
     @property
     def groups(self) -> int:
@@ -201,29 +200,29 @@ def dequantize(upper: Array, lower: Array | None, scale: Array, zero: Array, dty
     return (16 * upper.astype(jnp.int16) + lower.astype(jnp.int16) - 8).astype(dtype) * (scale / 16) + zero
 
 
-def pack(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Packs 4-bit codes two to a byte along `axis` (even): entry i in the low, entry i + half in the high nibble."""
-    low, high = jnp.split(codes, 2, axis)
+def pack(codes: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
+    """Packs 4-bit codes two to a byte along the last axis (even): entry i in the low, entry i + half in the high nibble."""
+    low, high = jnp.split(codes, 2, -1)
     return low | (high << 4)
 
 
-def unpack(packed: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+def unpack(packed: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
     """The inverse of `pack`."""
-    return jnp.concatenate([packed & 15, packed >> 4], axis)
+    return jnp.concatenate([packed & 15, packed >> 4], -1)
 
 
 def quantize_groups(keys: Float[Array, "B K C G H"], values: Float[Array, "B K C G H"], *, scheme: str, dtype) -> tuple[Planes, Planes]:
     """Whole groups as the cache stores them: keys per channel over G tokens, values per token over the channels."""
     upper, lower, scale, zero = quantize(keys, -2, scheme=scheme, dtype=dtype)
-    key_planes = Planes(pack(upper, -2), pack(lower, -2), scale.squeeze(-2), zero.squeeze(-2))
+    key_planes = Planes(pack(upper), pack(lower), scale.squeeze(-2), zero.squeeze(-2))
     upper, lower, scale, zero = quantize(jnp.swapaxes(values, -1, -2), -2, scheme=scheme, dtype=dtype)
-    return key_planes, Planes(pack(upper, -1), pack(lower, -1), scale.squeeze(-2), zero.squeeze(-2))
+    return key_planes, Planes(pack(upper), pack(lower), scale.squeeze(-2), zero.squeeze(-2))
 
 
 def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tuple[Array, Array]:
     """Keys and values [B, K, C, G, H] of packed groups, from the upper plane (planes=1) or both (planes=2)."""
-    lower = unpack(keys.lower, -2) if planes == 2 else None
-    k = dequantize(unpack(keys.upper, -2), lower, keys.scale[..., None, :], keys.zero[..., None, :], dtype)
-    lower = unpack(values.lower, -1) if planes == 2 else None
-    v = dequantize(unpack(values.upper, -1), lower, values.scale[..., None, :], values.zero[..., None, :], dtype)
+    lower = unpack(keys.lower) if planes == 2 else None
+    k = dequantize(unpack(keys.upper), lower, keys.scale[..., None, :], keys.zero[..., None, :], dtype)
+    lower = unpack(values.lower) if planes == 2 else None
+    v = dequantize(unpack(values.upper), lower, values.scale[..., None, :], values.zero[..., None, :], dtype)
     return k, jnp.swapaxes(v, -1, -2)

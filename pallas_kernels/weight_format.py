@@ -29,6 +29,6 @@ class Int4Weight:
 
 def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:
     """The weight in `dtype`, without the padding."""
-    codes = unpack(weight.codes, -1).astype(dtype)
+    codes = unpack(weight.codes).astype(dtype)
     full = codes * weight.scale[..., None].astype(dtype) + weight.zero[..., None].astype(dtype)
     return full.reshape(full.shape[0], -1)[:, : weight.in_features]

@@ -47,7 +47,7 @@ def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in
     else:
         moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
         codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
-    return Int4Weight(pack(codes.astype(jnp.uint8), -1), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
+    return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
 
 
 def _round(groups: Array, scale: Array, zero: Array) -> Array:

@@ -75,7 +75,7 @@ def random_problem(case: Case, dtype: str, data: str = "gaussian") -> tuple[jax.
         parameters = "float64" if dtype == "float64" else "bfloat16"  # in float32 too: attention is to take what it gets
         return Planes(*map(jnp.asarray, (upper, lower)), jnp.asarray(scale, parameters), jnp.asarray(lift - 7.3 * scale, parameters))
 
-    keys, values = planes((G // 2, H), channel, lift), planes((H, G // 2), token[: case.capacity])
+    keys, values = planes((G, H // 2), channel, lift), planes((H, G // 2), token[: case.capacity])
     recent = r.standard_normal((2, B, K, case.buffer_rows, H))
     buffer = FullLayer(jnp.asarray(recent[0] * channel + lift, dtype), jnp.asarray(recent[1] + 0.5, dtype))
     return jnp.asarray(q, dtype), HierarchicalLayer(keys, values, buffer)
@@ -105,9 +105,9 @@ attend = attend_in_chunks(reference.CHUNK_TOKENS)
 # In numpy -------------------------------------------------------------------------------------------------------------
 
 
-def plain_quantized(planes: Planes, number: int, axis: int) -> np.ndarray:
-    """Keys (axis -2) or values (-1) of all groups as stored, their two halves of G unpacked along `axis`."""
-    codes = lambda x: np.concatenate([np.asarray(x) % 16, np.asarray(x) // 16], axis).astype(np.float64)
+def plain_quantized(planes: Planes, number: int) -> np.ndarray:
+    """Keys or values of all groups as stored, the two halves of each row unpacked."""
+    codes = lambda x: np.concatenate([np.asarray(x) % 16, np.asarray(x) // 16], -1).astype(np.float64)
     scale, zero = (np.asarray(x).astype(np.float64)[..., None, :] for x in (planes.scale, planes.zero))
     x = codes(planes.upper) * scale + zero
     return x if number == 1 else x + (codes(planes.lower) - 8) * scale / 16
@@ -121,8 +121,8 @@ def plain_attention(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths:
     K = recent_k.shape[1]
     old_k = old_v = np.zeros((B, K, 0, H))
     if planes is not None:
-        old_k = plain_quantized(layer.keys, planes, -2).reshape(B, K, -1, H)
-        old_v = np.swapaxes(plain_quantized(layer.values, planes, -1), -1, -2).reshape(B, K, -1, H)
+        old_k = plain_quantized(layer.keys, planes).reshape(B, K, -1, H)
+        old_v = np.swapaxes(plain_quantized(layer.values, planes), -1, -2).reshape(B, K, -1, H)
     quantized, buffered = np.asarray(lengths.quantized), np.asarray(lengths.buffered)
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(B, T, N):
@@ -143,7 +143,7 @@ def assert_equal_to_plain(out: jax.Array, q: jax.Array, layer: HierarchicalLayer
     # What rounding may do: to a logit, in proportion to |q| |k|, and so to the weights; to the values.
     norm = lambda x: np.sqrt(np.square(np.asarray(x).astype(np.float64)).sum(-1)).max()
     logit = norm(q) * norm(buffer.keys) / np.sqrt(q.shape[-1])
-    tolerance = 4 * float(jnp.finfo(q.dtype).eps) * (1 + logit) * abs(np.asarray(buffer.values)).max()
+    tolerance = 8 * float(jnp.finfo(q.dtype).eps) * (1 + logit) * abs(np.asarray(buffer.values)).max()
     np.testing.assert_allclose(np.asarray(out), expected, rtol=0, atol=tolerance)
     # Far below any mistake: a single token more or less.
     assert tolerance < 1e-2 * abs(expected).max()
