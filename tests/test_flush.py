@@ -31,7 +31,7 @@ def filled_layer(G: int, dtype: str) -> HierarchicalLayer:
 
     keys, values = r.standard_normal((2, B, K, 2 * G + SPARE, H)) * r.uniform(0.1, 10, H) + 3
     buffer = FullLayer(jnp.asarray(keys, dtype), jnp.asarray(values, dtype))
-    return HierarchicalLayer(planes((G // 2, H), (H,)), planes((H, G // 2), (G,)), buffer)
+    return HierarchicalLayer(planes((G, H // 2), (H,)), planes((H, G // 2), (G,)), buffer)
 
 
 def lengths_of(G: int, buffered: int | None = None) -> Lengths:
