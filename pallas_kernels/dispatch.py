@@ -1,0 +1,40 @@
+"""Which implementation of a kernel runs: the one asked for, or the first that supports the device and the shapes."""
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import Literal
+
+import jax
+
+Implementation = Literal["auto", "reference", "mosaic_gpu", "triton"]
+
+log = logging.getLogger(__name__)
+
+
+def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, **settings) -> ModuleType:
+    """The module of package `pallas_kernels.<kernel>` to run.
+
+    candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
+    it cannot run on these arguments, or None if it can. The reference supports everything and comes last.
+    Raises ValueError where the implementation asked for is unknown or unsupported.
+    """
+    module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
+    if implementation not in ("auto", *candidates, "reference"):
+        raise ValueError(f"{kernel}: no implementation {implementation!r}; there are {', '.join([*candidates, 'reference'])}")
+    if implementation == "auto" and jax.default_backend() == "gpu":
+        for name in candidates:
+            if not (reason := module(name).unsupported(*args, **settings)):
+                return module(name)
+            _log_once(f"{kernel}: {name} is passed over: it {reason}")
+    elif implementation in candidates:
+        if reason := module(implementation).unsupported(*args, **settings):
+            raise ValueError(f"{kernel}: {implementation} {reason}")
+        return module(implementation)
+    return module("reference")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.info(message)
