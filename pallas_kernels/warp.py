@@ -1,0 +1,276 @@
+"""What one warp of an NVIDIA GPU does, for kernels in Mosaic GPU that place every register themselves.
+
+Pallas' own operations belong to a warpgroup of four warps, which then wait for each other in every step. These functions emit
+MLIR for a single warp: tensor core products of fragments (PTX ISA, "mma.m16n8k16"), copies that run in the background, and
+arithmetic on values that each of its 32 lanes holds. They are for the bodies of `plgpu.inline_mgpu`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One value per lane: i32, i64, f32 or i1. Integers are unsigned in shifts and division, signed in comparisons."""
+
+    raw: ir.Value
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.raw.type, ir.FloatType)
+
+    def like(self, other: "Value | float") -> "Value":
+        return other if isinstance(other, Value) else Value(utils.c(other, self.raw.type))
+
+    def binary(self, other: "Value | float", integers: Callable, floats: Callable | None = None) -> "Value":
+        return Value((floats if self.is_float else integers)(self.raw, self.like(other).raw))
+
+    def __add__(self, other):
+        return self.binary(other, arith.addi, arith.addf)
+
+    def __sub__(self, other):
+        return self.binary(other, arith.subi, arith.subf)
+
+    def __mul__(self, other):
+        return self.binary(other, arith.muli, arith.mulf)
+
+    def __floordiv__(self, other):
+        return self.binary(other, arith.divui)
+
+    def __mod__(self, other):
+        return self.binary(other, arith.remui)
+
+    def __and__(self, other):
+        return self.binary(other, arith.andi)
+
+    def __xor__(self, other):
+        return self.binary(other, arith.xori)
+
+    def __rshift__(self, other):
+        return self.binary(other, arith.shrui)
+
+    def __lshift__(self, other):
+        return self.binary(other, arith.shli)
+
+    def __lt__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.slt, self.raw, self.like(other).raw))
+
+    def __eq__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.eq, self.raw, self.like(other).raw))
+
+    __hash__ = object.__hash__
+
+
+def i32(x: int) -> Value:
+    return Value(utils.c(x, ir.IntegerType.get_signless(32)))
+
+
+def f32(x: float) -> Value:
+    return Value(utils.c(x, ir.F32Type.get()))
+
+
+def i64(x: Value) -> Value:
+    """A non-negative i32 as i64."""
+    return Value(arith.extui(ir.IntegerType.get_signless(64), x.raw))
+
+
+def select(condition: Value, yes: Value, no: Value) -> Value:
+    return Value(arith.select(condition.raw, yes.raw, no.raw))
+
+
+def minimum(a: Value, b: Value) -> Value:
+    return Value(arith.minsi(a.raw, b.raw))
+
+
+def maximum(a: Value, b: Value) -> Value:
+    """Of signed integers, or of floats: the other where one is NaN."""
+    return Value((arith.maxnumf if a.is_float else arith.maxsi)(a.raw, b.raw))
+
+
+def ptx(code: str, *args: Value, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Value, ...]:
+    """Inline PTX; `results` has a letter per result: r (i32) or f (f32).
+
+    effects: it touches memory. collective: all lanes of the warp run it together.
+    """
+    types = [{"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}[letter] for letter in results]
+    raw = [a.raw for a in args]
+    out = utils.inline_ptx(code, *raw, result_types=types or None, has_side_effects=effects, convergent=collective)
+    return tuple(map(Value, out or ()))
+
+
+def pure(code: str, *args: Value, result: str = "r") -> Value:
+    """Inline PTX that computes one result, $0, from this lane's arguments alone."""
+    return ptx(code, *args, results=result, effects=False)[0]
+
+
+def shuffle(mode: str, x: Value, lane: int) -> Value:
+    """x of lane `lane` (mode "idx"), or of the lane whose number differs in those bits ("bfly")."""
+    code = f"shfl.sync.{mode}.b32 $0, $1, {lane}, 31, -1;"
+    return ptx(code, x, results="f" if x.is_float else "r", effects=False, collective=True)[0]
+
+
+def block_index() -> Value:
+    return Value(utils.block_idx())
+
+
+def thread_index() -> Value:
+    return Value(utils.thread_idx())
+
+
+def uniform(x: Value) -> Value:
+    """x of lane 0: tells the compiler that all lanes agree."""
+    return shuffle("idx", x, 0)
+
+
+def loop(lower: Value, upper: Value, carry, body: Callable):
+    """carry = body(i, carry) for i from lower to upper; carry is a pytree of Values."""
+    leaves, structure = jax.tree.flatten(carry)
+    for_op = scf.ForOp(lower.raw, upper.raw, i32(1).raw, [x.raw for x in leaves])
+    with ir.InsertionPoint(for_op.body):
+        inner = jax.tree.unflatten(structure, map(Value, for_op.inner_iter_args))
+        leaves = jax.tree.leaves(body(Value(for_op.induction_variable), inner))
+        scf.YieldOp([x.raw for x in leaves])
+    return jax.tree.unflatten(structure, map(Value, for_op.results))
+
+
+def when(condition: Value):
+    """Context: what is emitted inside runs in the lanes where the condition holds."""
+    return utils.when(condition.raw)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def address(ref: ir.Value) -> Value:
+    """Byte address of a ref's first element: i64 in global, i32 in shared memory."""
+    pointer = utils.memref_ptr(ref)
+    width = 32 if utils.is_smem_ref(ref) else 64
+    return Value(llvm.ptrtoint(ir.IntegerType.get_signless(width), pointer))
+
+
+def load_global(at: Value, words: int = 1) -> tuple[Value, ...]:
+    """1, 2 or 4 words of 32 bits, as many as `at` is aligned to."""
+    return ptx(f"ld.global{_vector(words)}.b32 {_list(words)}, [${words}];", at, results="r" * words)
+
+
+def load_shared(at: Value, words: int) -> tuple[Value, ...]:
+    """Any number of words of 32 bits, read four or fewer at a time."""
+    out = []
+    while len(out) < words:
+        n = min(4, words - len(out))
+        out += ptx(f"ld.shared{_vector(n)}.b32 {_list(n)}, [${n}];", at + 4 * len(out), results="r" * n)
+    return tuple(out)
+
+
+def store_global(at: Value, x: Value) -> None:
+    ptx(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
+
+
+def _vector(words: int) -> str:
+    return {1: "", 2: ".v2", 4: ".v4"}[words]
+
+
+def _list(words: int) -> str:
+    return "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
+
+
+def copy_async(shared: Value, source: Value, size: Value | None = None) -> None:
+    """16 bytes to shared memory in the background; of them the first `size` are read and the rest are zero."""
+    tail, args = ("", ()) if size is None else (", $2", (size,))
+    ptx(f"cp.async.cg.shared.global [$0], [$1], 16{tail};", shared, source, *args)
+
+
+def commit_copies() -> None:
+    """Makes the copies since the last commit one group."""
+    ptx("cp.async.commit_group;")
+
+
+def wait_for_copies(pending: int) -> None:
+    """Waits until no more than `pending` of this lane's groups are under way."""
+    ptx(f"cp.async.wait_group {pending};")
+
+
+def synchronize(barrier: Value, warps: int) -> None:
+    """Waits for the lanes of this warp, or of the `warps` warps that name the same barrier."""
+    if warps == 1:
+        ptx("bar.warp.sync -1;", collective=True)
+    else:
+        ptx(f"bar.sync $0, {32 * warps};", barrier, collective=True)
+
+
+# Fragments: pairs of bfloat16 in words ---------------------------------------------------------------------------------
+
+
+def mma(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> tuple[Value, ...]:
+    """acc [16, 8] float32 + a [16, 16] @ b [16, 8] bfloat16, in 4, 4 and 2 registers.
+
+    Lane 4 g + t holds of acc rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1; of a, pairs of columns (2 t, 2 t + 1) of rows g,
+    g + 8, then columns 8 higher; of b, pairs of rows (2 t, 2 t + 1), then 8 higher, of column g.
+    """
+    code = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    return ptx(code, *a, *b, *acc, results="ffff", effects=False, collective=True)
+
+
+def transpose(x: Value) -> Value:
+    """An 8 x 8 matrix of 16-bit entries: lane 4 g + t gives row g, columns 2 t and 2 t + 1, and gets those of the transpose."""
+    return ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, results="r", effects=False, collective=True)[0]
+
+
+def load_matrices(at: Value, *, transposed: bool) -> tuple[Value, ...]:
+    """Four 8 x 8 matrices of 16-bit entries from shared memory; lane 8 i + r gives the address of row r of matrix i."""
+    form = ".trans" if transposed else ""
+    return ptx(f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16 {_list(4)}, [$4];", at, results="rrrr", collective=True)
+
+
+def pair(low: Value, high: Value) -> Value:
+    """Two float32 rounded to bfloat16."""
+    return pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low)
+
+
+def multiply_pairs(a: Value, b: Value) -> Value:
+    return pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
+
+
+def splat_pair(bits: int) -> Value:
+    """A pair of the same bfloat16, given by its bits."""
+    return i32(bits << 16 | bits)
+
+
+def unpack(word: Value, exponent: int) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """The 4-bit codes of 4 bytes: two pairs of the low nibbles, two of the high, in order.
+
+    A code becomes the last bits of a bfloat16 with that high byte: with 0x43 it reads as 128 + code, with 0x41 as 8 + code / 16.
+    """
+    high_bytes = i32(exponent * 0x01010101)
+    nibbles = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+    expand = lambda x, order: pure("prmt.b32 $0, $1, $2, " + order + ";", x, high_bytes)
+    return tuple((expand(x, "0x4140"), expand(x, "0x4342")) for x in nibbles)
+
+
+# Arithmetic --------------------------------------------------------------------------------------------------------------
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    return pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result="f")
+
+
+def exp2(x: Value) -> Value:
+    return pure("ex2.approx.ftz.f32 $0, $1;", x, result="f")
+
+
+def all_rows(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """Combines what the eight lanes 4 g + t, g = 0..7, hold; all of them get the result."""
+    for bit in (4, 8, 16):
+        x = combine(x, shuffle("bfly", x, bit))
+    return x
+
+
+def total(values: Sequence[Value]) -> Value:
+    return functools.reduce(lambda a, b: a + b, values)
+
