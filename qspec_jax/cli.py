@@ -1,4 +1,4 @@
-"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`.
+"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`, `qspec bench attention`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import importlib.resources
+import io
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax import checkpoint, drafts
+from qspec_jax.bench import attention as attention_bench
+from qspec_jax.bench import attention_report
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -35,12 +38,16 @@ from qspec_jax.info import ModelInfo, model_info
 DEMO_MODEL = importlib.resources.files("qspec_jax.demo") / "model"
 # Rounds between two looks at the decode loop, where they only move a progress bar.
 ROUNDS_PER_UPDATE = 16
+# Of tables in files and pipes.
+TABLE_WIDTH = 150
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Self-speculative decoding for long contexts."
 )
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 app.add_typer(evaluations, name="eval")
+benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
+app.add_typer(benchmarks, name="bench")
 
 
 class Method(enum.StrEnum):
@@ -250,6 +257,43 @@ def acceptance_command(
         rate, repeated = f"{row['acceptance_rate']:.3f}", f"{row['repeated_ngrams']:.1%}"
         table.add_row(f"{row['temperature']:g}", row["mode"], rate, f"{row['drafted']:,}", repeated)
     Console().print(table)
+
+
+@benchmarks.command("attention")
+def bench_attention(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape, or the beginning of the names of several (int4, tiny); may be given several times: all large ones, if not given."
+        ),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency against context to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
+    shapes = attention_bench.select_shapes(shape or [])
+    implementations = attention_bench.select_implementations(implementation or [])
+    if plot:
+        attention_report.check_plot(plot, shapes)
+    with _output(output) as write:
+        report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
+        if as_json:
+            write(json.dumps(dataclasses.asdict(report)) + "\n")
+        elif output is None and sys.stdout.isatty():
+            Console().print(attention_report.table(report))
+        else:
+            text = io.StringIO()
+            Console(file=text, width=TABLE_WIDTH).print(attention_report.table(report))
+            write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
+    if plot:
+        attention_report.plot(report, plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

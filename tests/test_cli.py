@@ -286,5 +286,5 @@ def test_broken_checkpoints(fails, directory, tmp_path):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("demo", "generate", "info", "eval"):
+    for command in ("demo", "generate", "info", "eval", "bench"):
         assert command in out

@@ -1,0 +1,111 @@
+"""Time of a kernel on its device, without the host's launches, and the device's read bandwidth.
+
+A program calls the kernel once on each of several inputs, so that none is in the L2 cache from the call before, and each call's query is
+the output of the one before: calls can neither overlap nor be merged. Batches of many such programs are enqueued without waiting.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# All inputs of a program together: many times any L2, and long enough to hide the launch of the next program.
+ROTATED_BYTES = 1.5e9
+MAX_INPUTS = 16
+BATCH_SECONDS = 0.02
+
+JAX_METHOD = "chained calls on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
+TORCH_METHOD = "chained calls on rotated inputs, enqueued in batches between two CUDA events"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds per call: the median and quartiles of batches, each of `calls` calls over `inputs` inputs."""
+
+    median_us: float
+    lower_us: float
+    upper_us: float
+    batches: int
+    calls: int
+    inputs: int
+    method: str
+
+
+def input_count(size: int) -> int:
+    """How many inputs of `size` bytes to rotate over: 2 to 16."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return max(2, min(MAX_INPUTS, math.ceil(ROTATED_BYTES / size)))
+
+
+def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
+    """Times function(query, *inputs[i]), which returns an array of the query's shape and dtype."""
+    # Traced and lowered once, however many inputs there are.
+    call = jax.jit(function)
+
+    @jax.jit
+    def program(query, inputs):
+        for values in inputs:
+            query = call(query, *values)
+        return query
+
+    inputs = list(inputs)
+
+    def batch(programs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(programs):
+            out = program(query, inputs)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    return _measure(batch, len(inputs), repeats, JAX_METHOD)
+
+
+def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: int) -> Timing:
+    """Times function(query, *inputs[i]), which returns a tensor of the query's shape and dtype, on torch's current CUDA stream."""
+    import torch
+
+    def batch(programs: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(programs):
+            out = query
+            for values in inputs:
+                out = function(out, *values)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    with torch.inference_mode():
+        return _measure(batch, len(inputs), repeats, TORCH_METHOD)
+
+
+def _measure(batch: Callable[[int], float], inputs: int, repeats: int, method: str) -> Timing:
+    batch(1)  # compiles
+    programs = 1
+    # Until a batch is long enough: a warm-up too.
+    while (seconds := batch(programs)) < BATCH_SECONDS:
+        programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / seconds))
+    each = np.array([batch(programs) for _ in range(repeats)]) / (programs * inputs) * 1e6
+    lower, median, upper = np.percentile(each, [25, 50, 75])
+    return Timing(float(median), float(lower), float(upper), repeats, programs * inputs, inputs, method)
+
+
+def read_bandwidth(*, repeats: int) -> float:
+    """GB/s (1e9) at which the default device reads 4 GB of bfloat16 to sum its rows: the best of several row lengths. A CPU: 32 MB."""
+    cpu = jax.default_backend() == "cpu"
+    size = 1 << (24 if cpu else 31)  # two of these
+    best = 0.0
+    for columns in (16384,) if cpu else (4096, 16384, 65536):
+        rows = size // 2 // columns
+        keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in range(2)]
+        inputs = [(jax.random.normal(key, (rows, columns), jnp.bfloat16),) for key in keys]
+        # The sums before enter these, as the queries of an attention kernel would.
+        total = lambda before, x: x.sum(1, dtype=jnp.float32) + 0 * before
+        timing = time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats)
+        best = max(best, size / timing.median_us / 1e3)
+    return best

@@ -1,0 +1,242 @@
+"""`qspec bench attention`: what it counts and reports, on shapes that a CPU does at once. No figure of speed is tested."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
+from qspec_jax.bench import attention, peers, timing
+from qspec_jax.cli import main
+
+FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
+
+attend = jax.jit(decode_attention, static_argnames="planes")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line in this process: exit code, standard output, standard error."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    """The read bandwidth is measured in one test alone, and short batches will do."""
+    monkeypatch.setattr(attention, "read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # 1,023 groups of 128 tokens and 192 in the buffer. A token and KV head takes 128 bytes of codes in a plane, 4 of its group's
+        # key parameters and 4 of value parameters; in bfloat16 512.
+        ("int4-T1-mha-128k", 32 * (130944 * 136 + 192 * 512)),
+        ("int8-T7-mha-128k", 32 * (130944 * 264 + 192 * 512)),
+        ("int8-T7-gqa-128k", 8 * (130944 * 264 + 192 * 512)),
+        ("bf16-T7-gqa-128k", 8 * 131136 * 512),
+        # Groups 31, 45, 58, 72, 86, 100, 113, 127, of 80,896 tokens; 82,432 - 80,896 in the buffers.
+        ("int4-T1-gqa-16k-ragged", 8 * (80896 * 136 + 1536 * 512)),
+        # 2 KV heads, H = G = 64: 3 groups and 96 tokens, and a row that is all in the buffer.
+        ("tiny-int8-T3-ragged", 2 * (192 * (2 * 64 + 8) + (96 + 40) * 256)),
+    ],
+)
+def test_bytes_read(name, expected):
+    assert bytes_read(SHAPES[name]) == expected
+
+
+def test_bytes_of_a_full_row_are_those_of_the_arrays():
+    shape = dataclasses.replace(SHAPES["tiny-int4-T1-256"], planes=2)
+    _, layer, lengths = random_problem(shape, 0)
+    stored = sum(x.nbytes for x in jax.tree.leaves((layer.keys, layer.values)))
+    buffer = layer.buffer.keys[:, :, : int(lengths.buffered[0])].nbytes
+    assert layer.groups * layer.group_size == int(lengths.quantized[0])
+    assert bytes_read(shape) == stored + 2 * buffer
+
+
+@pytest.mark.parametrize("shape", [*LARGE, *TINY], ids=lambda shape: shape.name)
+def test_problems_fit_what_they_are_for(shape):
+    for short in (shape, shape.shortened(4096)):
+        q, layer, lengths = jax.eval_shape(lambda short=short: random_problem(short, 0))
+        buffer = layer if short.planes is None else layer.buffer
+        G = short.group_size
+        assert q.shape == (short.batch, short.tokens, short.heads, short.head_dim)
+        assert lengths.quantized.shape == lengths.buffered.shape == (short.batch,)
+        assert buffer.keys.shape[:2] == (short.batch, short.kv_heads)
+        assert all(short.tokens <= rows <= buffer.keys.shape[2] for rows in short.buffered)
+        if short.planes is not None:
+            assert buffer.keys.shape[2] == 2 * G + 8
+            assert all(tokens % G == 0 and tokens <= layer.groups * G for tokens in short.quantized)
+            assert all(rows < 2 * G for rows in short.buffered)
+    assert max(short.context) <= 4096 and short.ragged == shape.ragged
+
+
+def test_random_problems_are_of_unit_size_and_differ():
+    shape = SHAPES["tiny-int8-T3-ragged"]
+    outs = [attend(*random_problem(shape, seed), planes=2) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(outs[0], outs[1])
+    assert (outs[0] != outs[2]).any()
+    q, layer, _ = random_problem(shape, 0)
+    assert 0.9 < float(jnp.std(q.astype(jnp.float32))) < 1.1
+    # The middle code of 0..15 stands for about 0.
+    assert abs(float((7.5 * layer.keys.scale + layer.keys.zero).astype(jnp.float32).mean())) < 0.1
+
+
+# Peers and timing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny-int4-T1-256", "tiny-bf16-T3-ragged"])
+def test_the_xla_peer_computes_decode_attention(name):
+    shape = dataclasses.replace(SHAPES[name], planes=None)
+    q, layer, lengths = random_problem(shape, 0)
+    out = jax.jit(peers.xla(shape))(q, layer.keys, layer.values)
+    expected = np.asarray(attend(q, layer, lengths, planes=None)).astype(float)
+    assert np.linalg.norm(np.asarray(out).astype(float) - expected) < 1e-2 * np.linalg.norm(expected)
+
+
+def test_xla_is_not_asked_for_logits_that_do_not_fit():
+    with pytest.raises(peers.Unavailable, match="logits would take 9 GB"):
+        peers.xla(dataclasses.replace(SHAPES["bf16-T7-gqa-128k"], tokens=512))
+
+
+def test_every_call_is_timed_on_an_input_of_its_own():
+    calls = []
+
+    def function(query, value):
+        calls.append(value)
+        return query + value
+
+    timed = timing.time_jax(function, jnp.zeros(3), [(jnp.float32(i),) for i in range(4)], repeats=3)
+    assert len(calls) == 1  # traced once
+    assert (timed.inputs, timed.batches, timed.calls % 4) == (4, 3, 0)
+    assert 0 < timed.lower_us <= timed.median_us <= timed.upper_us
+
+
+def test_read_bandwidth():
+    assert timing.read_bandwidth(repeats=1) > 0.1
+
+
+def test_a_failure_is_a_row(monkeypatch):
+    def fails(shape):
+        raise RuntimeError("no available kernel\nand more")
+
+    monkeypatch.setitem(peers.PEERS, "torch_flash", fails)
+    shape = SHAPES["tiny-bf16-T3-ragged"]
+    row = attention.measure_peer(shape, "torch_flash")
+    assert (row.status, row.note, row.timing) == ("failed", "RuntimeError: no available kernel", None)
+
+    monkeypatch.setattr(attention, "decode_attention", lambda q, *_, **__: q * jnp.nan)
+    attention._error.cache_clear()
+    row = attention.measure(shape, "reference")
+    assert row.status == "failed" and "finite" in row.note
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def test_json(run):
+    code, out, err = run(*FAST, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report.keys() == {"device", "date", "versions", "read_bandwidth_gb_per_s", "repeats", "shapes", "rows"}
+    assert {"python", "platform", "jax", "jaxlib"} <= report["versions"].keys()
+    assert report["shapes"]["tiny-int8-T3-ragged"]["context"] == [40, 288]
+    rows = {row["implementation"]: row for row in report["rows"]}
+    assert list(rows) == [*peers.PEERS, "reference"]
+    for row in rows.values():
+        assert row.keys() == {
+            *("shape", "implementation", "peer", "status", "note", "bytes", "timing", "gb_per_s", "share_of_read_bandwidth"),
+            *("ratio_to_fastest_peer", "relative_error"),
+        }
+    ours, xla = rows["reference"], rows["xla"]
+    assert ours["status"] == xla["status"] == "measured"
+    assert ours["timing"].keys() == {"median_us", "lower_us", "upper_us", "batches", "calls", "inputs", "method"}
+    assert 0 < ours["relative_error"] < 1e-2 and 0 < xla["relative_error"] < 1e-2
+    assert xla["ratio_to_fastest_peer"] == 1
+    assert ours["ratio_to_fastest_peer"] == xla["timing"]["median_us"] / ours["timing"]["median_us"]
+    assert ours["gb_per_s"] == ours["bytes"] / ours["timing"]["median_us"] / 1e3
+    assert ours["share_of_read_bandwidth"] == ours["gb_per_s"] / report["read_bandwidth_gb_per_s"]
+    if jax.default_backend() == "cpu":
+        assert (rows["cudnn"]["status"], rows["cudnn"]["note"]) == ("unavailable", "needs an NVIDIA GPU")
+        assert rows["torch_flash"]["status"] == rows["flashinfer"]["status"] == "unavailable"
+
+
+def test_the_table_and_the_output_file(run, tmp_path):
+    path = tmp_path / "table.txt"
+    code, out, _ = run(*FAST, "--output", path)
+    assert (code, out) == (0, "")
+    text = path.read_text()
+    for words in ("Decode attention on", "jax", "tiny-int8-T3-ragged", "INT8, T=3, 4/2 heads, 2 rows of 40 to 288 tokens", "quartiles"):
+        assert words in text
+    if jax.default_backend() == "cpu":
+        assert "cudnn: not measured, needs an NVIDIA GPU" in text
+
+
+def test_an_implementation_that_cannot_run_says_why(run):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU may support it")
+    code, out, _ = run(*FAST, "--implementation", "mosaic_gpu", "--no-peers", "--json")
+    (row,) = json.loads(out)["rows"]
+    assert code == 0
+    assert row["implementation"] == "mosaic_gpu" and row["status"] in ("unavailable", "failed") and row["note"]
+
+
+def test_plot(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "latency.png"
+    code, _, _ = run("bench", "attention", "--shape", "tiny-int4-T1-256", "--no-peers", "--repeats", 1, "--plot", path)
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    code, out, err = run(*FAST, "--plot", tmp_path / "a.png")
+    assert (code, out) == (2, "")
+    assert "qspec-jax[plot]" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--shape", "huge"], "huge"),
+        (["--implementation", "cuda"], "mosaic_gpu, triton, reference"),
+        (["--repeats", "0"], "--repeats"),
+        (["--output", "no/such/folder/file"], "no/such/folder/file"),
+        (["--plot", "no/such/folder/a.png"], "no/such/folder/a.png"),
+        (["--plot", "a.txt"], ".png"),
+        (["--plot", "a.png"], "single row"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_bad_flags(run, flags, word):
+    if "a." in flags[-1] or "a.png" in flags[-1]:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    code, out, err = run(*FAST, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("qspec: error: ") and len(err.splitlines()) == 1
+    assert word in err
+
+
+def test_large_shapes_need_a_gpu(run):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    for flags in ([], ["--shape", "int4"], ["--shape", "tiny", "--shape", "bf16-T7-gqa-128k"]):
+        code, out, err = run("bench", "attention", *flags)
+        assert (code, out) == (2, "")
+        assert "needs a GPU" in err and len(err.splitlines()) == 1
