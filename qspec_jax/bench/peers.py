@@ -96,7 +96,7 @@ def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
     if causal and masks:
         settings["attn_mask"] = causal_lower_right(shape.tokens, max(shape.context))
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **settings)
-    notes = ["padded to the longest row, no mask"] * shape.ragged + ["no causal mask"] * (causal and not masks)
+    notes = ["padded to the longest row"] * shape.ragged + ["no causal mask"] * (causal and not masks)
     return Peer(
         attend,
         lambda q, k, v: _to_torch(jnp.swapaxes(q, 1, 2), k, v),
