@@ -40,6 +40,11 @@ class Value:
     def __mul__(self, other):
         return self.binary(other, arith.muli, arith.mulf)
 
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other):
+        return self.binary(other, None, arith.divf)
+
     def __floordiv__(self, other):
         return self.binary(other, arith.divui)
 
@@ -154,22 +159,31 @@ def address(ref: ir.Value) -> Value:
     return Value(llvm.ptrtoint(ir.IntegerType.get_signless(width), pointer))
 
 
-def load_global(at: Value, words: int = 1) -> tuple[Value, ...]:
+def load_global(at: Value, words: int = 1, result: str = "r") -> tuple[Value, ...]:
     """1, 2 or 4 words of 32 bits, as many as `at` is aligned to."""
-    return ptx(f"ld.global{_vector(words)}.b32 {_list(words)}, [${words}];", at, results="r" * words)
+    return ptx(f"ld.global{_vector(words)}.{_TYPES[result]} {_list(words)}, [${words}];", at, results=result * words)
 
 
-def load_shared(at: Value, words: int) -> tuple[Value, ...]:
+def load_shared(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
     """Any number of words of 32 bits, read four or fewer at a time."""
     out = []
     while len(out) < words:
         n = min(4, words - len(out))
-        out += ptx(f"ld.shared{_vector(n)}.b32 {_list(n)}, [${n}];", at + 4 * len(out), results="r" * n)
+        out += ptx(f"ld.shared{_vector(n)}.{_TYPES[result]} {_list(n)}, [${n}];", at + 4 * len(out), results=result * n)
     return tuple(out)
 
 
 def store_global(at: Value, x: Value) -> None:
     ptx(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
+
+
+def store_shared(at: Value, *x: Value) -> None:
+    """1, 2 or 4 values of 32 bits."""
+    code = f"st.shared{_vector(len(x))}.{'f32' if x[0].is_float else 'b32'} [${len(x)}], {_list(len(x))};"
+    ptx(code, *x, at)
+
+
+_TYPES = {"r": "b32", "f": "f32"}
 
 
 def _vector(words: int) -> str:
@@ -269,6 +283,13 @@ def all_rows(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
     for bit in (4, 8, 16):
         x = combine(x, shuffle("bfly", x, bit))
     return x
+
+
+def all_lanes(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """Combines what all lanes hold; all of them get the result."""
+    for bit in (1, 2):
+        x = combine(x, shuffle("bfly", x, bit))
+    return all_rows(x, combine)
 
 
 def total(values: Sequence[Value]) -> Value:

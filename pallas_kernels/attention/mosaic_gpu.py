@@ -32,7 +32,8 @@ ONE = 0x3F80  # bfloat16 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: blocks that share the tokens of a KV head. blocks: resident on a multiprocessor at a time. team: warps that share what is read, with some of the query rows each."""
+    """splits: blocks that share the tokens of a KV head. blocks: as many are to be resident on a multiprocessor. team: warps that work
+    on one group together, for many query rows."""
 
     splits: int
     blocks: int = 2
@@ -86,14 +87,7 @@ def decode_attention(
         blocks_of_rows=blocks_of_rows,
     )
     kernel = kernel.configured(config)
-    rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B * K, R, H)
-    rows = jnp.pad(rows, ((0, 0), (0, blocks_of_rows * kernel.block_rows - R), (0, 0)))
-    out, top, total = kernel(rows, lengths, layer)
-    peak = top.max(1, keepdims=True)
-    weight = jnp.exp2(top - peak)
-    out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
-    out = out.reshape(B, K, -1, H)[:, :, :R].reshape(B, K, T, N // K, H)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    return kernel(q, lengths, layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +108,25 @@ class Kernel:
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Kernel":
-        """With this configuration, or a sane one: two query tiles a warp at most, three slots of the ring at least where they fit."""
+        """With this configuration, or a sane one: a warp alone for two query tiles at most, and three slots of the ring where they fit."""
         if config is not None:
             return dataclasses.replace(self, config=config)
         heads = self.batch * self.kv_heads * self.blocks_of_rows
-        least = 2 ** math.ceil(math.log2(self.block_tiles / 2)) if self.block_tiles > 2 else 1
-        options = [(team, blocks) for team in (1, 2, 4) for blocks in (2, 1) if team >= least]
-        choices = [
-            dataclasses.replace(self, config=Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, team)) for team, blocks in options
-        ]
+        largest = WARPS if self.planes is None else self.group_size // 32
+        teams = [team for team in ((1, 2, 4) if self.block_tiles <= 2 else (4, 2)) if team <= largest]
+        options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, team) for team in teams for blocks in (2, 1)]
+        choices = [dataclasses.replace(self, config=option) for option in options]
         return next((c for c in choices if c.slots >= 3), choices[-1])
 
     @property
-    def tiles(self) -> int:
-        """Query tiles of a warp."""
-        return math.ceil(self.block_tiles / self.config.team)
+    def rows(self) -> int:
+        """Query rows of a KV head: row t * heads_per_kv_head + h is token t of its h-th query head."""
+        return self.tokens * self.heads_per_kv_head
+
+    def query_row(self, batch, kv_head, row):
+        """Where that row lies in [B T N]."""
+        token, head = row // self.heads_per_kv_head, row % self.heads_per_kv_head
+        return ((batch * self.tokens + token) * self.kv_heads + kv_head) * self.heads_per_kv_head + head
 
     @property
     def teams(self) -> int:
@@ -142,16 +140,31 @@ class Kernel:
     @property
     def block_rows(self) -> int:
         """Query rows of a block."""
-        return self.config.team * self.tiles * ROWS
+        return self.block_tiles * ROWS
+
+    @property
+    def query_pitch(self) -> int:
+        """Bytes from one query to the next in shared memory: eight of them start in different banks."""
+        return self.head_dim * 2 + 16
 
     @property
     def query_bytes(self) -> int:
-        return self.block_rows * self.head_dim * 2
+        return self.block_rows * self.query_pitch
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of the operands that a team shares: queries times scales, then softmax weights."""
+        return 16 * max(self.head_dim, self.group_size, self.chunk) * self.block_tiles
+
+    @property
+    def team_bytes(self) -> int:
+        """Of what a team shares: operands, and a number per query: the corrections, and what each warp has."""
+        return 0 if self.config.team == 1 else self.operand_bytes + 4 * self.block_rows * (1 + self.config.team)
 
     @property
     def chunk(self) -> int:
         """Tokens of the full-precision cache that are read at a time."""
-        return 32 if self.head_dim <= 128 else 16
+        return 16 * max(self.config.team, 2 if self.head_dim <= 128 else 1)
 
     @property
     def slot_bytes(self) -> int:
@@ -164,45 +177,53 @@ class Kernel:
 
     @property
     def slots(self) -> int:
-        available = SHARED_BYTES // self.config.blocks - 2048 - self.query_bytes
+        available = SHARED_BYTES // self.config.blocks - 2048 - self.query_bytes - self.teams * self.team_bytes
         return min(8, available // (self.teams * self.slot_bytes))
 
     @property
     def shared_bytes(self) -> int:
-        return self.query_bytes + self.teams * self.slots * self.slot_bytes
+        return self.query_bytes + self.teams * (self.team_bytes + self.slots * self.slot_bytes)
 
-    def __call__(self, rows: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer) -> tuple[Array, Array, Array]:
-        """Partial results of each worker: weighted values [B K row-blocks, workers, rows, H], maximum (base 2) and sum of exponentials."""
-        from jax.experimental.mosaic.gpu import core as mosaic
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        inputs = {"rows": rows, "quantized": lengths.quantized, "buffered": lengths.buffered}
-        buffer = layer
-        if isinstance(layer, HierarchicalLayer):
-            buffer = layer.buffer
-        inputs |= {"keys": buffer.keys, "values": buffer.values}
+    def __call__(self, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer) -> Array:
+        buffer = layer.buffer if isinstance(layer, HierarchicalLayer) else layer
+        inputs = {"q": q, "quantized": lengths.quantized, "buffered": lengths.buffered, "keys": buffer.keys, "values": buffer.values}
         if self.planes is not None:
             for name, planes in ("key", layer.keys), ("value", layer.values):
                 inputs |= {f"{name}_upper": planes.upper, f"{name}_scale": planes.scale, f"{name}_zero": planes.zero}
                 if self.planes == 2:
                     inputs[f"{name}_lower"] = planes.lower
         lead = (self.batch * self.kv_heads * self.blocks_of_rows, self.workers, self.block_rows)
-        shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-        names = (*inputs, "out", "top", "total", "shared")
+        partial = {"out": (*lead, self.head_dim), "top": lead, "total": lead}
+        partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
+        name = f"decode_attention_{'full' if self.planes is None else f'int{4 * self.planes}'}"
+        blocks = lead[0] * self.config.splits
+        partial = self._launch(name, functools.partial(emit_block, self), inputs, partial, blocks, self.shared_bytes)
+        merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+        shared = 4 * WARPS * (self.head_dim + 1)
+        rows = self.batch * self.tokens * self.kv_heads * self.heads_per_kv_head
+        return self._launch("merge_attention", functools.partial(emit_merge, self), partial, merged, rows, shared)["merged"]
+
+    def _launch(self, name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, shared_bytes: int) -> dict:
+        """Runs `emit(refs)` in that many blocks of four warps, each with a ref "shared" of its own."""
+        from jax.experimental.mosaic.gpu import core as mosaic
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        names = (*inputs, *outputs, "shared")
 
         def body(*refs):
-            emit = lambda ctx, *raw: emit_block(self, dict(zip(names, raw)))
-            plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))(emit)(*refs)
+            types = tuple(plgpu.RefType() for _ in refs)
+            plgpu.inline_mgpu(arg_types=types)(lambda ctx, *raw: emit(dict(zip(names, raw))))(*refs)
 
-        return plgpu.kernel(
+        results = plgpu.kernel(
             body,
-            out_type=(shape(*lead, self.head_dim), shape(*lead), shape(*lead)),
-            grid=(lead[0] * self.config.splits,),
+            out_type=tuple(outputs.values()),
+            grid=(blocks,),
             grid_names=("block",),
-            scratch_types=(plgpu.SMEM((self.shared_bytes,), jnp.uint8),),
+            scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-            kernel_name=f"decode_attention_{'full' if self.planes is None else f'int{4 * self.planes}'}",
+            kernel_name=name,
         )(*inputs.values())
+        return dict(zip(outputs, results))
 
 
 def emit_block(kernel: Kernel, refs: dict) -> None:
@@ -222,37 +243,85 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
     buffered = w.load_global(at["buffered"] + w.i64(batch) * 4)[0]
 
     queries = at["shared"]
-    first_row = (head * kernel.blocks_of_rows + row_block) * kernel.block_rows
-    for i in range(0, kernel.query_bytes, 16 * 32 * WARPS):
-        offset = thread * 16 + i
-        with w.when(offset < kernel.query_bytes):
-            w.copy_async(queries + offset, at["rows"] + w.i64(first_row) * (2 * H) + w.i64(offset))
+    pieces = H // 8
+    for first in range(0, kernel.block_rows * pieces, 32 * WARPS):
+        row, piece = (thread + first) // pieces, thread % pieces
+        with w.when(row < kernel.block_rows):
+            source = kernel.query_row(batch, head % kernel.kv_heads, w.minimum(row_block * kernel.block_rows + row, w.i32(kernel.rows - 1)))
+            w.copy_async(queries + row * kernel.query_pitch + piece * 16, at["q"] + w.i64(source) * (2 * H) + w.i64(piece * 16))
     w.commit_copies()
     w.wait_for_copies(0)
-    w.ptx("bar.sync 0;", collective=True)
+    w.synchronize(w.i32(0), WARPS)
 
-    ring = queries + kernel.query_bytes + (warp // team) * (kernel.slots * kernel.slot_bytes)
-    tile = Tile(kernel, w, lane, part, queries + part * (kernel.tiles * ROWS * H * 2))
+    shared = queries + kernel.query_bytes + (warp // team) * (kernel.team_bytes + kernel.slots * kernel.slot_bytes)
+    barrier = warp // team + 8
+    tile = Tile(kernel, w, (queries, shared), lane, part, barrier)
     state = tile.empty()
-    stream = functools.partial(pipeline, w, kernel, ring, warp // team + 8)
+    stream = functools.partial(pipeline, w, kernel, shared + kernel.team_bytes, barrier)
     if kernel.planes is not None:
         groups = quantized // G
         lower, upper = worker * groups // kernel.workers, (worker + 1) * groups // kernel.workers
         source = QuantizedSource(kernel, w, at, head, lane, part)
         state = stream(lower, upper, source.copy_keys, source.copy_values, tile.quantized_keys, tile.quantized_values, state)
         w.wait_for_copies(0)
-        w.synchronize(warp // team + 8, team)
+        tile.meet()
     chunks = (buffered + (kernel.chunk - 1)) // kernel.chunk
     lower, upper = worker * chunks // kernel.workers, (worker + 1) * chunks // kernel.workers
     source = FullSource(kernel, w, at, head, lane, part, buffered)
-    rows = row_block * kernel.block_rows + part * (kernel.tiles * ROWS)
-    limits = tile.limits(rows, buffered)
+    limits = tile.limits(row_block * kernel.block_rows, buffered)
     fragments = tile.full_queries()
     keys = lambda slot, i: tile.full_keys(slot, i, fragments, limits)
     state = stream(lower, upper, source.copy_keys, source.copy_values, keys, tile.full_values, state)
 
     place = (head * kernel.blocks_of_rows + row_block) * kernel.workers + worker
-    tile.store(at, place * kernel.block_rows + part * (kernel.tiles * ROWS), state)
+    tile.store(at, place * kernel.block_rows, state)
+
+
+def emit_merge(kernel: Kernel, refs: dict) -> None:
+    """Merges what the workers found for one query row, the workers among four warps."""
+    from pallas_kernels import warp as w
+
+    H, R = kernel.head_dim, kernel.heads_per_kv_head
+    at = {name: w.address(ref) for name, ref in refs.items()}
+    thread, place = w.thread_index(), w.block_index()
+    lane, warp = thread & 31, w.uniform(thread >> 5)
+    head = place // R % kernel.kv_heads
+    batch, token = place // (R * kernel.kv_heads * kernel.tokens), place // (R * kernel.kv_heads) % kernel.tokens
+    row = token * R + place % R
+    row_block, row = row // kernel.block_rows, row % kernel.block_rows
+    first = ((batch * kernel.kv_heads + head) * kernel.blocks_of_rows + row_block) * kernel.workers
+    index = lambda worker: w.i64((first + worker) * kernel.block_rows + row)
+
+    top = w.f32(-math.inf)
+    for worker in range(0, kernel.workers, 32):
+        mine = w.minimum(lane + worker, w.i32(kernel.workers - 1))
+        top = w.maximum(top, w.load_global(at["top"] + index(mine) * 4, result="f")[0])
+    top = w.all_lanes(top, w.maximum)
+    width = H // 32  # channels of a lane
+    state = [w.f32(0.0)] * (width + 1)
+    for step in range(0, kernel.workers, WARPS):
+        worker = warp + step
+        inside = worker < kernel.workers
+        worker = w.minimum(worker, w.i32(kernel.workers - 1))
+        weight = w.exp2(w.load_global(at["top"] + index(worker) * 4, result="f")[0] - top)
+        weight = w.select(inside, weight, w.f32(0.0))
+        values = []
+        source = at["out"] + index(worker) * (4 * H) + w.i64(lane * (4 * width))
+        for piece in range(0, width, 4):
+            values += w.load_global(source + 4 * piece, min(4, width), result="f")
+        values += w.load_global(at["total"] + index(worker) * 4, result="f")
+        state = [w.fma(weight, x, old) for x, old in zip(values, state)]
+    mine = at["shared"] + warp * (4 * (H + 1))
+    for i, x in enumerate(state[:-1]):
+        w.store_shared(mine + (lane * width + i) * 4, x)
+    w.store_shared(mine + 4 * H, state[-1])
+    w.synchronize(w.i32(0), WARPS)
+    pair = thread % (H // 2)
+    merged = lambda i: w.total([w.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
+    divisor = merged(w.i32(H))
+    with w.when(thread < H // 2):
+        word = w.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor)
+        w.store_global(at["merged"] + w.i64(place) * (2 * H) + w.i64(pair * 4), word)
 
 
 def pipeline(w, kernel: Kernel, ring, barrier, lower, upper, copy_keys: Callable, copy_values: Callable, keys: Callable, values: Callable, state):
@@ -353,24 +422,28 @@ class FullSource:
 
 
 class Tile:
-    """A warp's query rows: its part of attention over whatever lies in shared memory.
+    """A warp's part of attention over whatever lies in its team's slots.
 
-    Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. state: out[n][i], the weighted
-    values of channels 16 i + g and 16 i + g + 8; top[n] and total[n], the running maximum and sum of exponentials (base 2; the sum
-    is of this lane's tokens); zero[n], what is to be added to every channel.
+    Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
+    tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
+    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's;
+    top[n], the running maximum; total[n] and zero[n], the sum of exponentials and what is to be added to every channel, as far as this
+    warp's tokens make them up (and, of total, this lane's). All to base 2.
     """
 
-    def __init__(self, kernel: Kernel, w, lane, part, queries):
+    def __init__(self, kernel: Kernel, w, at, lane, part, barrier):
         self.kernel, self.w = kernel, w
-        self.g, self.t, self.lane = lane >> 2, lane & 3, lane
-        self.queries = queries
-        self.tiles = range(kernel.tiles)
+        self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
+        self.queries, self.shared = at
+        self.tiles = range(kernel.block_tiles)
+        self.team = kernel.config.team
+        self.meet = functools.partial(w.synchronize, barrier, self.team)
         # 128, CENTER and, for the lower plane, 8 and its bias of 8 / 16.
         self.excess = 128 + CENTER + (8.5 if kernel.planes == 2 else 0)
 
     def empty(self) -> dict:
         f = self.w.f32
-        channels = range(self.kernel.head_dim // 16)
+        channels = range(self.kernel.head_dim // 16 // self.team)
         return {
             "out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles],
             "top": [[f(-1e30)] * 2 for _ in self.tiles],
@@ -378,97 +451,147 @@ class Tile:
             "zero": [[f(0.0)] * 2 for _ in self.tiles],
         }
 
+    def _operand_at(self, n, k, steps: int, words: int):
+        """Where the team shares the words of operand n, step k of `steps`, that belong to this lane."""
+        return self.shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
+
+    def _row_at(self, n):
+        """Where the team shares 8 numbers, one for each query of tile n: this lane's two."""
+        return self.shared + self.kernel.operand_bytes + n * 32 + self.t * 8
+
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries 4 (words t + k) .. + 3 of the
-    # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order.
+    # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step.
 
-    def _pairs(self, at, entries: int) -> dict:
-        """This lane's pairs of an array of bfloat16, by (word, half)."""
-        words = entries // 32
-        out = {}
-        for half in (0, 1):
-            pairs = self.w.load_shared(at + self.t * (8 * words) + half * entries, 2 * words)
-            out |= {(k, half): pairs[2 * k : 2 * k + 2] for k in range(words)}
-        return out
+    def _pairs(self, at, entries: int, words: int) -> list:
+        """This lane's pairs of an array of bfloat16 [word][half], from `at` on."""
+        halves = [self.w.load_shared(at + self.t * (entries // 4) + half * entries, 2 * words) for half in (0, 1)]
+        return [[half[2 * k : 2 * k + 2] for half in halves] for k in range(words)]
 
-    def _contract(self, acc: list, at, row_bytes: int, plane_bytes: int, operands: list) -> list:
-        """acc[m][n] += rows of codes (g, and g + 8 of tile m at at[m][1]) times operands[n]."""
+    def _contract(self, acc: list, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> None:
+        """acc[m][n] += codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
         w = self.w
-        for plane in range(self.kernel.planes):
-            exponent = (0x43, 0x41)[plane]
-            words = [[w.load_shared(row + plane * plane_bytes, row_bytes // 16) for row in rows] for rows in at]
-            for k in range(row_bytes // 16):
-                codes = [[w.unpack(row[k], exponent) for row in rows] for rows in words]
+        steps = row_bytes // 16
+        words = [[[w.load_shared(row + p * plane_bytes, steps) for row in rows] for rows in at] for p in range(self.kernel.planes)]
+        for k in range(steps):
+            operands = [operand(n, k) for n in self.tiles]
+            for tiles, exponent in zip(words, (0x43, 0x41)):
+                codes = [[w.unpack(row[k], exponent) for row in rows] for rows in tiles]
                 for half in (0, 1):
                     for n in self.tiles:
                         for m, (a, b) in enumerate(codes):
                             fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
-                            acc[m][n] = w.mma(acc[m][n], fragment, operands[n][k, half])
-        return acc
+                            acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half])
 
-    def _corrections(self, scale: dict, zero: dict, plain: dict, scaled: dict) -> list:
+    def _corrections(self, scale: list, zero: list, plain: list, scaled: list) -> list:
         """What the codes' zeros add and their excess takes off, for queries 2 t and 2 t + 1."""
         w = self.w
         ones = (w.splat_pair(ONE),) * 4
         linear = excess = (w.f32(0.0),) * 4
-        for key in plain:
-            linear = w.mma(linear, (zero[key][0], scale[key][0], zero[key][1], scale[key][1]), plain[key])
-            excess = w.mma(excess, ones, scaled[key])
-        return [
-            w.fma(w.f32(-self.excess), excess[c], w.fma(w.f32(float(CENTER)), linear[2 + c], linear[c])) for c in (0, 1)
-        ]
+        for word in zip(scale, zero, plain, scaled):
+            for s, z, p, x in zip(*word):
+                linear = w.mma(linear, (z[0], s[0], z[1], s[1]), p)
+                excess = w.mma(excess, ones, x)
+        return [w.fma(w.f32(-self.excess), excess[c], w.fma(w.f32(float(CENTER)), linear[2 + c], linear[c])) for c in (0, 1)]
+
+    def _scaled_queries(self, n, scale: list, zero: list) -> tuple[list, list]:
+        """The queries of tile n times the keys' scales [word][half], and their corrections."""
+        plain = self._pairs(self.queries + (self.g + n * ROWS) * self.kernel.query_pitch, self.kernel.head_dim, len(scale))
+        scaled = self._times(plain, scale)
+        return scaled, self._corrections(scale, zero, plain, scaled)
+
+    def _times(self, operand: list, scale: list) -> list:
+        product = lambda x, s: tuple(map(self.w.multiply_pairs, x, s))
+        return [list(map(product, *word)) for word in zip(operand, scale)]
 
     def quantized_keys(self, slot, group) -> list:
-        """Logits [n][tile] of a group, before the softmax scale. Tile (k, half) has the tokens that word k of the values has."""
+        """Logits [n][tile] of this warp's tokens, before the softmax scale: those of word k, first half, second half, of the values' rows."""
         kernel, w = self.kernel, self.w
         G, H = kernel.group_size, kernel.head_dim
-        row_bytes, words = H // 2, G // 32
+        row_bytes, steps, words = H // 2, H // 32, G // 32
         parameters = slot + kernel.planes * G * row_bytes
-        scale, zero = self._pairs(parameters, H), self._pairs(parameters + 2 * H, H)
-        plain = [self._pairs(self.queries + (self.g + n * ROWS) * (2 * H), H) for n in self.tiles]
-        scaled = [{key: tuple(map(w.multiply_pairs, q[key], scale[key])) for key in q} for q in plain]
-        start = [self._corrections(scale, zero, *operands) for operands in zip(plain, scaled)]
-        first = slot + ((self.g >> 1) * (4 * words) + (self.g & 1)) * row_bytes + self.t * (H // 8)
+        scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
+        if self.team == 1:
+            scaled, start = zip(*(self._scaled_queries(w.i32(n), scale, zero) for n in self.tiles))
+            operand = lambda n, k: scaled[n][k]
+        else:
+            for first in range(0, len(self.tiles), self.team):
+                n = self.part + first
+                with w.when(n < len(self.tiles)):
+                    scaled, start = self._scaled_queries(n, scale, zero)
+                    for k, (low, high) in enumerate(scaled):
+                        w.store_shared(self._operand_at(n, k, steps, 4), *low, *high)
+                    with w.when(self.g == 0):
+                        w.store_shared(self._row_at(n), *start)
+            self.meet()
+            start = [w.load_shared(self._row_at(w.i32(n)), 2, "f") for n in self.tiles]
+            operand = self._shared_operand(steps)
+        mine = words // self.team
+        first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
         logits = [[] for _ in self.tiles]
-        for k in range(words):
+        for k in range(mine):
             rows = [first + (4 * k + half * (G // 2)) * row_bytes for half in (0, 1)]
             acc = [[(*c, *c) for c in start] for _ in rows]
-            acc = self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, scaled)
+            self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
         return logits
+
+    def _shared_operand(self, steps: int) -> Callable:
+        def operand(n: int, k: int) -> tuple:
+            words = self.w.load_shared(self._operand_at(n, k, steps, 4), 4)
+            return words[:2], words[2:]
+
+        return operand
 
     def quantized_values(self, slot, state: dict, logits: list) -> dict:
         """The state after this group."""
         kernel, w = self.kernel, self.w
         G, H = kernel.group_size, kernel.head_dim
-        row_bytes = G // 2
-        parameters = slot + kernel.planes * H * row_bytes
-        scale, zero = self._pairs(parameters, G), self._pairs(parameters + 2 * G, G)
+        row_bytes, words = G // 2, G // 32
+        mine = words // self.team
+        parameters = slot + kernel.planes * H * row_bytes + self.part * (8 * mine)
+        scale, zero = self._pairs(parameters, G, mine), self._pairs(parameters + 2 * G, G, mine)
         state, weights, shrink = self._softmax(state, logits)
-        plain = [dict(zip(((k, half) for k in range(G // 32) for half in (0, 1)), tiles)) for tiles in weights]
-        scaled = [{key: tuple(map(w.multiply_pairs, p[key], scale[key])) for key in p} for p in plain]
+        plain = [[tiles[2 * k : 2 * k + 2] for k in range(mine)] for tiles in weights]
+        scaled = [self._times(p, scale) for p in plain]
         for n in self.tiles:
             added = self._corrections(scale, zero, plain[n], scaled[n])
             state["zero"][n] = [w.fma(z, a, x) for z, a, x in zip(state["zero"][n], shrink[n], added)]
-        first = slot + self.g * row_bytes + self.t * (G // 8)
-        channels = H // 16
-        for i in range(0, channels, 2):
-            rows = [first + 16 * m * row_bytes for m in (i, i + 1)]
-            acc = [[state["out"][n][m] for n in self.tiles] for m in (i, i + 1)]
-            acc = self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, scaled)
+        operand = lambda n, k: scaled[n][k]
+        if self.team > 1:
             for n in self.tiles:
-                state["out"][n][i], state["out"][n][i + 1] = acc[0][n], acc[1][n]
+                for k, (low, high) in enumerate(scaled[n]):
+                    w.store_shared(self._operand_at(n, self.part * mine + k, words, 4), *low, *high)
+            self.meet()
+            operand = self._shared_operand(words)
+        channels = range(H // 16 // self.team)
+        first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
+        for i in channels[::2]:
+            both = channels[i : i + 2]
+            acc = [[state["out"][n][m] for n in self.tiles] for m in both]
+            rows = [first + 16 * m * row_bytes for m in both]
+            self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
+            for n in self.tiles:
+                state["out"][n][i : i + 2] = [tiles[n] for tiles in acc]
         return state
 
     def _softmax(self, state: dict, logits: list) -> tuple[dict, list, list]:
         """The state with its maximum and sum brought up to date, weights [n][tile] as operands, and what the state was multiplied by."""
         w = self.w
         unit = math.log2(math.e) / math.sqrt(self.kernel.head_dim)
-        new = {"out": [], "top": [], "total": [], "zero": state["zero"].copy()}
+        peaks = [[w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum) for c in (0, 1)] for tiles in logits]
+        if self.team > 1:
+            row = lambda part, n: self._row_at((part + 1) * len(self.tiles) + n)
+            with w.when(self.g == 0):
+                for n, peak in enumerate(peaks):
+                    w.store_shared(row(self.part, n), *peak)
+            self.meet()
+            of_all = lambda n: zip(*(w.load_shared(row(w.i32(part), n), 2, "f") for part in range(self.team)))
+            peaks = [[functools.reduce(w.maximum, xs) for xs in of_all(n)] for n in self.tiles]
+        new = {"out": [], "top": [], "total": [], "zero": list(state["zero"])}
         weights, shrink = [], []
         for n, tiles in enumerate(logits):
-            peak = [functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]) for c in (0, 1)]
-            top = [w.maximum(old, w.all_rows(x, w.maximum) * unit) for old, x in zip(state["top"][n], peak)]
+            top = [w.maximum(old, x * unit) for old, x in zip(state["top"][n], peaks[n])]
             down = [w.f32(0.0) - x for x in top]
             alpha = [w.exp2(old + x) for old, x in zip(state["top"][n], down)]
             p = [tuple(w.exp2(w.fma(x, w.f32(unit), down[c % 2])) for c, x in enumerate(s)) for s in tiles]
@@ -480,7 +603,7 @@ class Tile:
             shrink.append(alpha)
         return new, weights, shrink
 
-    # The full-precision rows.
+    # The full-precision rows, 16 tokens or channels a step.
 
     def limits(self, first_row, length) -> list:
         """Tokens that each query may see."""
@@ -489,60 +612,89 @@ class Tile:
         limit = lambda n, c: length - (kernel.tokens - 1) + row(n, c) // kernel.heads_per_kv_head
         return [[w.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
 
-    def full_queries(self) -> list:
-        """Queries [n][step] as operands, 16 channels a step."""
-        w, H = self.w, self.kernel.head_dim
-        word = lambda n, channel: w.load_shared(self.queries + (self.g + n * ROWS) * (2 * H) + self.t * 4 + 2 * channel, 1)[0]
-        return [[(word(n, 16 * s), word(n, 16 * s + 8)) for s in range(H // 16)] for n in self.tiles]
+    def full_queries(self) -> Callable:
+        """The queries as operands (n, step); a warp with few tiles keeps them."""
+        w = self.w
+        start = self.queries + self.g * self.kernel.query_pitch + self.t * 4
+        word = lambda n, channel: w.load_shared(start + (n * ROWS * self.kernel.query_pitch + 2 * channel), 1)[0]
+        load = lambda n, b: (word(n, 16 * b), word(n, 16 * b + 8))
+        if self.team > 1:
+            return load
+        kept = [[load(n, b) for b in range(self.kernel.head_dim // 16)] for n in self.tiles]
+        return lambda n, b: kept[n][b]
 
     def _matrices(self, slot, row, piece, *, transposed: bool) -> Callable:
-        """Loads the fragment whose rows start at 16 a, and pieces at 2 b, as function (a, b)."""
+        """Loads the fragment whose rows start at 16 a and pieces at 2 b, as function (a, b)."""
         w, H = self.w, self.kernel.head_dim
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
-        return lambda a, b: w.load_matrices(start + 32 * H * a + (swizzled ^ (32 * b)), transposed=transposed)
+        return lambda a, b: w.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: list, limits: list) -> list:
-        """Logits [n][tile] of a chunk, 16 tokens a tile; -inf for those that a query may not see."""
+    def full_keys(self, slot, chunk, queries: Callable, limits: list) -> list:
+        """Logits [n][tile] of this warp's tokens of a chunk; -inf for those that a query may not see."""
         kernel, w = self.kernel, self.w
+        mine = kernel.chunk // 16 // self.team
         load = self._matrices(slot, self.lane & 15, self.lane >> 4, transposed=False)
         logits = [[] for _ in self.tiles]
-        for a in range(kernel.chunk // 16):
+        for a in range(mine):
+            a = self.part * mine + a
             acc = [(w.f32(0.0),) * 4 for _ in self.tiles]
             for b in range(kernel.head_dim // 16):
-                fragment = load(a, b)
-                acc = [w.mma(acc[n], fragment, queries[n][b]) for n in self.tiles]
-            token = chunk * kernel.chunk + self.g + 16 * a
+                fragment = load(a, w.i32(b))
+                acc = [w.mma(acc[n], fragment, queries(n, b)) for n in self.tiles]
+            token = chunk * kernel.chunk + self.g + a * 16
             hidden = w.f32(-math.inf)
             for n in self.tiles:
-                logits[n].append(
-                    tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n]))
-                )
+                logits[n].append(tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
         return logits
 
     def full_values(self, slot, state: dict, logits: list) -> dict:
         """The state after this chunk."""
         kernel, w = self.kernel, self.w
+        steps = kernel.chunk // 16
+        mine, channels = steps // self.team, kernel.head_dim // 16 // self.team
         state, weights, shrink = self._softmax(state, logits)
-        state["zero"] = [[z * a for z, a in zip(*pair)] for pair in zip(state["zero"], shrink)]
+        state["zero"] = [[z * a for z, a in zip(*both)] for both in zip(state["zero"], shrink)]
+        operand = lambda n, a: weights[n][a]
+        if self.team > 1:
+            for n in self.tiles:
+                for a, words in enumerate(weights[n]):
+                    w.store_shared(self._operand_at(n, self.part * mine + a, steps, 2), *words)
+            self.meet()
+            operand = lambda n, a: w.load_shared(self._operand_at(n, a, steps, 2), 2)
         load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
-        for i in range(kernel.head_dim // 16):
-            for a in range(kernel.chunk // 16):
-                fragment = load(a, i)
+        for a in range(steps):
+            operands = [operand(n, a) for n in self.tiles]
+            for i in range(channels):
+                fragment = load(w.i32(a), self.part * channels + i)
                 for n in self.tiles:
-                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, weights[n][a])
+                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, operands[n])
         return state
 
     def store(self, at: dict, first_row, state: dict) -> None:
-        """Writes the partial results of this warp's rows."""
+        """Writes the team's partial results: each warp those of its channels."""
         w, H = self.w, self.kernel.head_dim
+        totals = [[w.all_rows(x, lambda a, b: a + b) for x in pair] for pair in state["total"]]
+        zeros = state["zero"]
+        if self.team > 1:
+            totals, zeros = self._sum_over_team(totals), self._sum_over_team(zeros)
         for n in self.tiles:
             for c in (0, 1):
                 row = w.i64(first_row + self.t * 2 + (n * ROWS + c))
-                to = at["out"] + row * (4 * H) + w.i64(self.g * 4)
+                to = at["out"] + row * (4 * H) + w.i64(self.g * 4 + self.part * (4 * H // self.team))
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
-                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high] + state["zero"][n][c])
-                total = w.all_rows(state["total"][n][c], lambda a, b: a + b)
+                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high] + zeros[n][c])
                 with w.when(self.g == 0):
                     w.store_global(at["top"] + row * 4, state["top"][n][c])
-                    w.store_global(at["total"] + row * 4, total)
+                    w.store_global(at["total"] + row * 4, totals[n][c])
+
+    def _sum_over_team(self, values: list) -> list:
+        w = self.w
+        row = lambda part, n: self._row_at(part * len(self.tiles) + n)
+        self.meet()
+        with w.when(self.g == 0):
+            for n, pair in enumerate(values):
+                w.store_shared(row(self.part, n), *pair)
+        self.meet()
+        of_all = lambda n: zip(*(w.load_shared(row(w.i32(part), n), 2, "f") for part in range(self.team)))
+        return [[w.total(xs) for xs in of_all(n)] for n in self.tiles]
