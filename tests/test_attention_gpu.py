@@ -1,0 +1,127 @@
+"""The GPU kernels of decode_attention against the reference in float32."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_problems import Case, random_problem, with_garbage
+
+from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
+from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+
+# Rows of a batch: nothing quantized, one group, more groups than a program reads at once, full capacity.
+long = functools.partial(Case, capacity=40, groups=(0, 1, 17, 40, 40, 2))
+CASES = {
+    "T1-MHA-128": long(1, 4, 4, 128, group_size=128),
+    "T7-GQA4-128": long(7, 8, 2, 128, group_size=128),
+    "T5-GQA7-64": long(5, 7, 1, 64, group_size=64),
+    "T1-GQA8-256": long(1, 8, 1, 256, group_size=128),
+    "T16-GQA7-128": long(16, 7, 1, 128, group_size=128),
+    "T16-GQA4-256": long(16, 4, 1, 256, group_size=64),
+    "T7-MHA-64": long(7, 2, 2, 64, group_size=128),
+    "T1-GQA4-128-G64": long(1, 8, 2, 128, group_size=64),
+}
+KINDS = [
+    *[(name, planes) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T1-GQA8-256") for planes in (1, 2, None)],
+    *[(name, planes) for name in ("T16-GQA7-128", "T16-GQA4-256") for planes in (2, None)],
+    ("T7-MHA-64", 2),
+    ("T1-GQA4-128-G64", 1),
+]
+every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+every_kind = pytest.mark.parametrize("name, planes", KINDS)
+
+problem = functools.cache(lambda name, data: random_problem(CASES[name], "bfloat16", data))
+attend = jax.jit(decode_attention, static_argnames=("planes", "implementation"))
+
+
+@functools.partial(jax.jit, static_argnames="planes")
+def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> jax.Array:
+    wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    layer = wide(layer) if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=wide(layer.buffer))
+    return reference.decode_attention(wide(q), layer, lengths, planes=planes)
+
+
+def kernel(implementation: str, *args, planes: int | None) -> Callable:
+    """decode_attention by that implementation; skips the test where it does not support the arguments."""
+    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
+    if reason := module.unsupported(*args, planes=planes):
+        pytest.skip(f"{implementation} {reason}")
+    return functools.partial(attend, planes=planes, implementation=implementation)
+
+
+def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
+    """A relative error (norm) of at most 1e-2 in each row of the batch."""
+    norms = lambda x: np.linalg.norm(np.asarray(x, np.float64).reshape(len(x), -1), axis=1)
+    errors = norms(np.asarray(out, np.float64) - np.asarray(expected, np.float64)) / norms(expected)
+    print(f"{label}: relative errors of the rows {np.array2string(errors, precision=5)}")
+    assert (errors <= 1e-2).all(), f"{label}: {errors}"
+
+
+@every_kernel
+@every_kind
+def test_equals_the_reference(name, planes, implementation):
+    for data in ("gaussian", "outliers", "peaked"):
+        q, layer = problem(name, data)
+        layer, lengths = CASES[name].attended(layer, planes)
+        out = kernel(implementation, q, layer, lengths, planes=planes)(q, layer, lengths)
+        assert out.shape == q.shape and out.dtype == q.dtype
+        assert_close(out, expected(q, layer, lengths, planes=planes), f"{name}, {data}")
+
+
+@every_kernel
+@every_kind
+def test_the_same_bits_twice_whatever_lies_beyond_the_lengths(name, planes, implementation):
+    case = CASES[name]
+    q, layer = problem(name, "gaussian")
+    clean, lengths = case.attended(layer, planes)
+    poisoned, _ = case.attended(with_garbage(case, layer, np.nan), planes)
+    run = kernel(implementation, q, clean, lengths, planes=planes)
+    first = np.asarray(run(q, clean, lengths))
+    np.testing.assert_array_equal(first, np.asarray(run(q, clean, lengths)))
+    np.testing.assert_array_equal(first, np.asarray(run(q, poisoned, lengths)))
+
+
+@every_kernel
+@pytest.mark.parametrize("planes", [2, None])
+def test_one_compilation_whatever_the_lengths(planes, implementation):
+    case = CASES["T7-GQA4-128"]
+    q, layer = problem("T7-GQA4-128", "gaussian")
+    layer, lengths = case.attended(layer, planes)
+    run = kernel(implementation, q, layer, lengths, planes=planes)
+    run(q, layer, lengths)
+    compiled = attend._cache_size()
+    G, T = case.group_size, case.tokens
+    for quantized, buffered in ((0, T), (G, T + 1), (0, G - 1), (2 * G, G), (40 * G, G + 1), (3 * G, case.buffer_rows)):
+        lengths = Lengths(*(jnp.full(len(case.groups), n, jnp.int32) for n in (quantized, buffered)))
+        if planes is None:
+            lengths = dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
+        assert_close(run(q, layer, lengths), expected(q, layer, lengths, planes=planes), f"{quantized} quantized, {buffered} buffered")
+    assert attend._cache_size() == compiled
+
+
+@every_kernel
+def test_without_capacity_for_groups(implementation):
+    case = dataclasses.replace(CASES["T7-GQA4-128"], capacity=0, groups=(0,) * 6)
+    q, layer = random_problem(case, "bfloat16")
+    run = kernel(implementation, q, layer, case.lengths, planes=2)
+    assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=2), "buffer only")
+
+
+@pytest.mark.parametrize("planes", [1, None])
+@pytest.mark.parametrize("splits, num_warps", [(1, 1), (3, 4), (64, 1)])
+def test_triton_with_any_number_of_splits(planes, splits, num_warps):
+    case = CASES["T1-MHA-128"]
+    q, layer = problem("T1-MHA-128", "gaussian")
+    layer, lengths = case.attended(layer, planes)
+    kernel("triton", q, layer, lengths, planes=planes)
+    from pallas_kernels.attention import triton
+
+    run = functools.partial(triton.decode_attention, planes=planes, config=triton.Config(splits, num_warps))
+    assert_close(jax.jit(run)(q, layer, lengths), expected(q, layer, lengths, planes=planes), f"{splits} splits")
