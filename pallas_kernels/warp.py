@@ -54,6 +54,9 @@ class Value:
     def __and__(self, other):
         return self.binary(other, arith.andi)
 
+    def __or__(self, other):
+        return self.binary(other, arith.ori)
+
     def __xor__(self, other):
         return self.binary(other, arith.xori)
 
@@ -83,6 +86,15 @@ def f32(x: float) -> Value:
 def i64(x: Value) -> Value:
     """A non-negative i32 as i64."""
     return Value(arith.extui(ir.IntegerType.get_signless(64), x.raw))
+
+
+def as_float(x: Value) -> Value:
+    """The float32 with the bits of an i32."""
+    return Value(arith.bitcast(ir.F32Type.get(), x.raw))
+
+
+def as_bits(x: Value) -> Value:
+    return Value(arith.bitcast(ir.IntegerType.get_signless(32), x.raw))
 
 
 def select(condition: Value, yes: Value, no: Value) -> Value:
@@ -218,16 +230,16 @@ def synchronize(barrier: Value, warps: int) -> None:
         ptx(f"bar.sync $0, {32 * warps};", barrier, collective=True)
 
 
-# Fragments: pairs of bfloat16 in words ---------------------------------------------------------------------------------
+# Fragments: pairs of 16-bit floats in words, "bf16" or "f16" --------------------------------------------------------------
 
 
-def mma(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> tuple[Value, ...]:
-    """acc [16, 8] float32 + a [16, 16] @ b [16, 8] bfloat16, in 4, 4 and 2 registers.
+def mma(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str) -> tuple[Value, ...]:
+    """acc [16, 8] float32 + a [16, 16] @ b [16, 8], in 4, 4 and 2 registers.
 
     Lane 4 g + t holds of acc rows g, g, g + 8, g + 8, columns 2 t, 2 t + 1; of a, pairs of columns (2 t, 2 t + 1) of rows g,
     g + 8, then columns 8 higher; of b, pairs of rows (2 t, 2 t + 1), then 8 higher, of column g.
     """
-    code = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
     return ptx(code, *a, *b, *acc, results="ffff", effects=False, collective=True)
 
 
@@ -242,29 +254,38 @@ def load_matrices(at: Value, *, transposed: bool) -> tuple[Value, ...]:
     return ptx(f"ldmatrix.sync.aligned.m8n8.x4{form}.shared.b16 {_list(4)}, [$4];", at, results="rrrr", collective=True)
 
 
-def pair(low: Value, high: Value) -> Value:
-    """Two float32 rounded to bfloat16."""
-    return pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low)
+def pair(low: Value, high: Value, kind: str) -> Value:
+    """Two float32 rounded to 16 bits."""
+    return pure(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", high, low)
+
+
+def bf16_entries(x: Value) -> tuple[Value, Value]:
+    """The two float32 of a pair of bfloat16."""
+    return as_float(x << 16), as_float(x & 0xFFFF0000)
 
 
 def multiply_pairs(a: Value, b: Value) -> Value:
-    return pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
+    return pure("mul.rn.f16x2 $0, $1, $2;", a, b)
 
 
-def splat_pair(bits: int) -> Value:
-    """A pair of the same bfloat16, given by its bits."""
-    return i32(bits << 16 | bits)
+def largest_magnitude(pairs: Sequence[Value]) -> Value:
+    """The largest |entry| of pairs of bfloat16, as float32; NaNs count for nothing."""
+    largest = functools.reduce(lambda a, b: pure("max.bf16x2 $0, $1, $2;", a, b), [x & 0x7FFF7FFF for x in pairs])
+    return maximum(*bf16_entries(largest))
 
 
-def unpack(word: Value, exponent: int) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """The 4-bit codes of 4 bytes: two pairs of the low nibbles, two of the high, in order.
+def unpack(upper: Value, lower: Value | None) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """The codes of 4 bytes, or of 4 bytes in two planes (16 upper + lower), as float16 1024 + code.
 
-    A code becomes the last bits of a bfloat16 with that high byte: with 0x43 it reads as 128 + code, with 0x41 as 8 + code / 16.
+    Two pairs for the low nibbles, two for the high, in order. A code becomes the last bits of the mantissa.
     """
-    high_bytes = i32(exponent * 0x01010101)
-    nibbles = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-    expand = lambda x, order: pure("prmt.b32 $0, $1, $2, " + order + ";", x, high_bytes)
-    return tuple((expand(x, "0x4140"), expand(x, "0x4342")) for x in nibbles)
+    low, high = upper & 0x0F0F0F0F, (upper >> 4) & 0x0F0F0F0F
+    if lower is not None:
+        low = ((upper << 4) & 0xF0F0F0F0) | (lower & 0x0F0F0F0F)
+        high = (upper & 0xF0F0F0F0) | ((lower >> 4) & 0x0F0F0F0F)
+    exponents = i32(0x64646464)
+    expand = lambda x, order: pure("prmt.b32 $0, $1, $2, " + order + ";", x, exponents)
+    return tuple((expand(x, "0x4140"), expand(x, "0x4342")) for x in (low, high))
 
 
 # Arithmetic --------------------------------------------------------------------------------------------------------------
@@ -285,11 +306,17 @@ def all_rows(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
     return x
 
 
-def all_lanes(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """Combines what all lanes hold; all of them get the result."""
+def all_columns(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """Combines what the four lanes 4 g + t, t = 0..3, hold; all of them get the result."""
     for bit in (1, 2):
         x = combine(x, shuffle("bfly", x, bit))
-    return all_rows(x, combine)
+    return x
+
+
+def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:
+    """A power of two that brings x >= 0 to between 2^exponent and twice that, and its inverse; no more than 2^(exponent - least)."""
+    biased = maximum(as_bits(x) >> 23, i32(127 + least))
+    return as_float((i32(254 + exponent) - biased) << 23), as_float((biased - exponent) << 23)
 
 
 def total(values: Sequence[Value]) -> Value:

@@ -5,9 +5,9 @@ merged once at the end. The cache streams through a ring in shared memory, keys 
 registers, where they are the first operand of the tensor cores (16 tokens or channels a tile); the queries, or their softmax
 weights, are the second (8 rows a tile). So the keys' scales multiply queries, and the values' scales weights, 8 rows at a time.
 
-Codes enter as 128 + code (and 8 + code / 16 for the lower plane), which costs no arithmetic. What is too much is a multiple of the
-sum of the operand as rounded, and is taken off in the same step; codes count from 8, so that rounding errs in proportion to the
-spread of the data and not to its mean.
+Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
+rounded, and every sum starts from minus that. Queries and scales are brought to a common size by powers of two, so that float16
+neither overflows nor loses what matters; the zeros' part is a product of its own in bfloat16.
 """
 
 import dataclasses
@@ -22,21 +22,23 @@ from jaxtyping import Array, Float
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 ROWS = 8  # query rows of a tile
-WARPS = 4  # of a block
-MAX_ROWS = 64  # query rows of a block; more are another block, which reads the cache again
+WARPS = 4  # of a warpgroup
+MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
-CENTER = 8  # codes count from here
-ONE = 0x3F80  # bfloat16 1
+ONES = 0x3C003C00  # a pair of float16
+# Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
+SIZE, LEAST = 6, -40
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: blocks that share the tokens of a KV head. blocks: as many are to be resident on a multiprocessor. team: warps that work
-    on one group together, for many query rows."""
+    """splits: blocks that share the tokens of a KV head. blocks: as many are to be resident on a multiprocessor, of `warpgroups` times
+    four warps. team: warps that work on one group together, for many query rows."""
 
     splits: int
-    blocks: int = 2
+    blocks: int = 1
+    warpgroups: int = 1
     team: int = 1
 
 
@@ -71,22 +73,26 @@ def decode_attention(
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K = buffer.keys.shape[1]
     R = T * (N // K)
-    blocks_of_rows = math.ceil(R / MAX_ROWS)
-    tiles = math.ceil(R / blocks_of_rows / ROWS)
-    kernel = Kernel(
+    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
+    kernel = functools.partial(
+        Kernel,
         batch=B,
         kv_heads=K,
         tokens=T,
         heads_per_kv_head=N // K,
         head_dim=H,
-        group_size=layer.group_size if isinstance(layer, HierarchicalLayer) else 0,
-        groups=layer.groups if isinstance(layer, HierarchicalLayer) else 0,
+        group_size=layer.group_size if quantized else 0,
+        groups=layer.groups if quantized else 0,
         buffer_rows=buffer.keys.shape[2],
-        planes=planes if isinstance(layer, HierarchicalLayer) and layer.groups else None,
-        block_tiles=tiles,
-        blocks_of_rows=blocks_of_rows,
+        planes=planes if quantized else None,
     )
-    kernel = kernel.configured(config)
+    # As many query rows in a block as leave room for the ring.
+    for most in MAX_ROWS:
+        blocks = math.ceil(R / most)
+        rows = kernel(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS)).configured(config)
+        if rows.slots >= 3:
+            break
+    kernel = rows
     return kernel(q, lengths, layer)
 
 
@@ -113,8 +119,10 @@ class Kernel:
             return dataclasses.replace(self, config=config)
         heads = self.batch * self.kv_heads * self.blocks_of_rows
         largest = WARPS if self.planes is None else self.group_size // 32
-        teams = [team for team in ((1, 2, 4) if self.block_tiles <= 2 else (4, 2)) if team <= largest]
-        options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, team) for team in teams for blocks in (2, 1)]
+        alone = [(1, 1, 1), (1, 1, 2), (1, 1, 4)]
+        together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
+        shapes = [shape for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
+        options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, groups, team) for blocks, groups, team in shapes]
         choices = [dataclasses.replace(self, config=option) for option in options]
         return next((c for c in choices if c.slots >= 3), choices[-1])
 
@@ -130,7 +138,7 @@ class Kernel:
 
     @property
     def teams(self) -> int:
-        return WARPS // self.config.team
+        return self.config.warpgroups * WARPS // self.config.team
 
     @property
     def workers(self) -> int:
@@ -149,7 +157,8 @@ class Kernel:
 
     @property
     def query_bytes(self) -> int:
-        return self.block_rows * self.query_pitch
+        """Of the queries in bfloat16, and if there are codes, in float16 and what they were multiplied by, and its inverse."""
+        return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
 
     @property
     def operand_bytes(self) -> int:
@@ -158,8 +167,8 @@ class Kernel:
 
     @property
     def team_bytes(self) -> int:
-        """Of what a team shares: operands, and a number per query: the corrections, and what each warp has."""
-        return 0 if self.config.team == 1 else self.operand_bytes + 4 * self.block_rows * (1 + self.config.team)
+        """Of what a team shares: operands, and numbers per query: where its logits start, and twice what each warp has."""
+        return 0 if self.config.team == 1 else self.operand_bytes + 4 * self.block_rows * (1 + 2 * self.config.team)
 
     @property
     def chunk(self) -> int:
@@ -197,14 +206,14 @@ class Kernel:
         partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
         name = f"decode_attention_{'full' if self.planes is None else f'int{4 * self.planes}'}"
         blocks = lead[0] * self.config.splits
-        partial = self._launch(name, functools.partial(emit_block, self), inputs, partial, blocks, self.shared_bytes)
+        partial = self._launch(name, functools.partial(emit_block, self), inputs, partial, blocks, self.config.warpgroups, self.shared_bytes)
         merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
         shared = 4 * WARPS * (self.head_dim + 1)
         rows = self.batch * self.tokens * self.kv_heads * self.heads_per_kv_head
-        return self._launch("merge_attention", functools.partial(emit_merge, self), partial, merged, rows, shared)["merged"]
+        return self._launch("merge_attention", functools.partial(emit_merge, self), partial, merged, rows, 1, shared)["merged"]
 
-    def _launch(self, name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, shared_bytes: int) -> dict:
-        """Runs `emit(refs)` in that many blocks of four warps, each with a ref "shared" of its own."""
+    def _launch(self, name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, warpgroups: int, shared_bytes: int) -> dict:
+        """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own."""
         from jax.experimental.mosaic.gpu import core as mosaic
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -219,6 +228,8 @@ class Kernel:
             out_type=tuple(outputs.values()),
             grid=(blocks,),
             grid_names=("block",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
             scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
             kernel_name=name,
@@ -231,6 +242,7 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
     from pallas_kernels import warp as w
 
     H, team, G = kernel.head_dim, kernel.config.team, kernel.group_size
+    warps = kernel.config.warpgroups * WARPS
     at = {name: w.address(ref) for name, ref in refs.items()}
     thread, block = w.thread_index(), w.block_index()
     lane, warp = thread & 31, w.uniform(thread >> 5)
@@ -244,34 +256,41 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
 
     queries = at["shared"]
     pieces = H // 8
-    for first in range(0, kernel.block_rows * pieces, 32 * WARPS):
+    for first in range(0, kernel.block_rows * pieces, 32 * warps):
         row, piece = (thread + first) // pieces, thread % pieces
         with w.when(row < kernel.block_rows):
             source = kernel.query_row(batch, head % kernel.kv_heads, w.minimum(row_block * kernel.block_rows + row, w.i32(kernel.rows - 1)))
             w.copy_async(queries + row * kernel.query_pitch + piece * 16, at["q"] + w.i64(source) * (2 * H) + w.i64(piece * 16))
     w.commit_copies()
     w.wait_for_copies(0)
-    w.synchronize(w.i32(0), WARPS)
+    w.synchronize(w.i32(0), warps)
 
     shared = queries + kernel.query_bytes + (warp // team) * (kernel.team_bytes + kernel.slots * kernel.slot_bytes)
     barrier = warp // team + 8
     tile = Tile(kernel, w, (queries, shared), lane, part, barrier)
+    if kernel.planes is not None:
+        for n in range(0, kernel.block_tiles, warps):
+            with w.when(warp + n < kernel.block_tiles):
+                tile.halve_queries(warp + n)
+        w.synchronize(w.i32(0), warps)
     state = tile.empty()
     stream = functools.partial(pipeline, w, kernel, shared + kernel.team_bytes, barrier)
+    # Chunks of the buffer, then groups: about the same work each. Every worker takes as many.
+    chunks = (buffered + (kernel.chunk - 1)) // kernel.chunk
+    groups = quantized // G if kernel.planes is not None else w.i32(0)
+    first, last = worker * (chunks + groups) // kernel.workers, (worker + 1) * (chunks + groups) // kernel.workers
     if kernel.planes is not None:
-        groups = quantized // G
-        lower, upper = worker * groups // kernel.workers, (worker + 1) * groups // kernel.workers
         source = QuantizedSource(kernel, w, at, head, lane, part)
-        state = stream(lower, upper, source.copy_keys, source.copy_values, tile.quantized_keys, tile.quantized_values, state)
+        steps = (w.maximum(x - chunks, w.i32(0)) for x in (first, last))
+        state = stream(*steps, source.copy_keys, source.copy_values, tile.quantized_keys, tile.quantized_values, state)
         w.wait_for_copies(0)
         tile.meet()
-    chunks = (buffered + (kernel.chunk - 1)) // kernel.chunk
-    lower, upper = worker * chunks // kernel.workers, (worker + 1) * chunks // kernel.workers
     source = FullSource(kernel, w, at, head, lane, part, buffered)
     limits = tile.limits(row_block * kernel.block_rows, buffered)
     fragments = tile.full_queries()
     keys = lambda slot, i: tile.full_keys(slot, i, fragments, limits)
-    state = stream(lower, upper, source.copy_keys, source.copy_values, keys, tile.full_values, state)
+    steps = (w.minimum(x, chunks) for x in (first, last))
+    state = stream(*steps, source.copy_keys, source.copy_values, keys, tile.full_values, state)
 
     place = (head * kernel.blocks_of_rows + row_block) * kernel.workers + worker
     tile.store(at, place * kernel.block_rows, state)
@@ -296,7 +315,7 @@ def emit_merge(kernel: Kernel, refs: dict) -> None:
     for worker in range(0, kernel.workers, 32):
         mine = w.minimum(lane + worker, w.i32(kernel.workers - 1))
         top = w.maximum(top, w.load_global(at["top"] + index(mine) * 4, result="f")[0])
-    top = w.all_lanes(top, w.maximum)
+    top = w.all_rows(w.all_columns(top, w.maximum), w.maximum)
     width = H // 32  # channels of a lane
     state = [w.f32(0.0)] * (width + 1)
     for step in range(0, kernel.workers, WARPS):
@@ -320,7 +339,7 @@ def emit_merge(kernel: Kernel, refs: dict) -> None:
     merged = lambda i: w.total([w.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
     divisor = merged(w.i32(H))
     with w.when(thread < H // 2):
-        word = w.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor)
+        word = w.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor, "bf16")
         w.store_global(at["merged"] + w.i64(place) * (2 * H) + w.i64(pair * 4), word)
 
 
@@ -427,19 +446,20 @@ class Tile:
     Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
     tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
     scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's;
-    top[n], the running maximum; total[n] and zero[n], the sum of exponentials and what is to be added to every channel, as far as this
-    warp's tokens make them up (and, of total, this lane's). All to base 2.
+    top[n], the running maximum (base 2); total[n], the sum of exponentials of this lane's tokens.
     """
 
     def __init__(self, kernel: Kernel, w, at, lane, part, barrier):
         self.kernel, self.w = kernel, w
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
         self.queries, self.shared = at
+        self.halves = self.queries + kernel.block_rows * kernel.query_pitch
+        self.factors = self.halves + kernel.block_rows * kernel.query_pitch
         self.tiles = range(kernel.block_tiles)
         self.team = kernel.config.team
         self.meet = functools.partial(w.synchronize, barrier, self.team)
-        # 128, CENTER and, for the lower plane, 8 and its bias of 8 / 16.
-        self.excess = 128 + CENTER + (8.5 if kernel.planes == 2 else 0)
+        # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
+        self.excess, self.unit = (1024.0, 1.0) if kernel.planes == 1 else (1032.0, 1 / 16)
 
     def empty(self) -> dict:
         f = self.w.f32
@@ -448,76 +468,123 @@ class Tile:
             "out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles],
             "top": [[f(-1e30)] * 2 for _ in self.tiles],
             "total": [[f(0.0)] * 2 for _ in self.tiles],
-            "zero": [[f(0.0)] * 2 for _ in self.tiles],
         }
 
     def _operand_at(self, n, k, steps: int, words: int):
         """Where the team shares the words of operand n, step k of `steps`, that belong to this lane."""
         return self.shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
 
-    def _row_at(self, n):
-        """Where the team shares 8 numbers, one for each query of tile n: this lane's two."""
-        return self.shared + self.kernel.operand_bytes + n * 32 + self.t * 8
+    def _row_at(self, row):
+        """Where the team shares a row of 8 numbers, one for each query of a tile: this lane's two."""
+        return self.shared + self.kernel.operand_bytes + row * 32 + self.t * 8
+
+    def _share_rows(self, first: int, values: list) -> None:
+        """Writes this warp's two numbers per tile to its rows, from row `first` on."""
+        with self.w.when(self.g == 0):
+            for n, pair in enumerate(values):
+                self.w.store_shared(self._row_at(first + self.part * len(self.tiles) + n), *pair)
+
+    def _shared_rows(self, first: int, combine: Callable) -> list:
+        """What the team's warps have written, combined."""
+        w = self.w
+        row = lambda part, n: self._row_at(w.i32(first + part * len(self.tiles) + n))
+        of_all = lambda n: zip(*(w.load_shared(row(part, n), 2, "f") for part in range(self.team)))
+        return [[functools.reduce(combine, xs) for xs in of_all(n)] for n in self.tiles]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries 4 (words t + k) .. + 3 of the
     # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step.
 
     def _pairs(self, at, entries: int, words: int) -> list:
-        """This lane's pairs of an array of bfloat16 [word][half], from `at` on."""
+        """This lane's pairs of an array of 16-bit floats [word][half], from `at` on."""
         halves = [self.w.load_shared(at + self.t * (entries // 4) + half * entries, 2 * words) for half in (0, 1)]
         return [[half[2 * k : 2 * k + 2] for half in halves] for k in range(words)]
 
+    def _each(self, function: Callable, *operands: list) -> list:
+        """function of each pair of operands [word][half]."""
+        return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
+
+    def _half(self, operand: list, factor) -> list:
+        """Pairs of bfloat16 times a factor, in float16."""
+        w = self.w
+        return self._each(lambda x: w.pair(*(entry * factor for entry in w.bf16_entries(x)), "f16"), operand)
+
+    def _largest(self, operand: list):
+        """The largest magnitude of pairs of bfloat16 in the four lanes of a row."""
+        w = self.w
+        return w.all_columns(w.largest_magnitude([x for word in operand for half in word for x in half]), w.maximum)
+
+    def halve_queries(self, n) -> None:
+        """Writes the queries of tile n in float16, what they were multiplied by, and the inverse."""
+        w, kernel = self.w, self.kernel
+        row = self.g + n * ROWS
+        plain = self._pairs(self.queries + row * kernel.query_pitch, kernel.head_dim, kernel.head_dim // 32)
+        factor, inverse = w.powers_of_two(self._largest(plain), SIZE, LEAST)
+        for k, word in enumerate(self._half(plain, factor)):
+            for half, pairs in enumerate(word):
+                at = self.halves + row * kernel.query_pitch + self.t * (kernel.head_dim // 4) + half * kernel.head_dim
+                w.store_shared(at + 8 * k, *pairs)
+        w.store_shared(self.factors + row * 8, factor, inverse)
+
+    def _sums(self, operand: list, weights: list, kind: str) -> tuple:
+        """Sums of operand times weights over [word][half], for queries 2 t and 2 t + 1."""
+        acc = (self.w.f32(0.0),) * 4
+        for word in zip(operand, weights):
+            for x, weight in zip(*word):
+                acc = self.w.mma(acc, (weight[0], weight[0], weight[1], weight[1]), x, kind)
+        return acc[:2]
+
+    def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
+        """The operand times the scales, and its excess: the sum times what the codes are read too large by."""
+        scaled = self._each(self.w.multiply_pairs, operand, scale)
+        ones = self._each(lambda _: self.w.i32(ONES), scaled)
+        return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
+
     def _contract(self, acc: list, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> None:
         """acc[m][n] += codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
-        w = self.w
-        steps = row_bytes // 16
-        words = [[[w.load_shared(row + p * plane_bytes, steps) for row in rows] for rows in at] for p in range(self.kernel.planes)]
+        w, steps = self.w, row_bytes // 16
+        words = [[[w.load_shared(row + p * plane_bytes, steps) for p in range(self.kernel.planes)] for row in rows] for rows in at]
         for k in range(steps):
             operands = [operand(n, k) for n in self.tiles]
-            for tiles, exponent in zip(words, (0x43, 0x41)):
-                codes = [[w.unpack(row[k], exponent) for row in rows] for rows in tiles]
-                for half in (0, 1):
-                    for n in self.tiles:
-                        for m, (a, b) in enumerate(codes):
-                            fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
-                            acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half])
+            codes = [[w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None) for planes in rows] for rows in words]
+            for half in (0, 1):
+                for n in self.tiles:
+                    for m, (a, b) in enumerate(codes):
+                        fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
+                        acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half], "f16")
 
-    def _corrections(self, scale: list, zero: list, plain: list, scaled: list) -> list:
-        """What the codes' zeros add and their excess takes off, for queries 2 t and 2 t + 1."""
-        w = self.w
-        ones = (w.splat_pair(ONE),) * 4
-        linear = excess = (w.f32(0.0),) * 4
-        for word in zip(scale, zero, plain, scaled):
-            for s, z, p, x in zip(*word):
-                linear = w.mma(linear, (z[0], s[0], z[1], s[1]), p)
-                excess = w.mma(excess, ones, x)
-        return [w.fma(w.f32(-self.excess), excess[c], w.fma(w.f32(float(CENTER)), linear[2 + c], linear[c])) for c in (0, 1)]
+    def _shared_operand(self, steps: int) -> Callable:
+        def operand(n: int, k: int) -> tuple:
+            words = self.w.load_shared(self._operand_at(n, k, steps, 4), 4)
+            return words[:2], words[2:]
 
-    def _scaled_queries(self, n, scale: list, zero: list) -> tuple[list, list]:
-        """The queries of tile n times the keys' scales [word][half], and their corrections."""
-        plain = self._pairs(self.queries + (self.g + n * ROWS) * self.kernel.query_pitch, self.kernel.head_dim, len(scale))
-        scaled = self._times(plain, scale)
-        return scaled, self._corrections(scale, zero, plain, scaled)
+        return operand
 
-    def _times(self, operand: list, scale: list) -> list:
-        product = lambda x, s: tuple(map(self.w.multiply_pairs, x, s))
-        return [list(map(product, *word)) for word in zip(operand, scale)]
-
-    def quantized_keys(self, slot, group) -> list:
-        """Logits [n][tile] of this warp's tokens, before the softmax scale: those of word k, first half, second half, of the values' rows."""
+    def quantized_keys(self, slot, group) -> tuple[list, list]:
+        """Logits [n][tile] of this warp's tokens, those of word k, first half, second half, of the values' rows; and their units [n]."""
         kernel, w = self.kernel, self.w
         G, H = kernel.group_size, kernel.head_dim
         row_bytes, steps, words = H // 2, H // 32, G // 32
         parameters = slot + kernel.planes * G * row_bytes
         scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
+        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        scale = self._half(scale, factor)
+
+        def prepared(n) -> tuple[list, list]:
+            """Operand n, and where its logits start."""
+            at = (self.g + n * ROWS) * kernel.query_pitch
+            plain, half = self._pairs(self.queries + at, H, steps), self._pairs(self.halves + at, H, steps)
+            scaled, excess = self._scaled(half, scale)
+            sums, unit = self._sums(plain, zero, "bf16"), factor * (1 / self.unit)
+            return scaled, [x * (factors[0] * unit) - e for x, factors, e in zip(sums, self._factors(n), excess)]
+
         if self.team == 1:
-            scaled, start = zip(*(self._scaled_queries(w.i32(n), scale, zero) for n in self.tiles))
+            scaled, start = zip(*(prepared(w.i32(n)) for n in self.tiles))
             operand = lambda n, k: scaled[n][k]
         else:
-            for first in range(0, len(self.tiles), self.team):
-                n = self.part + first
+            for n in range(0, len(self.tiles), self.team):
+                n = self.part + n
                 with w.when(n < len(self.tiles)):
-                    scaled, start = self._scaled_queries(n, scale, zero)
+                    scaled, start = prepared(n)
                     for k, (low, high) in enumerate(scaled):
                         w.store_shared(self._operand_at(n, k, steps, 4), *low, *high)
                     with w.when(self.g == 0):
@@ -534,74 +601,90 @@ class Tile:
             self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
-        return logits
+        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(w.i32(n))] for n in self.tiles]
+        return logits, units
 
-    def _shared_operand(self, steps: int) -> Callable:
-        def operand(n: int, k: int) -> tuple:
-            words = self.w.load_shared(self._operand_at(n, k, steps, 4), 4)
-            return words[:2], words[2:]
+    def _factors(self, n) -> tuple:
+        """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
+        words = self.w.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
+        return words[:2], words[2:]
 
-        return operand
-
-    def quantized_values(self, slot, state: dict, logits: list) -> dict:
+    def quantized_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
         """The state after this group."""
         kernel, w = self.kernel, self.w
         G, H = kernel.group_size, kernel.head_dim
         row_bytes, words = G // 2, G // 32
         mine = words // self.team
-        parameters = slot + kernel.planes * H * row_bytes + self.part * (8 * mine)
-        scale, zero = self._pairs(parameters, G, mine), self._pairs(parameters + 2 * G, G, mine)
-        state, weights, shrink = self._softmax(state, logits)
-        plain = [[tiles[2 * k : 2 * k + 2] for k in range(mine)] for tiles in weights]
-        scaled = [self._times(p, scale) for p in plain]
-        for n in self.tiles:
-            added = self._corrections(scale, zero, plain[n], scaled[n])
-            state["zero"][n] = [w.fma(z, a, x) for z, a, x in zip(state["zero"][n], shrink[n], added)]
+        parameters = slot + kernel.planes * H * row_bytes
+        scale = self._pairs(parameters, G, words)
+        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        if self.team > 1:
+            scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
+        zero = self._pairs(parameters + 2 * G + self.part * (8 * mine), G, mine)
+        scale = self._half(scale, factor)
+        state, weights = self._softmax(state, *logits)
+        by_word = lambda tiles, kind: [[self._operand(p, kind) for p in tiles[2 * k : 2 * k + 2]] for k in range(mine)]
+        scaled, start = [], []
+        for p in weights:
+            sums = self._sums(by_word(p, "bf16"), zero, "bf16")
+            x, excess = self._scaled(by_word(p, "f16"), scale)
+            scaled.append(x)
+            start.append([a * (factor * (1 / self.unit)) - e for a, e in zip(sums, excess)])
         operand = lambda n, k: scaled[n][k]
         if self.team > 1:
             for n in self.tiles:
                 for k, (low, high) in enumerate(scaled[n]):
                     w.store_shared(self._operand_at(n, self.part * mine + k, words, 4), *low, *high)
+            row = (1 + self.team) * len(self.tiles)
+            self._share_rows(row, start)
             self.meet()
+            start = self._shared_rows(row, lambda a, b: a + b)
             operand = self._shared_operand(words)
         channels = range(H // 16 // self.team)
         first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
+        unit = inverse * self.unit
         for i in channels[::2]:
             both = channels[i : i + 2]
-            acc = [[state["out"][n][m] for n in self.tiles] for m in both]
+            acc = [[(*c, *c) for c in start] for _ in both]
             rows = [first + 16 * m * row_bytes for m in both]
             self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
             for n in self.tiles:
-                state["out"][n][i : i + 2] = [tiles[n] for tiles in acc]
+                for m, tiles in zip(both, acc):
+                    state["out"][n][m] = tuple(w.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
         return state
 
-    def _softmax(self, state: dict, logits: list) -> tuple[dict, list, list]:
-        """The state with its maximum and sum brought up to date, weights [n][tile] as operands, and what the state was multiplied by."""
+    def _operand(self, p: tuple, kind: str) -> tuple:
+        """Softmax weights of a tile of tokens as an operand."""
         w = self.w
-        unit = math.log2(math.e) / math.sqrt(self.kernel.head_dim)
-        peaks = [[w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum) for c in (0, 1)] for tiles in logits]
+        return w.transpose(w.pair(p[0], p[1], kind)), w.transpose(w.pair(p[2], p[3], kind))
+
+    def _softmax(self, state: dict, logits: list, units: list) -> tuple[dict, list]:
+        """The state with its maximum and sum brought up to date, multiplied accordingly, and weights [n][tile].
+
+        units: [n] of the logits of two queries.
+        """
+        w = self.w
+        base = math.log2(math.e) / math.sqrt(self.kernel.head_dim)
+        units = [[x * base for x in pair] for pair in units]
+        peak = lambda tiles, c: w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum)
+        peaks = [[peak(tiles, c) * units[n][c] for c in (0, 1)] for n, tiles in enumerate(logits)]
         if self.team > 1:
-            row = lambda part, n: self._row_at((part + 1) * len(self.tiles) + n)
-            with w.when(self.g == 0):
-                for n, peak in enumerate(peaks):
-                    w.store_shared(row(self.part, n), *peak)
+            self._share_rows(len(self.tiles), peaks)
             self.meet()
-            of_all = lambda n: zip(*(w.load_shared(row(w.i32(part), n), 2, "f") for part in range(self.team)))
-            peaks = [[functools.reduce(w.maximum, xs) for xs in of_all(n)] for n in self.tiles]
-        new = {"out": [], "top": [], "total": [], "zero": list(state["zero"])}
-        weights, shrink = [], []
+            peaks = self._shared_rows(len(self.tiles), w.maximum)
+        new = {"out": [], "top": [], "total": []}
+        weights = []
         for n, tiles in enumerate(logits):
-            top = [w.maximum(old, x * unit) for old, x in zip(state["top"][n], peaks[n])]
+            top = [w.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
             down = [w.f32(0.0) - x for x in top]
             alpha = [w.exp2(old + x) for old, x in zip(state["top"][n], down)]
-            p = [tuple(w.exp2(w.fma(x, w.f32(unit), down[c % 2])) for c, x in enumerate(s)) for s in tiles]
+            p = [tuple(w.exp2(w.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
             added = [w.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
             new["top"].append(top)
             new["total"].append([w.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, added)])
             new["out"].append([tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in state["out"][n]])
-            weights.append([(w.transpose(w.pair(s[0], s[1])), w.transpose(w.pair(s[2], s[3]))) for s in p])
-            shrink.append(alpha)
-        return new, weights, shrink
+            weights.append(p)
+        return new, weights
 
     # The full-precision rows, 16 tokens or channels a step.
 
@@ -629,8 +712,8 @@ class Tile:
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
         return lambda a, b: w.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: Callable, limits: list) -> list:
-        """Logits [n][tile] of this warp's tokens of a chunk; -inf for those that a query may not see."""
+    def full_keys(self, slot, chunk, queries: Callable, limits: list) -> tuple[list, list]:
+        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query may not see; and their units [n]."""
         kernel, w = self.kernel, self.w
         mine = kernel.chunk // 16 // self.team
         load = self._matrices(slot, self.lane & 15, self.lane >> 4, transposed=False)
@@ -640,20 +723,20 @@ class Tile:
             acc = [(w.f32(0.0),) * 4 for _ in self.tiles]
             for b in range(kernel.head_dim // 16):
                 fragment = load(a, w.i32(b))
-                acc = [w.mma(acc[n], fragment, queries(n, b)) for n in self.tiles]
+                acc = [w.mma(acc[n], fragment, queries(n, b), "bf16") for n in self.tiles]
             token = chunk * kernel.chunk + self.g + a * 16
             hidden = w.f32(-math.inf)
             for n in self.tiles:
                 logits[n].append(tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
-        return logits
+        return logits, [[w.f32(1.0)] * 2 for _ in self.tiles]
 
-    def full_values(self, slot, state: dict, logits: list) -> dict:
+    def full_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
         """The state after this chunk."""
         kernel, w = self.kernel, self.w
         steps = kernel.chunk // 16
         mine, channels = steps // self.team, kernel.head_dim // 16 // self.team
-        state, weights, shrink = self._softmax(state, logits)
-        state["zero"] = [[z * a for z, a in zip(*both)] for both in zip(state["zero"], shrink)]
+        state, weights = self._softmax(state, *logits)
+        weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
         operand = lambda n, a: weights[n][a]
         if self.team > 1:
             for n in self.tiles:
@@ -667,34 +750,25 @@ class Tile:
             for i in range(channels):
                 fragment = load(w.i32(a), self.part * channels + i)
                 for n in self.tiles:
-                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, operands[n])
+                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, operands[n], "bf16")
         return state
 
     def store(self, at: dict, first_row, state: dict) -> None:
         """Writes the team's partial results: each warp those of its channels."""
         w, H = self.w, self.kernel.head_dim
         totals = [[w.all_rows(x, lambda a, b: a + b) for x in pair] for pair in state["total"]]
-        zeros = state["zero"]
         if self.team > 1:
-            totals, zeros = self._sum_over_team(totals), self._sum_over_team(zeros)
+            self.meet()
+            self._share_rows(0, totals)
+            self.meet()
+            totals = self._shared_rows(0, lambda a, b: a + b)
         for n in self.tiles:
             for c in (0, 1):
                 row = w.i64(first_row + self.t * 2 + (n * ROWS + c))
                 to = at["out"] + row * (4 * H) + w.i64(self.g * 4 + self.part * (4 * H // self.team))
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
-                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high] + zeros[n][c])
+                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high])
                 with w.when(self.g == 0):
                     w.store_global(at["top"] + row * 4, state["top"][n][c])
                     w.store_global(at["total"] + row * 4, totals[n][c])
-
-    def _sum_over_team(self, values: list) -> list:
-        w = self.w
-        row = lambda part, n: self._row_at(part * len(self.tiles) + n)
-        self.meet()
-        with w.when(self.g == 0):
-            for n, pair in enumerate(values):
-                w.store_shared(row(self.part, n), *pair)
-        self.meet()
-        of_all = lambda n: zip(*(w.load_shared(row(w.i32(part), n), 2, "f") for part in range(self.team)))
-        return [[w.total(xs) for xs in of_all(n)] for n in self.tiles]
