@@ -135,7 +135,7 @@ def round_up(x: Array, dtype) -> Array:
     # The sign too: XLA on a CPU takes a subnormal for zero in comparisons.
     away = (truncated != bits) & (bits < jnp.uint32(0x80000000))
     rounded = lax.bitcast_convert_type(jnp.where(away, truncated + jnp.uint32(0x10000), truncated), jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x)
+    return jnp.where(_finite(x), rounded, x)
 
 
 def round_down(x: Array, dtype) -> Array:
@@ -143,7 +143,14 @@ def round_down(x: Array, dtype) -> Array:
     return -round_up(-x, dtype)
 
 
-# Schemes: x, group axis, parameter dtype -> upper 0..15, lower -8..7, scale, zero ------------------------------------
+def _finite(x: Array) -> Array:
+    return jnp.abs(x) < jnp.inf
+
+
+# Schemes: x, lowest and highest of its group, parameter dtype -> upper 0..15, lower -8..7, scale, zero ---------------
+#
+# Kernels call them too and shall give the same bits. So they are elementwise, without what Pallas lacks (floor, isfinite), and
+# multiply by the reciprocal of a constant: XLA makes that of a division, other compilers do not.
 
 
 def _smallest_scale(dtype) -> float:
@@ -151,29 +158,28 @@ def _smallest_scale(dtype) -> float:
     return 2**20 * float(jnp.finfo(dtype).tiny)
 
 
-def _paper(x: Array, axis: int, dtype) -> tuple[Array, Array, Array, Array]:
+def _paper(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:
     """Equations of the paper: asymmetric 4-bit rounding, then the rounding error to 4 bits at scale / 16."""
-    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
     # The residual must absorb the rounding of the parameters, so quantize against the stored ones: they must enclose x.
     zero = round_down(low, dtype)
-    scale = round_up(jnp.maximum((high - zero) / 15, _smallest_scale(dtype)), dtype)
+    scale = round_up(jnp.maximum((high - zero) * (1 / 15), _smallest_scale(dtype)), dtype)
     upper = jnp.rint(jnp.clip((x - zero) / scale, 0, 15))
     lower = jnp.rint(jnp.clip((x - zero - upper * scale) / (scale / 16), -8, 7))
     return upper, lower, scale, zero
 
 
-def _int8_first(x: Array, axis: int, dtype) -> tuple[Array, Array, Array, Array]:
+def _int8_first(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:
     """Rounds to 8 bits once and splits the code: the same format, 255 steps instead of 240, error at most half a step."""
-    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
-    zero = round_down(low + 8 * ((high - low) / 255), dtype)
-    step = jnp.maximum((high - zero) / 247, (zero - low) / 8)
+    # The 8 steps rounded too: compilers that fuse multiplication and addition then agree with those that do not.
+    zero = round_down(low + round_down((high - low) * (8 / 255), dtype), dtype)
+    step = jnp.maximum((high - zero) * (1 / 247), (zero - low) / 8)
     scale = round_up(jnp.maximum(16 * step, _smallest_scale(dtype)), dtype)
     code = jnp.clip(jnp.rint((x - zero) / (scale / 16)), -8, 247)
-    upper = jnp.floor((code + 8) / 16)
+    upper = jnp.rint((code + 0.5) / 16)
     return upper, code - 16 * upper, scale, zero
 
 
-Scheme = Callable[[Array, int, jnp.dtype], tuple[Array, Array, Array, Array]]
+Scheme = Callable[[Array, Array, Array, jnp.dtype], tuple[Array, Array, Array, Array]]
 SCHEMES: dict[str, Scheme] = {"paper": _paper, "int8_first": _int8_first}
 
 
@@ -185,11 +191,17 @@ def quantize(x: Float[Array, "..."], axis: int, *, scheme: str, dtype) -> tuple[
     finite number, gets a NaN scale: it reads as NaN, and no other group changes.
     """
     wide = x.astype(accumulation_dtype(x.dtype))
-    upper, lower, scale, zero = SCHEMES[scheme](wide, axis, jnp.dtype(dtype))
-    finite = jnp.isfinite(scale) & jnp.isfinite(zero) & jnp.isfinite(wide).all(axis, keepdims=True)
-    upper = jnp.where(finite, upper, 0).astype(jnp.uint8)
-    lower = jnp.where(finite, lower + 8, 8).astype(jnp.uint8)
-    return upper, lower, jnp.where(finite, scale, jnp.nan).astype(dtype), jnp.where(finite, zero, 0).astype(dtype)
+    # Whether a minimum hands on a NaN depends on the device.
+    low = jnp.where(jnp.isfinite(wide).all(axis, keepdims=True), wide.min(axis, keepdims=True), jnp.nan)
+    upper, lower, scale, zero = encode(wide, low, wide.max(axis, keepdims=True), scheme=scheme, dtype=jnp.dtype(dtype))
+    return upper.astype(jnp.uint8), lower.astype(jnp.uint8), scale.astype(dtype), zero.astype(dtype)
+
+
+def encode(x: Array, low: Array, high: Array, *, scheme: str, dtype) -> tuple[Array, Array, Array, Array]:
+    """What `quantize` stores, still in x's dtype. low, high: extremes of each value's group, NaN if it has one."""
+    upper, lower, scale, zero = SCHEMES[scheme](x, low, high, dtype)
+    finite = _finite(scale) & _finite(zero)
+    return jnp.where(finite, upper, 0), jnp.where(finite, lower + 8, 8), jnp.where(finite, scale, jnp.nan), jnp.where(finite, zero, 0)
 
 
 def dequantize(upper: Array, lower: Array | None, scale: Array, zero: Array, dtype) -> Array:

@@ -274,18 +274,30 @@ def largest_magnitude(pairs: Sequence[Value]) -> Value:
     return maximum(*bf16_entries(largest))
 
 
-def unpack(upper: Value, lower: Value | None) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """The codes of 4 bytes, or of 4 bytes in two planes (16 upper + lower), as float16 1024 + code.
+def nibble_masks(zero: Value) -> tuple[Value, Value]:
+    """The masks of `unpack`, from a zero that the compiler does not know: it would make constants anew at every use."""
+    return zero ^ 0x000F000F, zero ^ 0x00F000F0
 
-    Two pairs for the low nibbles, two for the high, in order. A code becomes the last bits of the mantissa.
+
+def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """The codes of 4 bytes, or of 4 bytes in two planes (16 upper + lower), as float16 1024 + code: the last bits of the mantissa.
+
+    Pairs of bytes (0, 2) and (1, 3), first of the low nibbles, then of the high ones, which without a lower plane are 1024 + 16 code.
     """
-    low, high = upper & 0x0F0F0F0F, (upper >> 4) & 0x0F0F0F0F
-    if lower is not None:
-        low = ((upper << 4) & 0xF0F0F0F0) | (lower & 0x0F0F0F0F)
-        high = (upper & 0xF0F0F0F0) | ((lower >> 4) & 0x0F0F0F0F)
+    if lower is None:
+        both = upper, upper >> 8
+        take = lambda x, mask: pure("lop3.b32 $0, $1, $2, 0x64006400, 0xEA;", x, mask)  # x & mask | 0x64006400
+        return tuple(tuple(take(x, mask) for x in both) for mask in masks)
+    low = (upper << 4) & 0xF0F0F0F0 | lower & 0x0F0F0F0F
+    high = upper & 0xF0F0F0F0 | (lower >> 4) & 0x0F0F0F0F
     exponents = i32(0x64646464)
-    expand = lambda x, order: pure("prmt.b32 $0, $1, $2, " + order + ";", x, exponents)
-    return tuple((expand(x, "0x4140"), expand(x, "0x4342")) for x in (low, high))
+    expand = lambda x, order: pure(f"prmt.b32 $0, $1, $2, {order};", x, exponents)
+    return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
+
+
+def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:
+    """The pairs (a0, b0) and (a1, b1) of pairs a and b."""
+    return tuple(pure(f"prmt.b32 $0, $1, $2, {order};", a, b) for order in ("0x5410", "0x7632"))
 
 
 # Arithmetic --------------------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ SIZE, LEAST = 6, -40
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: blocks that share the tokens of a KV head. blocks: as many are to be resident on a multiprocessor, of `warpgroups` times
-    four warps. team: warps that work on one group together, for many query rows."""
+    """splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: as many are to be resident on a
+    multiprocessor, of `warpgroups` times four warps. team: warps that work on one group together, for many query rows."""
 
     splits: int
     blocks: int = 1
@@ -116,8 +116,11 @@ class Kernel:
     def configured(self, config: Config | None) -> "Kernel":
         """With this configuration, or a sane one: a warp alone for two query tiles at most, and three slots of the ring where they fit."""
         if config is not None:
-            return dataclasses.replace(self, config=config)
-        heads = self.batch * self.kv_heads * self.blocks_of_rows
+            configured = dataclasses.replace(self, config=config)
+            if configured.slots < 2:
+                raise ValueError(f"{config} leaves no room for two slots of {configured.slot_bytes} bytes for each team")
+            return configured
+        heads = self.kv_heads * self.blocks_of_rows
         largest = WARPS if self.planes is None else self.group_size // 32
         alone = [(1, 1, 1), (1, 1, 2), (1, 1, 4)]
         together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
@@ -141,9 +144,9 @@ class Kernel:
         return self.config.warpgroups * WARPS // self.config.team
 
     @property
-    def workers(self) -> int:
-        """Teams that share the tokens of a KV head."""
-        return self.config.splits * self.teams
+    def splits(self) -> int:
+        """Blocks that share the tokens of a KV head: at least one for each row of the batch."""
+        return max(self.config.splits, self.batch)
 
     @property
     def block_rows(self) -> int:
@@ -201,12 +204,13 @@ class Kernel:
                 inputs |= {f"{name}_upper": planes.upper, f"{name}_scale": planes.scale, f"{name}_zero": planes.zero}
                 if self.planes == 2:
                     inputs[f"{name}_lower"] = planes.lower
-        lead = (self.batch * self.kv_heads * self.blocks_of_rows, self.workers, self.block_rows)
+        lead = (self.kv_heads * self.blocks_of_rows, self.splits * self.teams, self.block_rows)
         partial = {"out": (*lead, self.head_dim), "top": lead, "total": lead}
         partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
         name = f"decode_attention_{'full' if self.planes is None else f'int{4 * self.planes}'}"
-        blocks = lead[0] * self.config.splits
+        blocks = lead[0] * self.splits
         partial = self._launch(name, functools.partial(emit_block, self), inputs, partial, blocks, self.config.warpgroups, self.shared_bytes)
+        partial |= {"quantized": lengths.quantized, "buffered": lengths.buffered}
         merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
         shared = 4 * WARPS * (self.head_dim + 1)
         rows = self.batch * self.tokens * self.kv_heads * self.heads_per_kv_head
@@ -237,29 +241,52 @@ class Kernel:
         return dict(zip(outputs, results))
 
 
+def deal(kernel: Kernel, w, at: dict) -> tuple[list, list]:
+    """(chunks of the buffer, groups) of each row of the batch, and the first of its blocks, ending with their number.
+
+    The blocks of a KV head are dealt to the rows in proportion to what there is to read, one at least. Chunks and groups count alike.
+    """
+    units = []
+    for b in range(kernel.batch):
+        quantized, buffered = (w.load_global(at[name] + 4 * b)[0] for name in ("quantized", "buffered"))
+        units.append(((buffered + (kernel.chunk - 1)) // kernel.chunk, quantized // kernel.group_size if kernel.planes else w.i32(0)))
+    total = w.total([x for unit in units for x in unit])
+    firsts, seen = [w.i32(0)], w.i32(0)
+    for b, unit in enumerate(units[:-1]):
+        seen = seen + w.total(unit)
+        firsts.append(seen * (kernel.splits - kernel.batch) // total + (b + 1))
+    return units, [*firsts, w.i32(kernel.splits)]
+
+
 def emit_block(kernel: Kernel, refs: dict) -> None:
-    """What the four warps of a block do."""
+    """What a block does: its teams' shares of one row of the batch, KV head and run of query rows."""
     from pallas_kernels import warp as w
 
-    H, team, G = kernel.head_dim, kernel.config.team, kernel.group_size
+    H, team = kernel.head_dim, kernel.config.team
     warps = kernel.config.warpgroups * WARPS
     at = {name: w.address(ref) for name, ref in refs.items()}
     thread, block = w.thread_index(), w.block_index()
     lane, warp = thread & 31, w.uniform(thread >> 5)
-    split, rest = block % kernel.config.splits, block // kernel.config.splits
-    row_block, head = rest % kernel.blocks_of_rows, rest // kernel.blocks_of_rows
-    batch = head // kernel.kv_heads
-    worker = split * kernel.teams + warp // team
+    split, rest = block % kernel.splits, block // kernel.splits
+    row_block, kv_head = rest % kernel.blocks_of_rows, rest // kernel.blocks_of_rows
     part = warp % team
-    quantized = w.load_global(at["quantized"] + w.i64(batch) * 4)[0]
+    units, firsts = deal(kernel, w, at)
+    batch, (chunks, groups), first, last = w.i32(0), units[0], firsts[0], firsts[1]
+    for b in range(1, kernel.batch):
+        here = firsts[b] < split + 1
+        new = (w.i32(b), *units[b], firsts[b], firsts[b + 1])
+        batch, chunks, groups, first, last = (w.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, first, last)))
+    worker, workers = (split - first) * kernel.teams + warp // team, (last - first) * kernel.teams
+    first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
     buffered = w.load_global(at["buffered"] + w.i64(batch) * 4)[0]
+    head = batch * kernel.kv_heads + kv_head
 
     queries = at["shared"]
     pieces = H // 8
-    for first in range(0, kernel.block_rows * pieces, 32 * warps):
-        row, piece = (thread + first) // pieces, thread % pieces
+    for offset in range(0, kernel.block_rows * pieces, 32 * warps):
+        row, piece = (thread + offset) // pieces, thread % pieces
         with w.when(row < kernel.block_rows):
-            source = kernel.query_row(batch, head % kernel.kv_heads, w.minimum(row_block * kernel.block_rows + row, w.i32(kernel.rows - 1)))
+            source = kernel.query_row(batch, kv_head, w.minimum(row_block * kernel.block_rows + row, w.i32(kernel.rows - 1)))
             w.copy_async(queries + row * kernel.query_pitch + piece * 16, at["q"] + w.i64(source) * (2 * H) + w.i64(piece * 16))
     w.commit_copies()
     w.wait_for_copies(0)
@@ -267,7 +294,7 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
 
     shared = queries + kernel.query_bytes + (warp // team) * (kernel.team_bytes + kernel.slots * kernel.slot_bytes)
     barrier = warp // team + 8
-    tile = Tile(kernel, w, (queries, shared), lane, part, barrier)
+    tile = Tile(kernel, w, (queries, shared), lane, part, barrier, buffered)
     if kernel.planes is not None:
         for n in range(0, kernel.block_tiles, warps):
             with w.when(warp + n < kernel.block_tiles):
@@ -275,10 +302,6 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
         w.synchronize(w.i32(0), warps)
     state = tile.empty()
     stream = functools.partial(pipeline, w, kernel, shared + kernel.team_bytes, barrier)
-    # Chunks of the buffer, then groups: about the same work each. Every worker takes as many.
-    chunks = (buffered + (kernel.chunk - 1)) // kernel.chunk
-    groups = quantized // G if kernel.planes is not None else w.i32(0)
-    first, last = worker * (chunks + groups) // kernel.workers, (worker + 1) * (chunks + groups) // kernel.workers
     if kernel.planes is not None:
         source = QuantizedSource(kernel, w, at, head, lane, part)
         steps = (w.maximum(x - chunks, w.i32(0)) for x in (first, last))
@@ -292,8 +315,7 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
     steps = (w.minimum(x, chunks) for x in (first, last))
     state = stream(*steps, source.copy_keys, source.copy_values, keys, tile.full_values, state)
 
-    place = (head * kernel.blocks_of_rows + row_block) * kernel.workers + worker
-    tile.store(at, place * kernel.block_rows, state)
+    tile.store(at, (block * kernel.teams + warp // team) * kernel.block_rows, state)
 
 
 def emit_merge(kernel: Kernel, refs: dict) -> None:
@@ -304,32 +326,38 @@ def emit_merge(kernel: Kernel, refs: dict) -> None:
     at = {name: w.address(ref) for name, ref in refs.items()}
     thread, place = w.thread_index(), w.block_index()
     lane, warp = thread & 31, w.uniform(thread >> 5)
-    head = place // R % kernel.kv_heads
+    kv_head = place // R % kernel.kv_heads
     batch, token = place // (R * kernel.kv_heads * kernel.tokens), place // (R * kernel.kv_heads) % kernel.tokens
     row = token * R + place % R
     row_block, row = row // kernel.block_rows, row % kernel.block_rows
-    first = ((batch * kernel.kv_heads + head) * kernel.blocks_of_rows + row_block) * kernel.workers
-    index = lambda worker: w.i64((first + worker) * kernel.block_rows + row)
+    _, firsts = deal(kernel, w, at)
+    first, last = firsts[0], firsts[1]
+    for b in range(1, kernel.batch):
+        first, last = (w.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))
+    workers = (last - first) * kernel.teams
+    first = ((kv_head * kernel.blocks_of_rows + row_block) * kernel.splits + first) * kernel.teams
+    index = lambda worker: w.i64((first + w.minimum(worker, workers - 1)) * kernel.block_rows + row)
+    load = lambda name, worker: w.load_global(at[name] + index(worker) * 4, result="f")[0]
 
-    top = w.f32(-math.inf)
-    for worker in range(0, kernel.workers, 32):
-        mine = w.minimum(lane + worker, w.i32(kernel.workers - 1))
-        top = w.maximum(top, w.load_global(at["top"] + index(mine) * 4, result="f")[0])
+    def highest(i, top):
+        return functools.reduce(w.maximum, [load("top", i * 128 + lane + k) for k in range(0, 128, 32)], top)
+
+    top = w.loop(w.i32(0), (workers + 127) // 128, w.f32(-math.inf), highest)
     top = w.all_rows(w.all_columns(top, w.maximum), w.maximum)
     width = H // 32  # channels of a lane
-    state = [w.f32(0.0)] * (width + 1)
-    for step in range(0, kernel.workers, WARPS):
-        worker = warp + step
-        inside = worker < kernel.workers
-        worker = w.minimum(worker, w.i32(kernel.workers - 1))
-        weight = w.exp2(w.load_global(at["top"] + index(worker) * 4, result="f")[0] - top)
-        weight = w.select(inside, weight, w.f32(0.0))
-        values = []
-        source = at["out"] + index(worker) * (4 * H) + w.i64(lane * (4 * width))
-        for piece in range(0, width, 4):
-            values += w.load_global(source + 4 * piece, min(4, width), result="f")
-        values += w.load_global(at["total"] + index(worker) * 4, result="f")
-        state = [w.fma(weight, x, old) for x, old in zip(values, state)]
+
+    def add(i, state):
+        # Eight workers at a time, so that the loads wait together.
+        for k in range(8):
+            worker = i * (8 * WARPS) + warp + k * WARPS
+            weight = w.select(worker < workers, w.exp2(load("top", worker) - top), w.f32(0.0))
+            source = at["out"] + index(worker) * (4 * H) + w.i64(lane * (4 * width))
+            values = [x for j in range(0, width, 4) for x in w.load_global(source + 4 * j, min(4, width), result="f")]
+            values.append(load("total", worker))
+            state = [w.fma(weight, x, old) for x, old in zip(values, state)]
+        return state
+
+    state = w.loop(w.i32(0), (workers + (8 * WARPS - 1)) // (8 * WARPS), [w.f32(0.0)] * (width + 1), add)
     mine = at["shared"] + warp * (4 * (H + 1))
     for i, x in enumerate(state[:-1]):
         w.store_shared(mine + (lane * width + i) * 4, x)
@@ -396,10 +424,16 @@ class QuantizedSource:
         kernel, w = self.kernel, self.w
         index = w.i64(self.head * kernel.groups + group)
         size = kernel.group_size * kernel.head_dim // 2
+        to = self.thread * 16
+        if name == "key":
+            # Of four rows the middle two change places: a tile reads rows 0 and 2, and 1 and 3, which are to lie in different banks.
+            row_bytes = kernel.head_dim // 2
+            row = self.thread // (row_bytes // 16)
+            to = to + (((row & 1) << 1 | (row >> 1) & 1) - (row & 3)) * row_bytes
         for plane in ("upper", "lower")[: kernel.planes]:
             source = self.at[f"{name}_{plane}"] + index * size + w.i64(self.thread * 16)
             for offset in range(0, size, 512 * kernel.config.team):
-                w.copy_async(shared + self.thread * 16 + offset, source + offset)
+                w.copy_async(shared + to + offset, source + offset)
             shared += size
         # Every warp of a team copies these few, the same bytes to the same place.
         chunk = self.lane % min(32, parameters // 4)
@@ -449,8 +483,9 @@ class Tile:
     top[n], the running maximum (base 2); total[n], the sum of exponentials of this lane's tokens.
     """
 
-    def __init__(self, kernel: Kernel, w, at, lane, part, barrier):
+    def __init__(self, kernel: Kernel, w, at, lane, part, barrier, length):
         self.kernel, self.w = kernel, w
+        self.masks = w.nibble_masks(length >> 31)  # no length is negative
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
         self.queries, self.shared = at
         self.halves = self.queries + kernel.block_rows * kernel.query_pitch
@@ -460,6 +495,8 @@ class Tile:
         self.meet = functools.partial(w.synchronize, barrier, self.team)
         # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
         self.excess, self.unit = (1024.0, 1.0) if kernel.planes == 1 else (1032.0, 1 / 16)
+        # One plane's high nibbles are read where they lie, sixteen times too large.
+        self.high = 1 / 16 if kernel.planes == 1 else 1.0
 
     def empty(self) -> dict:
         f = self.w.f32
@@ -491,8 +528,9 @@ class Tile:
         of_all = lambda n: zip(*(w.load_shared(row(part, n), 2, "f") for part in range(self.team)))
         return [[functools.reduce(combine, xs) for xs in of_all(n)] for n in self.tiles]
 
-    # The quantized region. A lane reads the same words of every row: word k of row r holds entries 4 (words t + k) .. + 3 of the
-    # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step.
+    # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
+    # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step,
+    # as pairs (e, e + 2) and (e + 1, e + 3).
 
     def _pairs(self, at, entries: int, words: int) -> list:
         """This lane's pairs of an array of 16-bit floats [word][half], from `at` on."""
@@ -503,10 +541,15 @@ class Tile:
         """function of each pair of operands [word][half]."""
         return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
 
-    def _half(self, operand: list, factor) -> list:
-        """Pairs of bfloat16 times a factor, in float16."""
+    def _half(self, operand: list, *factors) -> list:
+        """Neighbours in bfloat16, times a factor for each half of the row, as the pairs of a product in float16."""
         w = self.w
-        return self._each(lambda x: w.pair(*(entry * factor for entry in w.bf16_entries(x)), "f16"), operand)
+
+        def half(pairs: tuple, factor) -> tuple:
+            a, b = ([entry * factor for entry in w.bf16_entries(x)] for x in pairs)
+            return tuple(w.pair(*both, "f16") for both in zip(a, b))
+
+        return [[half(*x) for x in zip(word, factors)] for word in operand]
 
     def _largest(self, operand: list):
         """The largest magnitude of pairs of bfloat16 in the four lanes of a row."""
@@ -519,7 +562,7 @@ class Tile:
         row = self.g + n * ROWS
         plain = self._pairs(self.queries + row * kernel.query_pitch, kernel.head_dim, kernel.head_dim // 32)
         factor, inverse = w.powers_of_two(self._largest(plain), SIZE, LEAST)
-        for k, word in enumerate(self._half(plain, factor)):
+        for k, word in enumerate(self._half(plain, factor, factor)):
             for half, pairs in enumerate(word):
                 at = self.halves + row * kernel.query_pitch + self.t * (kernel.head_dim // 4) + half * kernel.head_dim
                 w.store_shared(at + 8 * k, *pairs)
@@ -545,7 +588,7 @@ class Tile:
         words = [[[w.load_shared(row + p * plane_bytes, steps) for p in range(self.kernel.planes)] for row in rows] for rows in at]
         for k in range(steps):
             operands = [operand(n, k) for n in self.tiles]
-            codes = [[w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None) for planes in rows] for rows in words]
+            codes = [[w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in rows] for rows in words]
             for half in (0, 1):
                 for n in self.tiles:
                     for m, (a, b) in enumerate(codes):
@@ -567,7 +610,7 @@ class Tile:
         parameters = slot + kernel.planes * G * row_bytes
         scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
         factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
-        scale = self._half(scale, factor)
+        scale = self._half(scale, factor, factor * self.high)
 
         def prepared(n) -> tuple[list, list]:
             """Operand n, and where its logits start."""
@@ -621,7 +664,8 @@ class Tile:
         if self.team > 1:
             scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
         zero = self._pairs(parameters + 2 * G + self.part * (8 * mine), G, mine)
-        scale = self._half(scale, factor)
+        zero = [[w.swap_neighbours(*half) for half in word] for word in zero]
+        scale = self._half(scale, factor, factor * self.high)
         state, weights = self._softmax(state, *logits)
         by_word = lambda tiles, kind: [[self._operand(p, kind) for p in tiles[2 * k : 2 * k + 2]] for k in range(mine)]
         scaled, start = [], []

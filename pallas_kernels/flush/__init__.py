@@ -2,13 +2,19 @@
 
 from jaxtyping import Array, Bool
 
-from pallas_kernels.flush import reference
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.kv_format import HierarchicalLayer, Lengths
 
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 
-def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
+
+def flush(
+    layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str, implementation: Implementation = "auto"
+) -> HierarchicalLayer:
     """For each row that is due: its oldest G buffered tokens become group `lengths.quantized // G`, the rest move up.
 
     Rows that are not due keep every bit. The caller updates the lengths.
+    Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
-    return reference.flush(layer, lengths, due, scheme=scheme)
+    module = choose("flush", GPU_IMPLEMENTATIONS, implementation, layer, lengths, due, scheme=scheme)
+    return module.flush(layer, lengths, due, scheme=scheme)

@@ -1,0 +1,116 @@
+"""Flush on NVIDIA Hopper in Pallas Mosaic GPU: one launch a layer, which writes codes and moves the buffer where they lie.
+
+A block of one warpgroup does the keys or the values of a KV head, and nothing if its row is not due. Values are read transposed,
+through shared memory, so that a group spans the rows for both. Columns half a row apart share bytes: tiles of both go together
+through the schemes of `kv_format`. Little is moved, once in G tokens: the plain structure costs nothing that matters.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool
+
+from pallas_kernels import kv_format
+from pallas_kernels.kv_format import HierarchicalLayer, Lengths, Planes
+
+# Of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
+COLUMNS = 16
+ROWS = 64
+
+
+def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if jax.__version_info__ < (0, 11):
+        return f"needs jax 0.11 or newer, not {jax.__version__}"
+    if float(getattr(jax.devices()[0], "compute_capability", 0)) != 9.0:
+        return "needs an NVIDIA Hopper GPU"
+    if layer.buffer.keys.dtype != jnp.bfloat16:
+        return f"needs a bfloat16 cache, not {layer.buffer.keys.dtype}"
+    rows, head_dim = layer.buffer.keys.shape[2:]
+    if head_dim not in (64, 128, 256):
+        return f"supports head_dim 64, 128 and 256, not {head_dim}"
+    if layer.groups == 0 or layer.group_size not in (64, 128):
+        return f"supports groups of 64 and 128 tokens, not {layer.groups} of {layer.group_size}"
+    if rows < 2 * layer.group_size:
+        return f"needs a buffer of two groups, not {rows} rows"
+    return None
+
+
+def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
+    """See `pallas_kernels.flush.flush`."""
+    batch, kv_heads, _, head_dim = layer.buffer.keys.shape
+    group = jnp.where(due, lengths.quantized // layer.group_size, layer.groups)
+    refs = jax.tree.map(jax.new_ref, layer)
+    plgpu.kernel(
+        functools.partial(_body, scheme=scheme),
+        grid=(batch, kv_heads, 2),
+        grid_names=("row", "head", "part"),
+        scratch_types=(plgpu.SMEM((layer.group_size, head_dim), jnp.bfloat16),),
+        kernel_name="flush",
+    )(refs, group)
+    return jax.tree.map(jax.freeze, refs)
+
+
+def _body(layer: HierarchicalLayer, group, staged, *, scheme: str) -> None:
+    row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
+    due = group[row] < layer.groups
+    of_group = lambda planes: jax.tree.map(lambda ref: ref.at[row, head, group[row]], planes)
+
+    @pl.when(due & (part == 0))
+    def _():
+        buffer = layer.buffer.keys.at[row, head]
+        _quantize(lambda at: _load(buffer.at[: layer.group_size, at]), of_group(layer.keys), scheme)
+        _move_up(buffer, layer.group_size)
+
+    @pl.when(due & (part == 1))
+    def _():
+        buffer = layer.buffer.values.at[row, head]
+        for rows in _chunks(layer.group_size):
+            staged[rows] = _load(buffer.at[rows])
+        plgpu.commit_smem()
+        _quantize(lambda at: _load(staged.at[at].transpose((1, 0))), of_group(layer.values), scheme)
+        _move_up(buffer, layer.group_size)
+
+
+def _load(ref) -> Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
+    """Writes a group. columns: those of its keys, or of its transposed values."""
+    half = planes.upper.shape[1]
+    encode = functools.partial(kv_format.encode, scheme=scheme, dtype=jnp.dtype(jnp.bfloat16))
+
+    @pl.loop(0, half // COLUMNS)
+    def _(tile):
+        def codes(start: int) -> tuple[Array, Array]:
+            at = pl.ds(start + tile * COLUMNS, COLUMNS)
+            x = columns(at).astype(jnp.float32)
+            spoilt = jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max(0)
+            low, high = jnp.where(spoilt == 0, x.min(0), jnp.nan), x.max(0)
+            _, _, scale, zero = encode(low, low, high)
+            planes.scale.at[at][...] = scale.astype(jnp.bfloat16)
+            planes.zero.at[at][...] = zero.astype(jnp.bfloat16)
+            to_rows = lambda extreme: lax.broadcast_in_dim(extreme, x.shape, [1])
+            return encode(x, to_rows(low), to_rows(high))[:2]
+
+        for plane, low, high in zip((planes.upper, planes.lower), codes(0), codes(half)):
+            plane.at[:, pl.ds(tile * COLUMNS, COLUMNS)][...] = (low + 16 * high).astype(jnp.uint8)
+
+
+def _move_up(buffer, group_size: int) -> None:
+    """Moves all rows but the first G up by G."""
+    for rows in _chunks(buffer.shape[0] - group_size):
+        moved = _load(buffer.at[rows.start + group_size : rows.stop + group_size])
+        plgpu.commit_smem()  # as a barrier: all have read what this overwrites
+        buffer[rows] = moved
+
+
+def _chunks(rows: int) -> list[slice]:
+    """Slices of ROWS that cover so many rows; the last may overlap the one before, which does no harm: none is read once written."""
+    return [slice(start, start + ROWS) for start in (*range(0, rows - ROWS, ROWS), rows - ROWS)]
