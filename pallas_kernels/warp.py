@@ -333,4 +333,3 @@ def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:
 
 def total(values: Sequence[Value]) -> Value:
     return functools.reduce(lambda a, b: a + b, values)
-

@@ -151,8 +151,7 @@ Cache = HierarchicalCache | FullCache
 
 def empty_cache(model: LlamaConfig, config: CacheConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype) -> Cache:
     """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts."""
-    nothing = jnp.zeros(batch, jnp.int32)
-    lengths = Lengths(nothing, nothing)
+    lengths = Lengths(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
     shape = dict(batch=batch, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
     layers = range(model.num_layers)
     if config.kind == "full":

@@ -118,8 +118,8 @@ def grown(cache: HierarchicalCache, keys: jax.Array, values: jax.Array) -> Hiera
 
 def empty_cache(batch: int, groups: int, scheme: str) -> HierarchicalCache:
     layers = tuple(HierarchicalLayer.zeros(batch, K, groups, 128, 2 * 128 + 5, 128, jnp.dtype(jnp.bfloat16)) for _ in range(2))
-    nothing = jnp.zeros(batch, jnp.int32)
-    return HierarchicalCache(layers, Lengths(nothing, nothing), scheme)
+    # Two arrays: a donated one may be given away once only.
+    return HierarchicalCache(layers, Lengths(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)), scheme)
 
 
 @gpu

@@ -23,6 +23,7 @@ from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 ROWS = 8  # query rows of a tile
 WARPS = 4  # of a warpgroup
+MAX_TOKENS = 16
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
@@ -51,8 +52,11 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
     device = jax.devices()[0]
     if float(getattr(device, "compute_capability", 0)) != 9.0:
         return "needs an NVIDIA Hopper GPU"
-    if q.dtype != jnp.bfloat16:
-        return f"needs bfloat16 queries, not {q.dtype}"
+    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
+    if {q.dtype, buffer.keys.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return f"needs queries and a cache in bfloat16, not {q.dtype} and {buffer.keys.dtype}"
+    if q.shape[1] > MAX_TOKENS:
+        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in (64, 128, 256):
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
     if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in (64, 128):
@@ -122,7 +126,7 @@ class Kernel:
             return configured
         heads = self.kv_heads * self.blocks_of_rows
         largest = WARPS if self.planes is None else self.group_size // 32
-        alone = [(1, 1, 1), (1, 1, 2), (1, 1, 4)]
+        alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)]
         together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         shapes = [shape for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
         options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, groups, team) for blocks, groups, team in shapes]
@@ -209,7 +213,9 @@ class Kernel:
         partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
         name = f"decode_attention_{'full' if self.planes is None else f'int{4 * self.planes}'}"
         blocks = lead[0] * self.splits
-        partial = self._launch(name, functools.partial(emit_block, self), inputs, partial, blocks, self.config.warpgroups, self.shared_bytes)
+        partial = self._launch(
+            name, functools.partial(emit_block, self), inputs, partial, blocks, self.config.warpgroups, self.shared_bytes
+        )
         partial |= {"quantized": lengths.quantized, "buffered": lengths.buffered}
         merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
         shared = 4 * WARPS * (self.head_dim + 1)
@@ -289,32 +295,33 @@ def emit_block(kernel: Kernel, refs: dict) -> None:
             source = kernel.query_row(batch, kv_head, w.minimum(row_block * kernel.block_rows + row, w.i32(kernel.rows - 1)))
             w.copy_async(queries + row * kernel.query_pitch + piece * 16, at["q"] + w.i64(source) * (2 * H) + w.i64(piece * 16))
     w.commit_copies()
-    w.wait_for_copies(0)
-    w.synchronize(w.i32(0), warps)
 
     shared = queries + kernel.query_bytes + (warp // team) * (kernel.team_bytes + kernel.slots * kernel.slot_bytes)
     barrier = warp // team + 8
     tile = Tile(kernel, w, (queries, shared), lane, part, barrier, buffered)
+    ring = functools.partial(Pipeline, kernel, w, shared + kernel.team_bytes, tile.meet)
+    full = ring(FullSource(kernel, w, at, head, lane, part, buffered), *(w.minimum(x, chunks) for x in (first, last)))
+    streams = [full]
+    if kernel.planes is not None:
+        source = QuantizedSource(kernel, w, at, head, lane, part)
+        streams.insert(0, ring(source, *(w.maximum(x - chunks, w.i32(0)) for x in (first, last))))
+    # The ring fills while the queries come and are prepared.
+    streams[0].prefetch()
+    w.wait_for_copies(kernel.slots - 1)
+    w.synchronize(w.i32(0), warps)
+    state = tile.empty()
     if kernel.planes is not None:
         for n in range(0, kernel.block_tiles, warps):
             with w.when(warp + n < kernel.block_tiles):
                 tile.halve_queries(warp + n)
         w.synchronize(w.i32(0), warps)
-    state = tile.empty()
-    stream = functools.partial(pipeline, w, kernel, shared + kernel.team_bytes, barrier)
-    if kernel.planes is not None:
-        source = QuantizedSource(kernel, w, at, head, lane, part)
-        steps = (w.maximum(x - chunks, w.i32(0)) for x in (first, last))
-        state = stream(*steps, source.copy_keys, source.copy_values, tile.quantized_keys, tile.quantized_values, state)
+        state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
         w.wait_for_copies(0)
         tile.meet()
-    source = FullSource(kernel, w, at, head, lane, part, buffered)
+        full.prefetch()
     limits = tile.limits(row_block * kernel.block_rows, buffered)
     fragments = tile.full_queries()
-    keys = lambda slot, i: tile.full_keys(slot, i, fragments, limits)
-    steps = (w.minimum(x, chunks) for x in (first, last))
-    state = stream(*steps, source.copy_keys, source.copy_values, keys, tile.full_values, state)
-
+    state = full.run(lambda slot, i: tile.full_keys(slot, i, fragments, limits), tile.full_values, state)
     tile.store(at, (block * kernel.teams + warp // team) * kernel.block_rows, state)
 
 
@@ -371,40 +378,47 @@ def emit_merge(kernel: Kernel, refs: dict) -> None:
         w.store_global(at["merged"] + w.i64(place) * (2 * H) + w.i64(pair * 4), word)
 
 
-def pipeline(w, kernel: Kernel, ring, barrier, lower, upper, copy_keys: Callable, copy_values: Callable, keys: Callable, values: Callable, state):
-    """Streams keys and values of steps lower..upper through the ring, in turn, as many ahead as it has slots for.
+class Pipeline:
+    """Streams the keys and values of steps lower..upper through the ring, in turn, as many ahead as it has slots for."""
 
-    copy_*(shared address, step) start copies; logits = keys(address, step) and state = values(address, state, logits) use them.
-    """
-    slots, size = kernel.slots, kernel.slot_bytes
+    def __init__(self, kernel: Kernel, w, ring, meet: Callable, source, lower, upper):
+        self.kernel, self.w, self.ring, self.meet = kernel, w, ring, meet
+        self.source, self.lower, self.upper = source, lower, upper
 
-    def issue(unit: int, step, slot) -> None:
+    def prefetch(self) -> None:
+        """Fills the ring but for one slot."""
+        for unit in range(self.kernel.slots - 1):
+            self._issue(unit, self.lower, self.w.i32(unit))
+
+    def run(self, keys: Callable, values: Callable, state):
+        """The state after all steps: logits = keys(address, step), state = values(address, state, logits)."""
+        w, last = self.w, self.kernel.slots - 1
+        advance = lambda slot: w.select(slot == last, w.i32(0), slot + 1)
+
+        def step(i, carry):
+            slot, state = carry
+            logits = keys(self._ready(0, i, slot), i)
+            slot = advance(slot)
+            state = values(self._ready(1, i, slot), state, logits)
+            return advance(slot), state
+
+        return w.loop(self.lower, self.upper, (w.i32(0), state), step)[1]
+
+    def _issue(self, unit: int, step, slot) -> None:
         # The unit-th half step from here, if it is within the run.
         ahead = step + unit // 2
-        with w.when(ahead < upper):
-            (copy_values if unit % 2 else copy_keys)(ring + slot * size, ahead)
-        w.commit_copies()
+        with self.w.when(ahead < self.upper):
+            copy = self.source.copy_values if unit % 2 else self.source.copy_keys
+            copy(self.ring + slot * self.kernel.slot_bytes, ahead)
+        self.w.commit_copies()
 
-    def ready(unit: int, step, slot):
+    def _ready(self, unit: int, step, slot):
+        w, slots = self.w, self.kernel.slots
         w.wait_for_copies(slots - 2)
-        w.synchronize(barrier, kernel.config.team)
+        self.meet()
         # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
-        before = w.select(slot == 0, w.i32(slots - 1), slot - 1)
-        issue(unit + slots - 1, step, before)
-        return ring + slot * size
-
-    advance = lambda slot: w.select(slot == slots - 1, w.i32(0), slot + 1)
-    for unit in range(slots - 1):
-        issue(unit, lower, w.i32(unit))
-
-    def step(i, carry):
-        slot, state = carry
-        logits = keys(ready(0, i, slot), i)
-        slot = advance(slot)
-        state = values(ready(1, i, slot), state, logits)
-        return advance(slot), state
-
-    return w.loop(lower, upper, (w.i32(0), state), step)[1]
+        self._issue(unit + slots - 1, step, w.select(slot == 0, w.i32(slots - 1), slot - 1))
+        return self.ring + slot * self.kernel.slot_bytes
 
 
 class QuantizedSource:

@@ -36,6 +36,8 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     if buffer.keys.dtype != jnp.bfloat16:
         return f"needs a bfloat16 cache, not {buffer.keys.dtype}"
+    if q.shape[1] > MAX_TOKENS:
+        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in (64, 128, 256):
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
     if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in (64, 128):
