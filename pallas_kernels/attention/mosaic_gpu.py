@@ -126,7 +126,7 @@ class Kernel:
             return configured
         heads = self.kv_heads * self.blocks_of_rows
         largest = WARPS if self.planes is None else self.group_size // 32
-        alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)]
+        alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)][self.planes is None :]
         together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         shapes = [shape for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
         options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, groups, team) for blocks, groups, team in shapes]
@@ -584,11 +584,12 @@ class Tile:
 
     def _sums(self, operand: list, weights: list, kind: str) -> tuple:
         """Sums of operand times weights over [word][half], for queries 2 t and 2 t + 1."""
-        acc = (self.w.f32(0.0),) * 4
+        # Two chains, for each product waits for the one before it.
+        acc = [(self.w.f32(0.0),) * 4] * 2
         for word in zip(operand, weights):
-            for x, weight in zip(*word):
-                acc = self.w.mma(acc, (weight[0], weight[0], weight[1], weight[1]), x, kind)
-        return acc[:2]
+            for half, (x, weight) in enumerate(zip(*word)):
+                acc[half] = self.w.mma(acc[half], (weight[0], weight[0], weight[1], weight[1]), x, kind)
+        return tuple(a + b for a, b in zip(*acc))[:2]
 
     def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
         """The operand times the scales, and its excess: the sum times what the codes are read too large by."""

@@ -14,6 +14,8 @@ from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
 
+MAX_TOKENS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
