@@ -1,0 +1,356 @@
+"""What a warp computes, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
+
+Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
+rounded, and every sum starts from minus that. Queries and scales are brought to a common size by powers of two, so that float16
+neither overflows nor loses what matters; the zeros' part is a product of its own in bfloat16.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+from pallas_kernels import warp as w
+from pallas_kernels.attention.mosaic_plan import ROWS, Plan
+
+ONES = 0x3C003C00  # a pair of float16
+# Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
+SIZE, LEAST = 6, -40
+
+
+class Tile:
+    """A warp's part of attention over whatever lies in its team's slots.
+
+    Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
+    tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
+    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's;
+    top[n], the running maximum (base 2); total[n], the sum of exponentials of this lane's tokens.
+    """
+
+    def __init__(self, plan: Plan, at, lane, part, barrier, length):
+        self.plan = plan
+        self.masks = w.nibble_masks(length >> 31)  # no length is negative
+        self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
+        self.queries, self.shared = at
+        self.halves = self.queries + plan.block_rows * plan.query_pitch
+        self.factors = self.halves + plan.block_rows * plan.query_pitch
+        self.tiles = range(plan.block_tiles)
+        self.team = plan.config.team
+        self.meet = functools.partial(w.synchronize, barrier, self.team)
+        # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
+        self.excess, self.unit = (1024.0, 1.0) if plan.planes == 1 else (1032.0, 1 / 16)
+        # One plane's high nibbles are read where they lie, sixteen times too large.
+        self.high = 1 / 16 if plan.planes == 1 else 1.0
+
+    def empty(self) -> dict:
+        f = w.f32
+        channels = range(self.plan.head_dim // 16 // self.team)
+        return {
+            "out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles],
+            "top": [[f(-1e30)] * 2 for _ in self.tiles],
+            "total": [[f(0.0)] * 2 for _ in self.tiles],
+        }
+
+    def _operand_at(self, n, k, steps: int, words: int):
+        """Where the team shares the words of operand n, step k of `steps`, that belong to this lane."""
+        return self.shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
+
+    def _row_at(self, row):
+        """Where the team shares a row of 8 numbers, one for each query of a tile: this lane's two."""
+        return self.shared + self.plan.operand_bytes + row * 32 + self.t * 8
+
+    def _share_rows(self, first: int, values: list) -> None:
+        """Writes this warp's two numbers per tile to its rows, from row `first` on."""
+        with w.when(self.g == 0):
+            for n, pair in enumerate(values):
+                w.store_shared(self._row_at(first + self.part * len(self.tiles) + n), *pair)
+
+    def _shared_rows(self, first: int, combine: Callable) -> list:
+        """What the team's warps have written, combined."""
+        row = lambda part, n: self._row_at(w.i32(first + part * len(self.tiles) + n))
+        of_all = lambda n: zip(*(w.load_shared(row(part, n), 2, "f") for part in range(self.team)))
+        return [[functools.reduce(combine, xs) for xs in of_all(n)] for n in self.tiles]
+
+    # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
+    # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step,
+    # as pairs (e, e + 2) and (e + 1, e + 3).
+
+    def _pairs(self, at, entries: int, words: int) -> list:
+        """This lane's pairs of an array of 16-bit floats [word][half], from `at` on."""
+        halves = [w.load_shared(at + self.t * (entries // 4) + half * entries, 2 * words) for half in (0, 1)]
+        return [[half[2 * k : 2 * k + 2] for half in halves] for k in range(words)]
+
+    def _each(self, function: Callable, *operands: list) -> list:
+        """function of each pair of operands [word][half]."""
+        return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
+
+    def _half(self, operand: list, *factors) -> list:
+        """Neighbours in bfloat16, times a factor for each half of the row, as the pairs of a product in float16."""
+
+        def half(pairs: tuple, factor) -> tuple:
+            a, b = ([entry * factor for entry in w.bf16_entries(x)] for x in pairs)
+            return tuple(w.pair(*both, "f16") for both in zip(a, b))
+
+        return [[half(*x) for x in zip(word, factors)] for word in operand]
+
+    def _largest(self, operand: list):
+        """The largest magnitude of pairs of bfloat16 in the four lanes of a row."""
+        return w.all_columns(w.largest_magnitude([x for word in operand for half in word for x in half]), w.maximum)
+
+    def halve_queries(self, n) -> None:
+        """Writes the queries of tile n in float16, what they were multiplied by, and the inverse."""
+        plan = self.plan
+        row = self.g + n * ROWS
+        plain = self._pairs(self.queries + row * plan.query_pitch, plan.head_dim, plan.head_dim // 32)
+        factor, inverse = w.powers_of_two(self._largest(plain), SIZE, LEAST)
+        for k, word in enumerate(self._half(plain, factor, factor)):
+            for half, pairs in enumerate(word):
+                at = self.halves + row * plan.query_pitch + self.t * (plan.head_dim // 4) + half * plan.head_dim
+                w.store_shared(at + 8 * k, *pairs)
+        w.store_shared(self.factors + row * 8, factor, inverse)
+
+    def _sums(self, operand: list, weights: list, kind: str) -> tuple:
+        """Sums of operand times weights over [word][half], for queries 2 t and 2 t + 1."""
+        # Two chains, for each product waits for the one before it.
+        acc = [(w.f32(0.0),) * 4] * 2
+        for word in zip(operand, weights):
+            for half, (x, weight) in enumerate(zip(*word)):
+                acc[half] = w.mma(acc[half], (weight[0], weight[0], weight[1], weight[1]), x, kind)
+        return tuple(a + b for a, b in zip(*acc))[:2]
+
+    def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
+        """The operand times the scales, and its excess: the sum times what the codes are read too large by."""
+        scaled = self._each(w.multiply_pairs, operand, scale)
+        ones = self._each(lambda _: w.i32(ONES), scaled)
+        return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
+
+    def _contract(self, acc: list, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> None:
+        """acc[m][n] += codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
+        steps = row_bytes // 16
+        words = [[[w.load_shared(row + p * plane_bytes, steps) for p in range(self.plan.planes)] for row in rows] for rows in at]
+        for k in range(steps):
+            operands = [operand(n, k) for n in self.tiles]
+            codes = [[w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in rows] for rows in words]
+            for half in (0, 1):
+                for n in self.tiles:
+                    for m, (a, b) in enumerate(codes):
+                        fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
+                        acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half], "f16")
+
+    def _shared_operand(self, steps: int) -> Callable:
+        def operand(n: int, k: int) -> tuple:
+            words = w.load_shared(self._operand_at(n, k, steps, 4), 4)
+            return words[:2], words[2:]
+
+        return operand
+
+    def quantized_keys(self, slot, group) -> tuple[list, list]:
+        """Logits [n][tile] of this warp's tokens, those of word k, first half, second half, of the values' rows; and their units [n]."""
+        plan = self.plan
+        G, H = plan.group_size, plan.head_dim
+        row_bytes, steps, words = H // 2, H // 32, G // 32
+        parameters = slot + plan.planes * G * row_bytes
+        scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
+        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        scale = self._half(scale, factor, factor * self.high)
+
+        def prepared(n) -> tuple[list, list]:
+            """Operand n, and where its logits start."""
+            at = (self.g + n * ROWS) * plan.query_pitch
+            plain, half = self._pairs(self.queries + at, H, steps), self._pairs(self.halves + at, H, steps)
+            scaled, excess = self._scaled(half, scale)
+            sums, unit = self._sums(plain, zero, "bf16"), factor * (1 / self.unit)
+            return scaled, [x * (factors[0] * unit) - e for x, factors, e in zip(sums, self._factors(n), excess)]
+
+        if self.team == 1:
+            scaled, start = zip(*(prepared(w.i32(n)) for n in self.tiles))
+            operand = lambda n, k: scaled[n][k]
+        else:
+            for n in range(0, len(self.tiles), self.team):
+                n = self.part + n
+                with w.when(n < len(self.tiles)):
+                    scaled, start = prepared(n)
+                    for k, (low, high) in enumerate(scaled):
+                        w.store_shared(self._operand_at(n, k, steps, 4), *low, *high)
+                    with w.when(self.g == 0):
+                        w.store_shared(self._row_at(n), *start)
+            self.meet()
+            start = [w.load_shared(self._row_at(w.i32(n)), 2, "f") for n in self.tiles]
+            operand = self._shared_operand(steps)
+        mine = words // self.team
+        first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
+        logits = [[] for _ in self.tiles]
+        for k in range(mine):
+            rows = [first + (4 * k + half * (G // 2)) * row_bytes for half in (0, 1)]
+            acc = [[(*c, *c) for c in start] for _ in rows]
+            self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
+            for n in self.tiles:
+                logits[n] += [acc[0][n], acc[1][n]]
+        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(w.i32(n))] for n in self.tiles]
+        return logits, units
+
+    def _factors(self, n) -> tuple:
+        """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
+        words = w.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
+        return words[:2], words[2:]
+
+    def quantized_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
+        """The state after this group."""
+        plan = self.plan
+        G, H = plan.group_size, plan.head_dim
+        row_bytes, words = G // 2, G // 32
+        mine = words // self.team
+        parameters = slot + plan.planes * H * row_bytes
+        scale = self._pairs(parameters, G, words)
+        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        if self.team > 1:
+            scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
+        zero = self._pairs(parameters + 2 * G + self.part * (8 * mine), G, mine)
+        zero = [[w.swap_neighbours(*half) for half in word] for word in zero]
+        scale = self._half(scale, factor, factor * self.high)
+        state, weights = self._softmax(state, *logits)
+        by_word = lambda tiles, kind: [[self._operand(p, kind) for p in tiles[2 * k : 2 * k + 2]] for k in range(mine)]
+        scaled, start = [], []
+        for p in weights:
+            sums = self._sums(by_word(p, "bf16"), zero, "bf16")
+            x, excess = self._scaled(by_word(p, "f16"), scale)
+            scaled.append(x)
+            start.append([a * (factor * (1 / self.unit)) - e for a, e in zip(sums, excess)])
+        operand = lambda n, k: scaled[n][k]
+        if self.team > 1:
+            for n in self.tiles:
+                for k, (low, high) in enumerate(scaled[n]):
+                    w.store_shared(self._operand_at(n, self.part * mine + k, words, 4), *low, *high)
+            row = (1 + self.team) * len(self.tiles)
+            self._share_rows(row, start)
+            self.meet()
+            start = self._shared_rows(row, lambda a, b: a + b)
+            operand = self._shared_operand(words)
+        channels = range(H // 16 // self.team)
+        first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
+        unit = inverse * self.unit
+        for i in channels[::2]:
+            both = channels[i : i + 2]
+            acc = [[(*c, *c) for c in start] for _ in both]
+            rows = [first + 16 * m * row_bytes for m in both]
+            self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
+            for n in self.tiles:
+                for m, tiles in zip(both, acc):
+                    state["out"][n][m] = tuple(w.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
+        return state
+
+    def _operand(self, p: tuple, kind: str) -> tuple:
+        """Softmax weights of a tile of tokens as an operand."""
+        return w.transpose(w.pair(p[0], p[1], kind)), w.transpose(w.pair(p[2], p[3], kind))
+
+    def _softmax(self, state: dict, logits: list, units: list) -> tuple[dict, list]:
+        """The state with its maximum and sum brought up to date, multiplied accordingly, and weights [n][tile].
+
+        units: [n] of the logits of two queries.
+        """
+        base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
+        units = [[x * base for x in pair] for pair in units]
+        peak = lambda tiles, c: w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum)
+        peaks = [[peak(tiles, c) * units[n][c] for c in (0, 1)] for n, tiles in enumerate(logits)]
+        if self.team > 1:
+            self._share_rows(len(self.tiles), peaks)
+            self.meet()
+            peaks = self._shared_rows(len(self.tiles), w.maximum)
+        new = {"out": [], "top": [], "total": []}
+        weights = []
+        for n, tiles in enumerate(logits):
+            top = [w.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
+            down = [w.f32(0.0) - x for x in top]
+            alpha = [w.exp2(old + x) for old, x in zip(state["top"][n], down)]
+            p = [tuple(w.exp2(w.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
+            added = [w.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
+            new["top"].append(top)
+            new["total"].append([w.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, added)])
+            new["out"].append([tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in state["out"][n]])
+            weights.append(p)
+        return new, weights
+
+    # The full-precision rows, 16 tokens or channels a step.
+
+    def limits(self, first_row, length) -> list:
+        """Tokens that each query may see."""
+        plan = self.plan
+        row = lambda n, c: first_row + (self.t * 2 + (n * ROWS + c))
+        limit = lambda n, c: length - (plan.tokens - 1) + row(n, c) // plan.heads_per_kv_head
+        return [[w.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
+
+    def full_queries(self) -> Callable:
+        """The queries as operands (n, step); a warp with few tiles keeps them."""
+        start = self.queries + self.g * self.plan.query_pitch + self.t * 4
+        word = lambda n, channel: w.load_shared(start + (n * ROWS * self.plan.query_pitch + 2 * channel), 1)[0]
+        load = lambda n, b: (word(n, 16 * b), word(n, 16 * b + 8))
+        if self.team > 1:
+            return load
+        kept = [[load(n, b) for b in range(self.plan.head_dim // 16)] for n in self.tiles]
+        return lambda n, b: kept[n][b]
+
+    def _matrices(self, slot, row, piece, *, transposed: bool) -> Callable:
+        """Loads the fragment whose rows start at 16 a and pieces at 2 b, as function (a, b)."""
+        H = self.plan.head_dim
+        start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
+        return lambda a, b: w.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
+
+    def full_keys(self, slot, chunk, queries: Callable, limits: list) -> tuple[list, list]:
+        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query may not see; and their units [n]."""
+        plan = self.plan
+        mine = plan.chunk // 16 // self.team
+        load = self._matrices(slot, self.lane & 15, self.lane >> 4, transposed=False)
+        logits = [[] for _ in self.tiles]
+        for a in range(mine):
+            a = self.part * mine + a
+            acc = [(w.f32(0.0),) * 4 for _ in self.tiles]
+            for b in range(plan.head_dim // 16):
+                fragment = load(a, w.i32(b))
+                acc = [w.mma(acc[n], fragment, queries(n, b), "bf16") for n in self.tiles]
+            token = chunk * plan.chunk + self.g + a * 16
+            hidden = w.f32(-math.inf)
+            for n in self.tiles:
+                logits[n].append(tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
+        return logits, [[w.f32(1.0)] * 2 for _ in self.tiles]
+
+    def full_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
+        """The state after this chunk."""
+        plan = self.plan
+        steps = plan.chunk // 16
+        mine, channels = steps // self.team, plan.head_dim // 16 // self.team
+        state, weights = self._softmax(state, *logits)
+        weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
+        operand = lambda n, a: weights[n][a]
+        if self.team > 1:
+            for n in self.tiles:
+                for a, words in enumerate(weights[n]):
+                    w.store_shared(self._operand_at(n, self.part * mine + a, steps, 2), *words)
+            self.meet()
+            operand = lambda n, a: w.load_shared(self._operand_at(n, a, steps, 2), 2)
+        load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
+        for a in range(steps):
+            operands = [operand(n, a) for n in self.tiles]
+            for i in range(channels):
+                fragment = load(w.i32(a), self.part * channels + i)
+                for n in self.tiles:
+                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, operands[n], "bf16")
+        return state
+
+    def store(self, at: dict, first_row, state: dict) -> None:
+        """Writes the team's partial results: each warp those of its channels."""
+        H = self.plan.head_dim
+        totals = [[w.all_rows(x, lambda a, b: a + b) for x in pair] for pair in state["total"]]
+        if self.team > 1:
+            self.meet()
+            self._share_rows(0, totals)
+            self.meet()
+            totals = self._shared_rows(0, lambda a, b: a + b)
+        for n in self.tiles:
+            for c in (0, 1):
+                row = w.i64(first_row + self.t * 2 + (n * ROWS + c))
+                to = at["out"] + row * (4 * H) + w.i64(self.g * 4 + self.part * (4 * H // self.team))
+                for i, acc in enumerate(state["out"][n]):
+                    for high in (0, 1):
+                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high])
+                with w.when(self.g == 0):
+                    w.store_global(at["top"] + row * 4, state["top"][n][c])
+                    w.store_global(at["total"] + row * 4, totals[n][c])
