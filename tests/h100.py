@@ -1,0 +1,56 @@
+"""Compiles the decode loop with its kernels for an H100, on a machine without one: a script, for jax must not look for a GPU.
+
+python tests/h100.py        a JSON object for each method: what is wrong (see loops.py), and how many kernels it calls
+"""
+
+import json
+import os
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from loops import compiled_loop, faults_of
+
+from pallas_kernels import attention, flush
+from pallas_kernels.attention import mosaic_gpu as mosaic_attention
+from pallas_kernels.flush import mosaic_gpu as mosaic_flush
+
+NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
+TARGET = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: {MULTIPROCESSORS} fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84942979072 device_address_bits: 64
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  name: "{NAME}" device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} device_description_str: "{NAME}"
+"""
+METHODS = {"quantspec": ("int8", 4), "autoregressive, int8": ("int8", 0), "autoregressive, full": ("full", 0)}
+
+
+def main() -> None:
+    # No GPU is there to be asked.
+    attention.choose = lambda *args, **settings: mosaic_attention
+    flush.choose = lambda *args, **settings: mosaic_flush
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    device = AbstractDevice(device_kind=NAME, num_cores=MULTIPROCESSORS, platform="gpu")
+    for name, (kind, gamma) in METHODS.items():
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            compiled, state = compiled_loop(kind, 2, gamma, dtype=jnp.bfloat16, head_dim=128, temperature=1.0, place=place)
+        kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
+        print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The decode loop with its kernels, compiled ahead of time for an H100 (tests/h100.py), where jax's CUDA plugin is installed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(jax.version.__version_info__ < (0, 11), reason="the kernels need jax >= 0.11"),
+    pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin: pip install '.[cuda13]'"),
+]
+
+
+def test_the_loop_with_kernels_makes_nothing_of_cache_size():
+    script = Path(__file__).with_name("h100.py")
+    root = str(script.parents[1])
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    methods = {found["method"]: found for found in map(json.loads, run.stdout.splitlines())}
+    assert {name: found["faults"] for name, found in methods.items()} == {name: [] for name in methods}
+    # Two layers: attention of draft and target (two kernels each: parts and their merging), and a flush.
+    assert {name: found["kernels"] for name, found in methods.items()} == {
+        "quantspec": 2 * (2 * 2 + 1),
+        "autoregressive, int8": 2 * (2 + 1),
+        "autoregressive, full": 2 * 2,
+    }
