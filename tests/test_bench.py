@@ -11,24 +11,10 @@ import pytest
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 from qspec_jax.bench import attention, peers, timing
-from qspec_jax.cli import main
 
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
 attend = jax.jit(decode_attention, static_argnames="planes")
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command line in this process: exit code, standard output, standard error."""
-
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,35 @@
+"""Running the command line within a test."""
+
+import pytest
+
+from qspec_jax.cli import main
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line in this process: exit code, standard output, standard error."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def fails(run):
+    """A command line that must end with exit code 2, no output, and one line that contains each of `words`."""
+
+    def check(arguments, *words):
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        lines = [line for line in err.splitlines() if line]
+        assert len(lines) == 1, err
+        assert lines[0].startswith("qspec: error: ")
+        assert "Traceback" not in err
+        for word in words:
+            assert str(word) in lines[0]
+
+    return check
