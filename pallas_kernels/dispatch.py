@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, **settings) -> ModuleType:
-    """The module of package `pallas_kernels.<kernel>` to run.
+    """The module of package `pallas_kernels.<kernel>` to run, for the default device.
 
     candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
     it cannot run on these arguments, or None if it can. The reference supports everything and comes last.
@@ -33,6 +33,13 @@ def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementat
             raise ValueError(f"{kernel}: {implementation} {reason}")
         return module(implementation)
     return module("reference")
+
+
+def compute_capability() -> float:
+    """Of the default device: 9.0 is NVIDIA Hopper; 0 where it has none."""
+    # AMD's names an architecture, such as gfx90a.
+    text = str(getattr(jax.devices()[0], "compute_capability", ""))
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
 @functools.cache

@@ -14,32 +14,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import ROWS, WARPS, Config, Plan
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
-MAX_TOKENS = 16
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    try:
-        from pallas_kernels import warp  # noqa: F401
-    except ImportError as error:
-        return f"needs jax >= 0.11 ({error})"
-    device = jax.devices()[0]
-    if float(getattr(device, "compute_capability", 0)) != 9.0:
+    if jax.__version_info__ < (0, 11):
+        return f"needs jax 0.11 or newer, not {jax.__version__}"
+    if compute_capability() != 9.0:
         return "needs an NVIDIA Hopper GPU"
-    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
-    if {q.dtype, buffer.keys.dtype} != {jnp.dtype(jnp.bfloat16)}:
-        return f"needs queries and a cache in bfloat16, not {q.dtype} and {buffer.keys.dtype}"
-    if q.shape[1] > MAX_TOKENS:
-        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
-    if q.shape[3] not in (64, 128, 256):
-        return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
-    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in (64, 128):
-        return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
-    return None
+    return support.unsupported(q, layer, lengths)
 
 
 def decode_attention(
@@ -74,6 +63,8 @@ def decode_attention(
         plan = shapes(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS)).configured(config)
         if plan.slots >= 3:
             break
+    if plan.slots < 2:
+        raise ValueError(f"{plan.config} leaves no room for two slots of {plan.slot_bytes} bytes for each team")
     return run(plan, q, lengths, layer)
 
 

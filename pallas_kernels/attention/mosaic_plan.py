@@ -39,10 +39,10 @@ class Plan:
     def configured(self, config: Config | None) -> "Plan":
         """With this configuration, or a sane one: a warp alone for two query tiles at most, and three slots of the ring where they fit."""
         if config is not None:
-            configured = dataclasses.replace(self, config=config)
-            if configured.slots < 2:
-                raise ValueError(f"{config} leaves no room for two slots of {configured.slot_bytes} bytes for each team")
-            return configured
+            divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
+            if any(number % config.team for number in divided):
+                raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
+            return dataclasses.replace(self, config=config)
         heads = self.kv_heads * self.blocks_of_rows
         largest = WARPS if self.planes is None else self.group_size // 32
         alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)][self.planes is None :]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention import support
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
-
-MAX_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,26 +31,9 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
     """Why this kernel cannot run on these arguments here, or None."""
     if not (importlib.util.find_spec("jax_triton") and importlib.util.find_spec("triton")):
         return "needs jax-triton, which is not installed"
-    if _compute_capability(jax.devices()[0]) < 8:
+    if compute_capability() < 8:
         return "needs an NVIDIA GPU of compute capability 8.0 or newer"
-    if q.dtype != jnp.bfloat16:
-        return f"needs bfloat16 queries, not {q.dtype}"
-    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
-    if buffer.keys.dtype != jnp.bfloat16:
-        return f"needs a bfloat16 cache, not {buffer.keys.dtype}"
-    if q.shape[1] > MAX_TOKENS:
-        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
-    if q.shape[3] not in (64, 128, 256):
-        return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
-    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in (64, 128):
-        return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
-    return None
-
-
-def _compute_capability(device: jax.Device) -> float:
-    # AMD's name an architecture, such as gfx90a.
-    text = str(getattr(device, "compute_capability", ""))
-    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+    return support.unsupported(q, layer, lengths)
 
 
 def decode_attention(

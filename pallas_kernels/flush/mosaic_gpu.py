@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
 
 from pallas_kernels import kv_format
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import HierarchicalLayer, Lengths, Planes
 
 # Of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
@@ -27,7 +28,7 @@ def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"
     """Why this kernel cannot run on these arguments here, or None."""
     if jax.__version_info__ < (0, 11):
         return f"needs jax 0.11 or newer, not {jax.__version__}"
-    if float(getattr(jax.devices()[0], "compute_capability", 0)) != 9.0:
+    if compute_capability() != 9.0:
         return "needs an NVIDIA Hopper GPU"
     if layer.buffer.keys.dtype != jnp.bfloat16:
         return f"needs a bfloat16 cache, not {layer.buffer.keys.dtype}"

@@ -1,0 +1,31 @@
+"""What the GPU kernels of decode attention ask of their arguments."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+
+MAX_TOKENS = 16
+HEAD_DIMS = (64, 128, 256)
+GROUP_SIZES = (64, 128)
+
+
+def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths) -> str | None:
+    """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
+    arrays = [q]
+    if isinstance(layer, FullLayer):
+        arrays += [layer.keys, layer.values]
+    else:
+        arrays += [layer.buffer.keys, layer.buffer.values]
+        arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
+    if others := {x.dtype.name for x in arrays} - {"bfloat16"}:
+        return f"needs queries and a cache in bfloat16, not {', '.join(sorted(others))}"
+    if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:
+        return f"needs lengths in int32, not {lengths.quantized.dtype} and {lengths.buffered.dtype}"
+    if q.shape[1] > MAX_TOKENS:
+        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
+    if q.shape[3] not in HEAD_DIMS:
+        return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
+    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in GROUP_SIZES:
+        return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
+    return None

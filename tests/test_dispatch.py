@@ -1,0 +1,83 @@
+"""Which implementation of a kernel runs on which device, and why another does not."""
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_problems import Case, random_problem
+
+from pallas_kernels import attention, dispatch
+from pallas_kernels.attention import mosaic_gpu, support, triton
+from pallas_kernels.kv_format import FullLayer, Lengths
+
+CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
+
+
+@pytest.fixture
+def arguments():
+    q, layer = random_problem(CASE, "bfloat16")
+    return q, layer, Lengths(jnp.array([0, 128], jnp.int32), jnp.array([5, 70], jnp.int32))
+
+
+def on_device(monkeypatch, capability) -> None:
+    monkeypatch.setattr(dispatch.jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize(("capability", "number"), [("9.0", 9.0), ("8.6", 8.6), ("gfx90a", 0.0), (None, 0.0)])
+def test_compute_capability(monkeypatch, capability, number):
+    on_device(monkeypatch, capability)
+    assert dispatch.compute_capability() == number
+
+
+@pytest.mark.parametrize("capability", ["7.5", "gfx90a"])
+def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capability, arguments):
+    on_device(monkeypatch, capability)
+    dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            module = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, planes=1)
+            assert module.__name__.endswith("reference")
+    assert [record.getMessage().split(" is passed over")[0] for record in caplog.records] == ["attention: mosaic_gpu", "attention: triton"]
+
+
+def test_a_cpu_runs_the_reference(arguments):
+    assert dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, planes=1).__name__.endswith("reference")
+    with pytest.raises(ValueError, match="no implementation 'cuda'; there are mosaic_gpu, triton, reference"):
+        attention.decode_attention(*arguments, planes=1, implementation="cuda")
+    with pytest.raises(ValueError, match="attention: mosaic_gpu needs"):
+        attention.decode_attention(*arguments, planes=1, implementation="mosaic_gpu")
+
+
+def test_an_older_jax_is_told(monkeypatch, arguments):
+    on_device(monkeypatch, "9.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert "needs jax 0.11" in mosaic_gpu.unsupported(*arguments, planes=1)
+    assert "jax-triton" in (triton.unsupported(*arguments, planes=1) or "jax-triton")
+
+
+def test_kernels_take_no_other_dtypes_or_shapes(arguments):
+    q, layer, lengths = arguments
+    assert support.unsupported(q, layer, lengths) is None
+    wide = lambda planes: dataclasses.replace(planes, zero=planes.zero.astype(jnp.float32))
+    for args, reason in (
+        ((q.astype(jnp.float32), layer, lengths), "bfloat16, not float32"),
+        ((q, dataclasses.replace(layer, values=wide(layer.values)), lengths), "bfloat16, not float32"),
+        ((q, layer, jax.tree.map(lambda n: n.astype(jnp.int16), lengths)), "int32"),
+        ((jnp.repeat(q, 17, 1), layer, lengths), "up to 16 tokens"),
+        ((q[..., :32], layer, lengths), "head_dim"),
+    ):
+        assert reason in support.unsupported(*args)
+
+
+@pytest.mark.parametrize("planes", [None, 0, 3])
+def test_planes_must_fit_the_layer(planes, arguments):
+    q, layer, lengths = arguments
+    with pytest.raises(ValueError, match="1 or 2 for a HierarchicalLayer"):
+        attention.decode_attention(q, layer, lengths, planes=planes)
+    assert isinstance(layer.buffer, FullLayer)
+    with pytest.raises(ValueError, match="None for a FullLayer"):
+        attention.decode_attention(q, layer.buffer, lengths, planes=1)
