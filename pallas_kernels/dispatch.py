@@ -42,6 +42,11 @@ def compute_capability() -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
+def multiprocessors() -> int:
+    """Of the default device, or an H100's where it is no GPU: what is compiled there is for another machine."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
 @functools.cache
 def _log_once(message: str) -> None:
     log.info(message)

@@ -206,10 +206,10 @@ def _list(words: int) -> str:
     return "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
 
 
-def copy_async(shared: Value, source: Value, size: Value | None = None) -> None:
-    """16 bytes to shared memory in the background; of them the first `size` are read and the rest are zero."""
+def copy_async(shared: Value, source: Value, size: Value | None = None, *, offset: int = 0) -> None:
+    """16 bytes to shared memory in the background, `offset` from both addresses; the first `size` are read and the rest are zero."""
     tail, args = ("", ()) if size is None else (", $2", (size,))
-    ptx(f"cp.async.cg.shared.global [$0], [$1], 16{tail};", shared, source, *args)
+    ptx(f"cp.async.cg.shared.global [$0+{offset}], [$1+{offset}], 16{tail};", shared, source, *args)
 
 
 def commit_copies() -> None:
@@ -268,10 +268,9 @@ def multiply_pairs(a: Value, b: Value) -> Value:
     return pure("mul.rn.f16x2 $0, $1, $2;", a, b)
 
 
-def largest_magnitude(pairs: Sequence[Value]) -> Value:
-    """The largest |entry| of pairs of bfloat16, as float32; NaNs count for nothing."""
-    largest = functools.reduce(lambda a, b: pure("max.bf16x2 $0, $1, $2;", a, b), [x & 0x7FFF7FFF for x in pairs])
-    return maximum(*bf16_entries(largest))
+def largest(pairs: Sequence[Value]) -> Value:
+    """The largest entry of pairs of bfloat16, as float32; NaNs count for nothing."""
+    return maximum(*bf16_entries(functools.reduce(lambda a, b: pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))
 
 
 def nibble_masks(zero: Value) -> tuple[Value, Value]:
@@ -307,6 +306,14 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result="f")
 
 
+def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], column: int, start: Value) -> Value:
+    """start + the sum of one of this lane's columns of tiles of products, times weights [tile][row]."""
+    for tile, pair in zip(tiles, weights):
+        for x, weight in zip(tile[column::2], pair):
+            start = fma(x, weight, start)
+    return start
+
+
 def exp2(x: Value) -> Value:
     return pure("ex2.approx.ftz.f32 $0, $1;", x, result="f")
 
@@ -323,6 +330,14 @@ def all_columns(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
     for bit in (1, 2):
         x = combine(x, shuffle("bfly", x, bit))
     return x
+
+
+def halve_positive(x: Value, bias: Value) -> Value:
+    """Positive pairs of bfloat16 as float16, times a power of two: `bias`, in the place of both exponents, is subtracted.
+
+    An exponent without room for that gives something below 2^-14; one too large spoils the pair.
+    """
+    return (pure("max.u16x2 $0, $1, $2;", x, bias) - bias) << 3
 
 
 def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:

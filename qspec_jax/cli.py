@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from qspec_jax import checkpoint, drafts
 from qspec_jax.bench import attention as attention_bench
-from qspec_jax.bench import attention_report
+from qspec_jax.bench import attention_report, attention_tuning
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -275,25 +275,40 @@ def bench_attention(
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency against context to this file (.png, .pdf or .svg).")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels; keep the best for this GPU.")] = False,
     as_json: Json = False,
 ):
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
     shapes = attention_bench.select_shapes(shape or [])
     implementations = attention_bench.select_implementations(implementation or [])
+    progress = False if as_json else None
+    if tune:
+        if plot or "reference" in implementations:
+            raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
+        attention_tuning.check()
+        with _output(output) as write:
+            report = attention_tuning.run(shapes, implementations, repeats=repeats, progress=progress)
+            _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_tuning.table(report))
+        return
     if plot:
         attention_report.check_plot(plot, shapes)
     with _output(output) as write:
-        report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
-        if as_json:
-            write(json.dumps(dataclasses.asdict(report)) + "\n")
-        elif output is None and sys.stdout.isatty():
-            Console().print(attention_report.table(report))
-        else:
-            text = io.StringIO()
-            Console(file=text, width=TABLE_WIDTH).print(attention_report.table(report))
-            write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
+        report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
+        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_report.table(report))
     if plot:
         attention_report.plot(report, plot)
+
+
+def _report(write: Callable[[str], object], output: Path | None, result: str | Group) -> None:
+    """Writes a line of JSON or a table; that in colours to a terminal."""
+    if isinstance(result, str):
+        write(result + "\n")
+    elif output is None and sys.stdout.isatty():
+        Console().print(result)
+    else:
+        text = io.StringIO()
+        Console(file=text, width=TABLE_WIDTH).print(result)
+        write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -81,7 +81,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
         full.prefetch()
     limits = tile.limits(row_block * plan.block_rows, buffered)
     fragments = tile.full_queries()
-    state = full.run(lambda slot, i: tile.full_keys(slot, i, fragments, limits), tile.full_values, state)
+    state = full.run(lambda slot, i, refill: tile.full_keys(slot, i, fragments, limits, refill), tile.full_values, state)
     tile.store(at, (block * plan.teams + warp // team) * plan.block_rows, state)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import support
-from pallas_kernels.attention.mosaic_plan import ROWS, WARPS, Config, Plan
+from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
@@ -39,7 +39,12 @@ def decode_attention(
     planes: int | None,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.attention.decode_attention`."""
+    """See `pallas_kernels.attention.decode_attention`. Raises ValueError for a configuration that cannot work."""
+    return run(plan_for(q, layer, planes=planes, config=config), q, lengths, layer)
+
+
+def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None, config: Config | None = None) -> Plan:
+    """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K = buffer.keys.shape[1]
@@ -65,7 +70,13 @@ def decode_attention(
             break
     if plan.slots < 2:
         raise ValueError(f"{plan.config} leaves no room for two slots of {plan.slot_bytes} bytes for each team")
-    return run(plan, q, lengths, layer)
+    return plan
+
+
+def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None) -> tuple[str, dict, list[Config]]:
+    """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
+    plan = plan_for(q, layer, planes=planes)
+    return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
 
 def run(plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer) -> Array:

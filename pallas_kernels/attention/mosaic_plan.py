@@ -1,11 +1,18 @@
 """How the Mosaic GPU attention is laid out: blocks, teams of warps, query tiles, and what each keeps in shared memory."""
 
 import dataclasses
+import itertools
 
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import multiprocessors
+
+KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
+TEAMS = 8  # of a block: each has a named barrier
 ROWS = 8  # query rows of a tile
 SHARED_BYTES = 227 * 1024
-MULTIPROCESSORS = 132
+# Of a multiprocessor, and of a thread at most.
+REGISTERS, THREAD_REGISTERS = 65536, 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +44,55 @@ class Plan:
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
-        """With this configuration, or a sane one: a warp alone for two query tiles at most, and three slots of the ring where they fit."""
-        if config is not None:
-            divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
-            if any(number % config.team for number in divided):
-                raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
-            return dataclasses.replace(self, config=config)
-        heads = self.kv_heads * self.blocks_of_rows
+        """With this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
+        if config is None:
+            tuned = tuning.lookup(KERNEL, self.problem)
+            return self.default() if tuned is None else dataclasses.replace(self, config=Config(**tuned))
+        divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
+        if any(number % config.team for number in divided):
+            raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
+        plan = dataclasses.replace(self, config=config)
+        if config.team > 1 and plan.teams > TEAMS:
+            raise ValueError(f"{config} has {plan.teams} teams; a block has barriers for {TEAMS}")
+        return plan
+
+    def default(self) -> "Plan":
+        """A warp alone for two query tiles at most, and three slots of the ring where they fit."""
         largest = WARPS if self.planes is None else self.group_size // 32
         alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)][self.planes is None :]
         together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
-        shapes = [shape for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
-        options = [Config(max(1, MULTIPROCESSORS * blocks // heads), blocks, groups, team) for blocks, groups, team in shapes]
-        choices = [dataclasses.replace(self, config=option) for option in options]
-        return next((c for c in choices if c.slots >= 3), choices[-1])
+        options = [self._resident(*shape) for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
+        return next((plan for plan in options if plan.slots >= 3), options[-1])
+
+    def candidates(self) -> list["Plan"]:
+        """What is worth measuring: the default first, then all that leave three slots and the registers that they need."""
+        plans = []
+        for blocks, warpgroups, team in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4)):
+            try:
+                plan = self.configured(self._resident(blocks, warpgroups, team).config)
+            except ValueError:
+                continue
+            tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
+            needed = 80 + 4 * self.block_tiles * tiles // team
+            there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
+            if plan.slots >= 3 and needed <= there:
+                plans.append(plan)
+        return list(dict.fromkeys([self.default(), *plans]))
+
+    def _resident(self, blocks: int, warpgroups: int, team: int) -> "Plan":
+        """With as many blocks as are resident at once."""
+        return dataclasses.replace(self, config=Config(max(1, multiprocessors() * blocks // self.heads), blocks, warpgroups, team))
+
+    @property
+    def heads(self) -> int:
+        """Blocks without splits."""
+        return self.kv_heads * self.blocks_of_rows
+
+    @property
+    def problem(self) -> dict:
+        """What the best configuration depends on."""
+        names = "planes", "head_dim", "group_size", "heads", "block_tiles"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rows(self) -> int:
@@ -87,14 +129,19 @@ class Plan:
         return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
 
     @property
+    def key_bytes(self) -> int:
+        """Of the operands that a team shares for the logits: queries times scales."""
+        return 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
+
+    @property
     def operand_bytes(self) -> int:
-        """Of the operands that a team shares: queries times scales, then softmax weights."""
-        return 16 * max(self.head_dim, self.group_size, self.chunk) * self.block_tiles
+        """Of those for the weighted values: softmax weights."""
+        return 16 * max(self.group_size, self.chunk) * self.block_tiles
 
     @property
     def team_bytes(self) -> int:
         """Of what a team shares: operands, and numbers per query: where its logits start, and twice what each warp has."""
-        return 0 if self.config.team == 1 else self.operand_bytes + 4 * self.block_rows * (1 + 2 * self.config.team)
+        return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + 4 * self.block_rows * (1 + 2 * self.config.team)
 
     @property
     def chunk(self) -> int:

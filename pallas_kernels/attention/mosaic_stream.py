@@ -1,5 +1,6 @@
 """The ring in shared memory through which the cache streams, and what fills it."""
 
+import functools
 from collections.abc import Callable
 
 from pallas_kernels import warp as w
@@ -19,15 +20,18 @@ class Pipeline:
             self._issue(unit, self.lower, w.i32(unit))
 
     def run(self, keys: Callable, values: Callable, state):
-        """The state after all steps: logits = keys(address, step), state = values(address, state, logits)."""
+        """The state after all steps: logits = keys(address, step, refill), state = values(address, state, logits, refill).
+
+        What a warp copied itself is there when these begin; the rest is once `refill` is called, which waits for the whole team.
+        """
         last = self.plan.slots - 1
         advance = lambda slot: w.select(slot == last, w.i32(0), slot + 1)
 
         def step(i, carry):
             slot, state = carry
-            logits = keys(self._ready(0, i, slot), i)
+            logits = keys(self._arrived(slot), i, functools.partial(self._refill, 0, i, slot))
             slot = advance(slot)
-            state = values(self._ready(1, i, slot), state, logits)
+            state = values(self._arrived(slot), state, logits, functools.partial(self._refill, 1, i, slot))
             return advance(slot), state
 
         return w.loop(self.lower, self.upper, (w.i32(0), state), step)[1]
@@ -40,13 +44,17 @@ class Pipeline:
             copy(self.ring + slot * self.plan.slot_bytes, ahead)
         w.commit_copies()
 
-    def _ready(self, unit: int, step, slot):
+    def _arrived(self, slot):
+        w.wait_for_copies(self.plan.slots - 2)
+        w.synchronize(None, 1)
+        return self.ring + slot * self.plan.slot_bytes
+
+    def _refill(self, unit: int, step, slot) -> None:
         slots = self.plan.slots
-        w.wait_for_copies(slots - 2)
-        self.meet()
+        if self.plan.config.team > 1:
+            self.meet()
         # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
         self._issue(unit + slots - 1, step, w.select(slot == 0, w.i32(slots - 1), slot - 1))
-        return self.ring + slot * self.plan.slot_bytes
 
 
 class QuantizedSource:
@@ -75,7 +83,7 @@ class QuantizedSource:
         for plane in ("upper", "lower")[: plan.planes]:
             source = self.at[f"{name}_{plane}"] + index * size + w.i64(self.thread * 16)
             for offset in range(0, size, 512 * plan.config.team):
-                w.copy_async(shared + to + offset, source + offset)
+                w.copy_async(shared + to, source, offset=offset)
             shared += size
         # Every warp of a team copies these few, the same bytes to the same place.
         chunk = self.lane % min(32, parameters // 4)

@@ -1,20 +1,25 @@
 """What a warp computes, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
 
 Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
-rounded, and every sum starts from minus that. Queries and scales are brought to a common size by powers of two, so that float16
-neither overflows nor loses what matters; the zeros' part is a product of its own in bfloat16.
+rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two, so that float16 neither
+overflows nor loses what matters; the keys' zeros are a product of their own in bfloat16, the values' a number for all channels.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 from pallas_kernels import warp as w
 from pallas_kernels.attention.mosaic_plan import ROWS, Plan
 
 ONES = 0x3C003C00  # a pair of float16
+SIGNS = 0x80008000
+EXPONENTS = 0x00800080  # 1 in the place of the exponents of a pair of bfloat16
 # Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
 SIZE, LEAST = 6, -40
+# Softmax weights are 2^HEADROOM times exp(logit - maximum): float16 has as much room below the smallest as it can.
+HEADROOM = 8
 
 
 class Tile:
@@ -22,8 +27,9 @@ class Tile:
 
     Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
     tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
-    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's;
-    top[n], the running maximum (base 2); total[n], the sum of exponentials of this lane's tokens.
+    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's, but for
+    offset[n], what all channels have in common of this lane's tokens; top[n], the running maximum (base 2); total[n], the sum of weights
+    of this lane's tokens.
     """
 
     def __init__(self, plan: Plan, at, lane, part, barrier, length):
@@ -31,6 +37,8 @@ class Tile:
         self.masks = w.nibble_masks(length >> 31)  # no length is negative
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
         self.queries, self.shared = at
+        self.weights = self.shared + plan.key_bytes
+        self.numbers = self.weights + plan.operand_bytes
         self.halves = self.queries + plan.block_rows * plan.query_pitch
         self.factors = self.halves + plan.block_rows * plan.query_pitch
         self.tiles = range(plan.block_tiles)
@@ -38,25 +46,21 @@ class Tile:
         self.meet = functools.partial(w.synchronize, barrier, self.team)
         # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
         self.excess, self.unit = (1024.0, 1.0) if plan.planes == 1 else (1032.0, 1 / 16)
-        # One plane's high nibbles are read where they lie, sixteen times too large.
-        self.high = 1 / 16 if plan.planes == 1 else 1.0
 
     def empty(self) -> dict:
         f = w.f32
         channels = range(self.plan.head_dim // 16 // self.team)
-        return {
-            "out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles],
-            "top": [[f(-1e30)] * 2 for _ in self.tiles],
-            "total": [[f(0.0)] * 2 for _ in self.tiles],
-        }
+        numbers = {"top": -1e30, "total": 0.0} | ({} if self.plan.planes is None else {"offset": 0.0})
+        state = {name: [[f(x)] * 2 for _ in self.tiles] for name, x in numbers.items()}
+        return {"out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles], **state}
 
-    def _operand_at(self, n, k, steps: int, words: int):
-        """Where the team shares the words of operand n, step k of `steps`, that belong to this lane."""
-        return self.shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
+    def _operand_at(self, shared, n, k, steps: int, words: int):
+        """Where in `shared` the team has the words of operand n, step k of `steps`, that belong to this lane."""
+        return shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
 
     def _row_at(self, row):
         """Where the team shares a row of 8 numbers, one for each query of a tile: this lane's two."""
-        return self.shared + self.plan.operand_bytes + row * 32 + self.t * 8
+        return self.numbers + row * 32 + self.t * 8
 
     def _share_rows(self, first: int, values: list) -> None:
         """Writes this warp's two numbers per tile to its rows, from row `first` on."""
@@ -83,26 +87,34 @@ class Tile:
         """function of each pair of operands [word][half]."""
         return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
 
-    def _half(self, operand: list, *factors) -> list:
-        """Neighbours in bfloat16, times a factor for each half of the row, as the pairs of a product in float16."""
+    def _half(self, operand: list, factor) -> list:
+        """Neighbours in bfloat16, times a factor, as the pairs of a product in float16."""
 
-        def half(pairs: tuple, factor) -> tuple:
+        def half(pairs: tuple) -> tuple:
             a, b = ([entry * factor for entry in w.bf16_entries(x)] for x in pairs)
             return tuple(w.pair(*both, "f16") for both in zip(a, b))
 
-        return [[half(*x) for x in zip(word, factors)] for word in operand]
+        return [list(map(half, word)) for word in operand]
 
-    def _largest(self, operand: list):
-        """The largest magnitude of pairs of bfloat16 in the four lanes of a row."""
-        return w.all_columns(w.largest_magnitude([x for word in operand for half in word for x in half]), w.maximum)
+    def _half_scales(self, scale: list, inverse) -> list:
+        """The same of scales, over a power of two, and in one plane over the 16 that high nibbles are too large by."""
+        exponent = w.as_bits(inverse) >> 16
+        exponent = (exponent << 16 | exponent) - 15 * EXPONENTS  # float16's bias is 112 less than bfloat16's 127
+        biases = exponent, exponent + (4 * EXPONENTS if self.plan.planes == 1 else 0)
+        return [[w.swap_neighbours(*(w.halve_positive(x, bias) for x in half)) for half, bias in zip(word, biases)] for word in scale]
+
+    def _largest(self, operand: list, signs: int = 0):
+        """The largest entry of pairs of bfloat16 in the four lanes of a row; without these bits."""
+        pairs = [x & ~signs if signs else x for word in operand for half in word for x in half]
+        return w.all_columns(w.largest(pairs), w.maximum)
 
     def halve_queries(self, n) -> None:
         """Writes the queries of tile n in float16, what they were multiplied by, and the inverse."""
         plan = self.plan
         row = self.g + n * ROWS
         plain = self._pairs(self.queries + row * plan.query_pitch, plan.head_dim, plan.head_dim // 32)
-        factor, inverse = w.powers_of_two(self._largest(plain), SIZE, LEAST)
-        for k, word in enumerate(self._half(plain, factor, factor)):
+        factor, inverse = w.powers_of_two(self._largest(plain, SIGNS), SIZE, LEAST)
+        for k, word in enumerate(self._half(plain, factor)):
             for half, pairs in enumerate(word):
                 at = self.halves + row * plan.query_pitch + self.t * (plan.head_dim // 4) + half * plan.head_dim
                 w.store_shared(at + 8 * k, *pairs)
@@ -136,22 +148,24 @@ class Tile:
                         fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
                         acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half], "f16")
 
-    def _shared_operand(self, steps: int) -> Callable:
+    def _shared_operand(self, shared, steps: int) -> Callable:
         def operand(n: int, k: int) -> tuple:
-            words = w.load_shared(self._operand_at(n, k, steps, 4), 4)
+            words = w.load_shared(self._operand_at(shared, n, k, steps, 4), 4)
             return words[:2], words[2:]
 
         return operand
 
-    def quantized_keys(self, slot, group) -> tuple[list, list]:
-        """Logits [n][tile] of this warp's tokens, those of word k, first half, second half, of the values' rows; and their units [n]."""
+    def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
+        """Logits [n][tile] of this warp's tokens, those of word k, first half, second half, of the values' rows: their units, and what
+        they are too small by, in units, (query)[n].
+        """
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
         row_bytes, steps, words = H // 2, H // 32, G // 32
         parameters = slot + plan.planes * G * row_bytes
         scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
         factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
-        scale = self._half(scale, factor, factor * self.high)
+        scale = self._half_scales(scale, inverse)
 
         def prepared(n) -> tuple[list, list]:
             """Operand n, and where its logits start."""
@@ -162,6 +176,7 @@ class Tile:
             return scaled, [x * (factors[0] * unit) - e for x, factors, e in zip(sums, self._factors(n), excess)]
 
         if self.team == 1:
+            refill()
             scaled, start = zip(*(prepared(w.i32(n)) for n in self.tiles))
             operand = lambda n, k: scaled[n][k]
         else:
@@ -170,30 +185,34 @@ class Tile:
                 with w.when(n < len(self.tiles)):
                     scaled, start = prepared(n)
                     for k, (low, high) in enumerate(scaled):
-                        w.store_shared(self._operand_at(n, k, steps, 4), *low, *high)
+                        w.store_shared(self._operand_at(self.shared, n, k, steps, 4), *low, *high)
                     with w.when(self.g == 0):
                         w.store_shared(self._row_at(n), *start)
-            self.meet()
+            refill()
             start = [w.load_shared(self._row_at(w.i32(n)), 2, "f") for n in self.tiles]
-            operand = self._shared_operand(steps)
+            operand = self._shared_operand(self.shared, steps)
         mine = words // self.team
         first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
         logits = [[] for _ in self.tiles]
         for k in range(mine):
             rows = [first + (4 * k + half * (G // 2)) * row_bytes for half in (0, 1)]
-            acc = [[(*c, *c) for c in start] for _ in rows]
+            acc = self._zeros(2)
             self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
         units = [[factors[1] * (inverse * self.unit) for factors in self._factors(w.i32(n))] for n in self.tiles]
-        return logits, units
+        return logits, units, start
+
+    def _zeros(self, tiles: int) -> list:
+        """Accumulators [tile][n]."""
+        return [[(w.f32(0.0),) * 4 for _ in self.tiles] for _ in range(tiles)]
 
     def _factors(self, n) -> tuple:
         """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
         words = w.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
-    def quantized_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
+    def quantized_values(self, slot, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
         """The state after this group."""
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
@@ -201,36 +220,33 @@ class Tile:
         mine = words // self.team
         parameters = slot + plan.planes * H * row_bytes
         scale = self._pairs(parameters, G, words)
-        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        _, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
         if self.team > 1:
             scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
-        zero = self._pairs(parameters + 2 * G + self.part * (8 * mine), G, mine)
-        zero = [[w.swap_neighbours(*half) for half in word] for word in zero]
-        scale = self._half(scale, factor, factor * self.high)
-        state, weights = self._softmax(state, *logits)
-        by_word = lambda tiles, kind: [[self._operand(p, kind) for p in tiles[2 * k : 2 * k + 2]] for k in range(mine)]
-        scaled, start = [], []
-        for p in weights:
-            sums = self._sums(by_word(p, "bf16"), zero, "bf16")
-            x, excess = self._scaled(by_word(p, "f16"), scale)
-            scaled.append(x)
-            start.append([a * (factor * (1 / self.unit)) - e for a, e in zip(sums, excess)])
+        scale = self._half_scales(scale, inverse)
+        zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
+        state, alphas, weights = self._softmax(state, *logits, refill)
+        state["offset"] = [[w.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
+        scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
         operand = lambda n, k: scaled[n][k]
         if self.team > 1:
             for n in self.tiles:
                 for k, (low, high) in enumerate(scaled[n]):
-                    w.store_shared(self._operand_at(n, self.part * mine + k, words, 4), *low, *high)
+                    w.store_shared(self._operand_at(self.weights, n, self.part * mine + k, words, 4), *low, *high)
             row = (1 + self.team) * len(self.tiles)
-            self._share_rows(row, start)
+            self._share_rows(row, excess)
             self.meet()
-            start = self._shared_rows(row, lambda a, b: a + b)
-            operand = self._shared_operand(words)
+            excess = self._shared_rows(row, operator.add)
+            operand = self._shared_operand(self.weights, words)
+        unit = inverse * self.unit
+        for n in self.tiles:
+            below = [x * (unit * -1.0) for x in excess[n]]
+            state["out"][n] = [tuple(w.fma(x, alphas[n][c % 2], below[c % 2]) for c, x in enumerate(acc)) for acc in state["out"][n]]
         channels = range(H // 16 // self.team)
         first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
-        unit = inverse * self.unit
         for i in channels[::2]:
             both = channels[i : i + 2]
-            acc = [[(*c, *c) for c in start] for _ in both]
+            acc = self._zeros(len(both))
             rows = [first + 16 * m * row_bytes for m in both]
             self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
             for n in self.tiles:
@@ -238,36 +254,52 @@ class Tile:
                     state["out"][n][m] = tuple(w.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
         return state
 
+    def _zeros_of_tokens(self, at, mine: int) -> list:
+        """The values' zeros of this lane's tokens [tile][row], from the array at `at`."""
+        words = self.plan.group_size // 32
+        token = ((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1) * 2
+        load = lambda k, half: w.load_shared(at + token * 2 + (8 * k + half * self.plan.group_size), 1)[0]
+        return [w.bf16_entries(load(k, half)) for k in range(mine) for half in (0, 1)]
+
     def _operand(self, p: tuple, kind: str) -> tuple:
         """Softmax weights of a tile of tokens as an operand."""
         return w.transpose(w.pair(p[0], p[1], kind)), w.transpose(w.pair(p[2], p[3], kind))
 
-    def _softmax(self, state: dict, logits: list, units: list) -> tuple[dict, list]:
-        """The state with its maximum and sum brought up to date, multiplied accordingly, and weights [n][tile].
+    def _weights_of_words(self, p: list, words: int) -> list:
+        """Softmax weights [tile] as an operand [word][half]."""
+        return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
-        units: [n] of the logits of two queries.
+    def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list]:
+        """The state with all but `out` brought up to date, what that is to be multiplied by, [n], and weights [n][tile].
+
+        units, start: [n] of the logits of two queries; start is to be added to each.
         """
         base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
         units = [[x * base for x in pair] for pair in units]
+        added = start and [[x * unit for x, unit in zip(*pairs)] for pairs in zip(start, units)]
+        more = lambda n, c, x: x if added is None else x + added[n][c]
         peak = lambda tiles, c: w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum)
-        peaks = [[peak(tiles, c) * units[n][c] for c in (0, 1)] for n, tiles in enumerate(logits)]
+        peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
         if self.team > 1:
             self._share_rows(len(self.tiles), peaks)
-            self.meet()
+        refill()
+        if self.team > 1:
             peaks = self._shared_rows(len(self.tiles), w.maximum)
-        new = {"out": [], "top": [], "total": []}
-        weights = []
+        new = {name: [] for name in state} | {"out": list(state["out"])}
+        alphas, weights = [], []
         for n, tiles in enumerate(logits):
             top = [w.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
-            down = [w.f32(0.0) - x for x in top]
-            alpha = [w.exp2(old + x) for old, x in zip(state["top"][n], down)]
+            alpha = [w.exp2(old - x) for old, x in zip(state["top"][n], top)]
+            down = [more(n, c, w.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
             p = [tuple(w.exp2(w.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
-            added = [w.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
+            sums = [w.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
             new["top"].append(top)
-            new["total"].append([w.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, added)])
-            new["out"].append([tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in state["out"][n]])
+            new["total"].append([w.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums)])
+            if "offset" in state:
+                new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha)])
+            alphas.append(alpha)
             weights.append(p)
-        return new, weights
+        return new, alphas, weights
 
     # The full-precision rows, 16 tokens or channels a step.
 
@@ -294,8 +326,9 @@ class Tile:
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
         return lambda a, b: w.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: Callable, limits: list) -> tuple[list, list]:
+    def full_keys(self, slot, chunk, queries: Callable, limits: list, refill: Callable) -> tuple[list, list, None]:
         """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query may not see; and their units [n]."""
+        refill()
         plan = self.plan
         mine = plan.chunk // 16 // self.team
         load = self._matrices(slot, self.lane & 15, self.lane >> 4, transposed=False)
@@ -310,22 +343,23 @@ class Tile:
             hidden = w.f32(-math.inf)
             for n in self.tiles:
                 logits[n].append(tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
-        return logits, [[w.f32(1.0)] * 2 for _ in self.tiles]
+        return logits, [[w.f32(1.0)] * 2 for _ in self.tiles], None
 
-    def full_values(self, slot, state: dict, logits: tuple[list, list]) -> dict:
+    def full_values(self, slot, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
         """The state after this chunk."""
         plan = self.plan
         steps = plan.chunk // 16
         mine, channels = steps // self.team, plan.head_dim // 16 // self.team
-        state, weights = self._softmax(state, *logits)
+        state, alphas, weights = self._softmax(state, *logits, refill)
+        state["out"] = [[tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in out] for out, alpha in zip(state["out"], alphas)]
         weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
         operand = lambda n, a: weights[n][a]
         if self.team > 1:
             for n in self.tiles:
                 for a, words in enumerate(weights[n]):
-                    w.store_shared(self._operand_at(n, self.part * mine + a, steps, 2), *words)
+                    w.store_shared(self._operand_at(self.weights, n, self.part * mine + a, steps, 2), *words)
             self.meet()
-            operand = lambda n, a: w.load_shared(self._operand_at(n, a, steps, 2), 2)
+            operand = lambda n, a: w.load_shared(self._operand_at(self.weights, n, a, steps, 2), 2)
         load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
         for a in range(steps):
             operands = [operand(n, a) for n in self.tiles]
@@ -338,19 +372,24 @@ class Tile:
     def store(self, at: dict, first_row, state: dict) -> None:
         """Writes the team's partial results: each warp those of its channels."""
         H = self.plan.head_dim
-        totals = [[w.all_rows(x, lambda a, b: a + b) for x in pair] for pair in state["total"]]
+        over_rows = lambda pairs: [[w.all_rows(x, operator.add) for x in pair] for pair in pairs]
+        sums = {name: over_rows(state[name]) for name in ("total", "offset") if name in state}
         if self.team > 1:
+            # Where the maxima and the excess were.
+            first = lambda i: (1 + i * self.team) * len(self.tiles)
             self.meet()
-            self._share_rows(0, totals)
+            for i, pairs in enumerate(sums.values()):
+                self._share_rows(first(i), pairs)
             self.meet()
-            totals = self._shared_rows(0, lambda a, b: a + b)
+            sums = {name: self._shared_rows(first(i), operator.add) for i, name in enumerate(sums)}
         for n in self.tiles:
             for c in (0, 1):
                 row = w.i64(first_row + self.t * 2 + (n * ROWS + c))
                 to = at["out"] + row * (4 * H) + w.i64(self.g * 4 + self.part * (4 * H // self.team))
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
-                        w.store_global(to + 4 * (16 * i + 8 * high), acc[c + 2 * high])
+                        x = acc[c + 2 * high]
+                        w.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
                 with w.when(self.g == 0):
                     w.store_global(at["top"] + row * 4, state["top"][n][c])
-                    w.store_global(at["total"] + row * 4, totals[n][c])
+                    w.store_global(at["total"] + row * 4, sums["total"][n][c])

@@ -1,7 +1,6 @@
 """Decode attention through jax-triton, for NVIDIA GPUs from Ampere on: split over the tokens, partial results merged at the end."""
 
 import dataclasses
-import functools
 import importlib.util
 import math
 
@@ -9,17 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuning
 from pallas_kernels.attention import support
-from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.dispatch import compute_capability, multiprocessors
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
+KERNEL = "attention.triton"
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: programs that share the tokens of a KV head. tile: tokens of the full-precision cache that are read at a time."""
+    """splits: programs that share the tokens of a KV head, at most. tile: tokens of the full-precision cache that are read at a time."""
 
     splits: int
     num_warps: int
@@ -49,23 +50,20 @@ def decode_attention(
 
     from pallas_kernels.attention import triton_kernel
 
+    problem = _Problem.of(q, layer, planes)
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K, capacity = buffer.keys.shape[1:3]
     rows = T * (N // K)
-    block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
-    row_blocks = math.ceil(rows / block_rows)
-    if isinstance(layer, FullLayer) or layer.groups == 0:
-        planes, groups, group_size = 0, 0, 0
-        quantized = [q] * 8  # not read
-    else:
-        groups, group_size = layer.groups, layer.group_size
-        quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)]
+    # Without any, q stands for what is not read.
+    quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
     if config is None:
-        work = groups + math.ceil(capacity / 32)
-        config = default_config(B * K * row_blocks, work, H, block_rows, planes, getattr(jax.devices()[0], "core_count", 132))
+        tuned = tuning.lookup(KERNEL, dataclasses.asdict(problem))
+        config = problem.default() if tuned is None else Config(**tuned)
+    groups = layer.groups if problem.planes else 0
+    splits = min(config.splits, groups + math.ceil(capacity / config.tile))
 
-    partial = jax.ShapeDtypeStruct((B * K, config.splits, rows), jnp.float32)
+    partial = jax.ShapeDtypeStruct((B * K, splits, rows), jnp.float32)
     out, top, total = jax_triton.triton_call(
         q,
         lengths.quantized,
@@ -74,9 +72,9 @@ def decode_attention(
         buffer.keys,
         buffer.values,
         kernel=triton_kernel.attend,
-        name=f"decode_attention_{f'int{4 * planes}' if planes else 'full'}",
+        name=f"decode_attention_{f'int{4 * problem.planes}' if problem.planes else 'full'}",
         out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial),
-        grid=(B * K, config.splits, row_blocks),
+        grid=(B * K, splits, problem.programs // (B * K)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         TO_BASE_2=math.log2(math.e) / math.sqrt(H),
@@ -84,13 +82,13 @@ def decode_attention(
         K=K,
         PER_HEAD=N // K,
         H=H,
-        M=block_rows,
-        PLANES=planes,
+        M=problem.block_rows,
+        PLANES=problem.planes,
         GROUPS=groups,
-        G=group_size,
+        G=problem.group_size,
         CAPACITY=capacity,
         TILE=config.tile,
-        SPLITS=config.splits,
+        SPLITS=splits,
     )
     weight = jnp.exp2(top - top.max(1, keepdims=True))
     out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
@@ -98,16 +96,42 @@ def decode_attention(
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
 
 
-@functools.cache
-def default_config(programs: int, work: int, head_dim: int, block_rows: int, planes: int, multiprocessors: int) -> Config:
-    """programs: without splits. work: groups and tiles that there can be, for a KV head. planes: 0 for a full-precision cache."""
-    # One warp waits for nobody. More share the registers that larger tiles need.
-    alone = planes == 1 and head_dim <= 128 and block_rows == 16
-    num_warps = 1 if alone else 2 if planes == 1 and max(head_dim // 8, block_rows) <= 32 else 4
-    splits = multiprocessors * RESIDENT_WARPS // (num_warps * programs)
-    return Config(
-        splits=max(1, min(splits, work)),
-        num_warps=num_warps,
-        num_stages=1 if planes else 3 if head_dim <= 128 else 2,
-        tile=64 if num_warps == 4 and head_dim <= 128 else 32,
-    )
+def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None) -> tuple[str, dict, list[Config]]:
+    """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
+    problem = _Problem.of(q, layer, planes)
+    return KERNEL, dataclasses.asdict(problem), problem.candidates()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """What the best configuration depends on. planes: 0 where nothing is quantized. programs: without splits."""
+
+    planes: int
+    head_dim: int
+    group_size: int
+    programs: int
+    block_rows: int
+
+    @classmethod
+    def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, planes: int | None) -> "_Problem":
+        B, T, N, H = q.shape
+        quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
+        K = (layer if isinstance(layer, FullLayer) else layer.buffer).keys.shape[1]
+        rows = T * (N // K)
+        block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
+        programs = B * K * math.ceil(rows / block_rows)
+        return cls(planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows)
+
+    def default(self) -> Config:
+        # One warp waits for nobody. More share the registers that larger tiles need.
+        alone = self.planes == 1 and self.head_dim <= 128 and self.block_rows == 16
+        num_warps = 1 if alone else 2 if self.planes == 1 and max(self.head_dim // 8, self.block_rows) <= 32 else 4
+        return self._config(num_warps, 1 if self.planes else 3 if self.head_dim <= 128 else 2)
+
+    def candidates(self) -> list[Config]:
+        others = [self._config(num_warps, num_stages) for num_warps in (1, 2, 4) for num_stages in (1, 2, 3)]
+        return list(dict.fromkeys([self.default(), *others]))
+
+    def _config(self, num_warps: int, num_stages: int) -> Config:
+        splits = max(1, multiprocessors() * RESIDENT_WARPS // (num_warps * self.programs))
+        return Config(splits, num_warps, num_stages, tile=64 if num_warps == 4 and self.head_dim <= 128 else 32)

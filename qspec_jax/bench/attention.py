@@ -124,7 +124,7 @@ def run(
     return Report(
         device=jax.devices()[0].device_kind,
         date=datetime.date.today().isoformat(),
-        versions=_versions(),
+        versions=versions(),
         read_bandwidth_gb_per_s=bandwidth,
         repeats=repeats,
         shapes={shape.name: shape for shape in shapes},
@@ -232,11 +232,12 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[0].split())}"[:200]
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "platform": " ".join(jax.devices()[0].client.platform_version.split())}
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    found = {"python": platform.python_version(), "platform": " ".join(jax.devices()[0].client.platform_version.split())}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found

@@ -1,0 +1,147 @@
+"""`qspec bench attention --tune`: measures the configurations of our kernels and keeps the best for this device."""
+
+import dataclasses
+import datetime
+import importlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from pallas_kernels import tuning
+from pallas_kernels.attention import GPU_IMPLEMENTATIONS
+from pallas_kernels.attention.shapes import Shape, random_problem
+from qspec_jax.bench import attention
+from qspec_jax.bench.attention import Row
+from qspec_jax.errors import InputError
+
+# Of a result, against the reference: more is a wrong one.
+MAX_ERROR = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One configuration on one shape. problem: what the kernel says that the best configuration depends on. chosen: it is kept for that."""
+
+    kernel: str
+    problem: dict[str, int | None]
+    config: dict[str, int]
+    default: bool
+    row: Row
+    chosen: bool = False
+
+    @property
+    def valid(self) -> bool:
+        return self.row.status == "measured" and self.row.relative_error <= MAX_ERROR
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningReport:
+    """One sweep: the device, where the chosen configurations went, and every trial."""
+
+    device: str
+    date: str
+    versions: dict[str, str]
+    file: str
+    trials: list[Trial]
+
+
+def check() -> None:
+    """Raises InputError where there is no GPU to tune for, or no place for what is found."""
+    if jax.default_backend() != "gpu":
+        raise InputError("--tune needs a GPU, and JAX finds none")
+    file = tuning.path()
+    try:
+        file.open("a").close()
+        if not file.stat().st_size:
+            file.unlink()
+    except OSError as error:
+        raise InputError(f"--tune: {file} cannot be written ({error.strerror})") from None
+
+
+def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
+    """Measures every candidate on every shape, and stores the best of each problem. progress: as in `attention.run`.
+
+    The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
+    """
+    work = [(shape, name, *_tunable(shape, name)) for name in implementations if name in GPU_IMPLEMENTATIONS for shape in shapes]
+    trials = []
+    with tqdm(total=sum(len(configs) for *_, configs in work), leave=False, disable=None if progress is None else not progress) as bar:
+        for shape, name, kernel, problem, configs in work:
+            for config in configs:
+                bar.set_description(f"{shape.name}: {name} {_describe(dataclasses.asdict(config))}")
+                row = attention.measure(shape, name, config=config, repeats=repeats)
+                trials.append(Trial(kernel, problem, dataclasses.asdict(config), config == configs[0], row))
+                bar.update()
+    trials = choose(trials)
+    for trial in trials:
+        if trial.chosen:
+            tuning.store(trial.kernel, trial.problem, trial.config, tuning.path())
+    return TuningReport(
+        device=jax.devices()[0].device_kind,
+        date=datetime.date.today().isoformat(),
+        versions=attention.versions(),
+        file=str(tuning.path()),
+        trials=trials,
+    )
+
+
+def choose(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, those of the best configuration of each problem marked."""
+    problems = defaultdict(lambda: defaultdict(list))
+    for trial in trials:
+        if trial.valid:
+            problems[_key(trial)][tuple(trial.config.items())].append(trial.row)
+    best = {}
+    for key, configs in problems.items():
+        rows = [row for of_config in configs.values() for row in of_config]
+        least = {shape: min(row.timing.median_us for row in rows if row.shape == shape) for shape in {row.shape for row in rows}}
+        mean = lambda of, least=least: sum(row.timing.median_us / least[row.shape] for row in of) / len(of)
+        # One that failed on a shape is none for all.
+        whole = {config: of for config, of in configs.items() if len(of) == len(least)} or configs
+        best[key] = min(whole, key=lambda config: mean(whole[config]))
+    return [dataclasses.replace(trial, chosen=trial.valid and best[_key(trial)] == tuple(trial.config.items())) for trial in trials]
+
+
+def table(report: TuningReport) -> Group:
+    """The trials of each shape, fastest first."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("shape", "kernel", "configuration"):
+        grid.add_column(label)
+    for label in ("median us", "GB/s", "error"):
+        grid.add_column(label, justify="right", no_wrap=True)
+    grid.add_column("")
+    order = {shape: i for i, shape in enumerate(dict.fromkeys(trial.row.shape for trial in report.trials))}
+    time = lambda trial: trial.row.timing.median_us if trial.row.timing else float("inf")
+    previous = None
+    for trial in sorted(report.trials, key=lambda trial: (trial.kernel, order[trial.row.shape], time(trial))):
+        row = trial.row
+        if previous not in (None, (trial.kernel, row.shape)):
+            grid.add_section()
+        previous = trial.kernel, row.shape
+        figures = [f"{row.timing.median_us:,.1f}", f"{row.bytes / row.timing.median_us / 1e3:,.0f}", f"{row.relative_error:.1e}"]
+        notes = [row.note, "wrong" * (row.timing is not None and not trial.valid), "default" * trial.default, "chosen" * trial.chosen]
+        cells = row.shape, trial.kernel, _describe(trial.config), *(figures if row.timing else ["-"] * 3)
+        grid.add_row(*cells, ", ".join(filter(None, notes)), style="green" if trial.chosen else "")
+    head = Text.assemble((f"Configurations of decode attention on {report.device}", "bold"), f", {report.date}\n")
+    return Group(head, grid, Text(f"\nThe chosen ones are in {report.file}"))
+
+
+def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
+    q, layer, lengths = jax.eval_shape(lambda: random_problem(shape, 0))
+    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
+    if reason := module.unsupported(q, layer, lengths, planes=shape.planes):
+        raise InputError(f"--tune: {implementation} cannot run on shape {shape.name}: it {reason}")
+    return module.tunable(q, layer, planes=shape.planes)
+
+
+def _key(trial: Trial) -> tuple:
+    return trial.kernel, tuple(trial.problem.items())
+
+
+def _describe(config: dict[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in config.items())
