@@ -24,10 +24,13 @@ def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementat
     if implementation not in ("auto", *candidates, "reference"):
         raise ValueError(f"{kernel}: no implementation {implementation!r}; there are {', '.join([*candidates, 'reference'])}")
     if implementation == "auto" and jax.default_backend() == "gpu":
+        reasons = []
         for name in candidates:
             if not (reason := module(name).unsupported(*args, **settings)):
                 return module(name)
-            _log_once(f"{kernel}: {name} is passed over: it {reason}")
+            _log_once(logging.INFO, f"{kernel}: {name} is passed over: it {reason}")
+            reasons.append(f"{name} {reason}")
+        _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {'; '.join(reasons)}")
     elif implementation in candidates:
         if reason := module(implementation).unsupported(*args, **settings):
             raise ValueError(f"{kernel}: {implementation} {reason}")
@@ -48,5 +51,5 @@ def multiprocessors() -> int:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    log.info(message)
+def _log_once(level: int, message: str) -> None:
+    log.log(level, message)

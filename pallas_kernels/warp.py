@@ -325,6 +325,23 @@ def all_rows(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
     return x
 
 
+def scatter_rows(values: Sequence[Value], g: Value, combine: Callable[[Value, Value], Value]) -> tuple[list[Value], Value]:
+    """As `all_rows` for many values, but each lane gets some: V / 8 or one, from the returned index on. V: a power of two, if need be."""
+    values, index = list(values), i32(0)
+    size = 1 << (len(values) - 1).bit_length()
+    values += values[-1:] * (size - len(values))
+    for bit in (1, 2, 4):
+        if len(values) == 1:
+            values = [combine(values[0], shuffle("bfly", values[0], 4 * bit))]
+            continue
+        upper, half = (g & bit) == bit, len(values) // 2
+        pairs = list(zip(values[:half], values[half:]))
+        sent = [shuffle("bfly", select(upper, a, b), 4 * bit) for a, b in pairs]
+        values = [combine(select(upper, b, a), x) for (a, b), x in zip(pairs, sent)]
+        index = index + select(upper, i32(half), i32(0))
+    return values, index
+
+
 def all_columns(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
     """Combines what the four lanes 4 g + t, t = 0..3, hold; all of them get the result."""
     for bit in (1, 2):

@@ -1,4 +1,4 @@
-"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`, `qspec bench attention`.
+"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`, `qspec bench ...`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
@@ -25,9 +25,11 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import checkpoint, drafts
 from qspec_jax.bench import attention as attention_bench
 from qspec_jax.bench import attention_report, attention_tuning
+from qspec_jax.bench import flush as flush_bench
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -297,6 +299,26 @@ def bench_attention(
         _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_report.table(report))
     if plot:
         attention_report.plot(report, plot)
+
+
+@benchmarks.command("flush")
+def bench_flush(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="As in `bench attention`, with a quantized cache: three large ones, if not given."),
+    ] = None,
+    num_speculative_tokens: Gamma = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    as_json: Json = False,
+):
+    """Flushing the cache: when rows are due, when none is, and the share of a round."""
+    shapes = flush_bench.select_shapes(shape or [])
+    if not 1 <= num_speculative_tokens < MAX_TOKENS:
+        raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
+    with _output(output) as write:
+        report = flush_bench.run(shapes, gamma=num_speculative_tokens, repeats=repeats, progress=False if as_json else None)
+        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else flush_bench.table(report))
 
 
 def _report(write: Callable[[str], object], output: Path | None, result: str | Group) -> None:

@@ -12,6 +12,7 @@ import pytest
 from attention_problems import Case, random_problem, with_garbage
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
@@ -49,10 +50,11 @@ def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Length
 
 
 def kernel(implementation: str, *args, planes: int | None) -> Callable:
-    """decode_attention by that implementation; skips the test where it does not support the arguments."""
+    """decode_attention by that implementation; skips the test where this machine cannot run it, and fails where it should."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     if reason := module.unsupported(*args, planes=planes):
-        pytest.skip(f"{implementation} {reason}")
+        here = compute_capability() == 9.0 and jax.__version_info__ >= (0, 11) and "not installed" not in reason
+        (pytest.fail if here else pytest.skip)(f"{implementation} {reason}")
     return functools.partial(attend, planes=planes, implementation=implementation)
 
 
@@ -112,6 +114,46 @@ def test_without_capacity_for_groups(implementation):
     q, layer = random_problem(case, "bfloat16")
     run = kernel(implementation, q, layer, case.lengths, planes=2)
     assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=2), "buffer only")
+
+
+@every_kernel
+@pytest.mark.parametrize("name, planes", [("T1-MHA-128", 1), ("T7-GQA4-128", 2), ("T7-GQA4-128", None)])
+def test_every_configuration_worth_measuring(name, planes, implementation):
+    q, layer = problem(name, "outliers")
+    layer, lengths = CASES[name].attended(layer, planes)
+    kernel(implementation, q, layer, lengths, planes=planes)
+    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
+    reference = expected(q, layer, lengths, planes=planes)
+    _, _, configs = module.tunable(q, layer, planes=planes)
+    assert len(configs) > 1
+    for config in configs:
+        run = functools.partial(module.decode_attention, planes=planes, config=config)
+        assert_close(jax.jit(run)(q, layer, lengths), reference, f"{config}")
+
+
+@every_kernel
+@pytest.mark.parametrize("planes", [1, 2, None])
+def test_what_is_not_finite_stays_in_its_row(planes, implementation):
+    case = CASES["T7-GQA4-128"]
+    q, layer = problem("T7-GQA4-128", "gaussian")
+    clean, lengths = case.attended(layer, planes)
+    run = kernel(implementation, q, clean, lengths, planes=planes)
+    first = np.asarray(run(q, clean, lengths))
+    spoilt, spoil = 3, lambda x: x.at[3].set(jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    out = np.asarray(run(q, jax.tree.map(spoil, clean), lengths))
+    others = np.arange(len(out)) != spoilt
+    assert np.isnan(out[spoilt].astype(float)).all()
+    np.testing.assert_array_equal(out[others], first[others])
+
+
+def test_mosaic_with_more_rows_than_splits():
+    case = CASES["T1-MHA-128"]
+    q, layer = problem("T1-MHA-128", "gaussian")
+    kernel("mosaic_gpu", q, layer, case.lengths, planes=1)
+    from pallas_kernels.attention import mosaic_gpu
+
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, planes=1, config=mosaic_gpu.Config(splits=2)))
+    assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=1), "2 splits for 6 rows")
 
 
 @pytest.mark.parametrize("planes", [1, None])

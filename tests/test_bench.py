@@ -1,16 +1,18 @@
 """`qspec bench attention`: what it counts and reports, on shapes that a CPU does at once. No figure of speed is tested."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
-from qspec_jax.bench import attention, peers, timing
+from qspec_jax.bench import attention, attention_tuning, flush, peers, timing
 
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
@@ -226,3 +228,72 @@ def test_large_shapes_need_a_gpu(run):
         code, out, err = run("bench", "attention", *flags)
         assert (code, out) == (2, "")
         assert "needs a GPU" in err and len(err.splitlines()) == 1
+
+
+# Tuning ---------------------------------------------------------------------------------------------------------------
+
+
+def trial(config: dict, shape: str, microseconds: float, error: float = 1e-3) -> attention_tuning.Trial:
+    timing_ = timing.Timing(microseconds, microseconds, microseconds, 1, 1, 2, "")
+    row = attention.Row(shape, "mosaic_gpu", False, "measured", "", 1, timing=timing_, relative_error=error)
+    return attention_tuning.Trial("attention.mosaic_gpu", {"planes": 1}, config, False, row)
+
+
+def test_the_configuration_that_is_best_over_all_shapes_is_chosen():
+    a, b, c = ({"splits": n} for n in (1, 2, 3))
+    trials = [trial(a, "short", 10), trial(b, "short", 11), trial(a, "long", 130), trial(b, "long", 100)]
+    assert [t.chosen for t in attention_tuning.choose(trials)] == [False, True, False, True]
+    # The fastest is wrong, or failed on a shape.
+    wrong = [*trials, trial(c, "short", 1, error=0.5), trial(c, "long", 1)]
+    assert [t.config for t in attention_tuning.choose(wrong) if t.chosen] == [b, b]
+    failed = dataclasses.replace(trial(a, "short", 1), row=attention.Row("short", "mosaic_gpu", False, "failed", "no room", 1))
+    assert not any(t.chosen for t in attention_tuning.choose([failed]))
+
+
+def test_the_tuning_table():
+    a, b = {"splits": 1}, {"splits": 2}
+    trials = attention_tuning.choose([trial(a, "short", 10), trial(b, "short", 5, error=0.5)])
+    text = io.StringIO()
+    report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", trials)
+    rich.console.Console(file=text, width=140).print(attention_tuning.table(report))
+    lines = text.getvalue().splitlines()
+    assert [line.split()[2:4] for line in lines if line.startswith("short")] == [["splits", "2"], ["splits", "1"]]
+    assert [line.split()[-1] for line in lines if line.startswith("short")] == ["wrong", "chosen"]
+    assert "gpu.json" in text.getvalue()
+
+
+def test_tune_needs_a_gpu_and_kernels(fails):
+    if jax.default_backend() == "cpu":
+        fails([*FAST, "--tune", "--implementation", "mosaic_gpu"], "--tune", "needs a GPU")
+    fails([*FAST, "--tune", "--implementation", "reference"], "--tune", "reference")
+    fails([*FAST, "--tune", "--plot", "a.png"], "--tune", "--plot")
+
+
+# Flush ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_flush():
+    # 2 KV heads, H = G = 64, 2 G + 8 rows: keys and values are read, but for G rows written; 1 byte a code, scales and zeros in bfloat16.
+    assert flush.bytes_moved(SHAPES["tiny-int4-T1-256"]) == 2 * (2 * (136 + 72) * 64 * 2 + 2 * 64 * 64 + 4 * 2 * 64)
+
+
+def test_flush(run):
+    code, out, err = run("bench", "flush", "--shape", "tiny-int4-T1-256", "--repeats", 2, "--gamma", 3, "--json")
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)["rows"]
+    assert row["error"] == "" and row["layers"] == flush.LAYERS and row["gamma"] == 3
+    due, not_due = row["due"]["median_us"], row["not_due"]["median_us"]
+    assert due > not_due > 0
+    assert row["share_of_round"] == pytest.approx((4 / 64 * due + 60 / 64 * not_due) / row["attention_us"])
+
+
+def test_flush_table(run):
+    code, out, _ = run("bench", "flush", "--shape", "tiny-int8", "--repeats", 1, "--gamma", 1)
+    assert code == 0
+    assert "Flush on" in out and "tiny-int8-T3-ragged" in out and "%" in out
+
+
+def test_flush_bad_flags(fails):
+    fails(["bench", "flush", "--shape", "tiny-bf16"], "tiny-bf16", "nothing is flushed")
+    fails(["bench", "flush", "--shape", "tiny-int4", "--gamma", 16], "--gamma 16", "1 to 15")
+    fails(["bench", "flush", "--shape", "huge"], "huge")

@@ -41,7 +41,9 @@ def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capabilit
         for _ in range(2):
             module = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, planes=1)
             assert module.__name__.endswith("reference")
-    assert [record.getMessage().split(" is passed over")[0] for record in caplog.records] == ["attention: mosaic_gpu", "attention: triton"]
+    *passed, last = caplog.records
+    assert [record.getMessage().split(" is passed over")[0] for record in passed] == ["attention: mosaic_gpu", "attention: triton"]
+    assert last.levelno == logging.WARNING and "attention runs in plain JAX" in last.getMessage()
 
 
 def test_a_cpu_runs_the_reference(arguments):

@@ -57,9 +57,9 @@ class Plan:
         return plan
 
     def default(self) -> "Plan":
-        """A warp alone for two query tiles at most, and three slots of the ring where they fit."""
+        """What did well in sweeps on an H100, with three slots of the ring where they fit."""
         largest = WARPS if self.planes is None else self.group_size // 32
-        alone = [(2, 1, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4)][self.planes is None :]
+        alone = [(2, 1, 4), (1, 1, 2), (1, 1, 1), (1, 1, 4)] if self.planes == 1 else [(1, 1, 1), (1, 1, 2), (1, 1, 4)]
         together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
         options = [self._resident(*shape) for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
         return next((plan for plan in options if plan.slots >= 3), options[-1])
@@ -91,7 +91,7 @@ class Plan:
     @property
     def problem(self) -> dict:
         """What the best configuration depends on."""
-        names = "planes", "head_dim", "group_size", "heads", "block_tiles"
+        names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -139,9 +139,15 @@ class Plan:
         return 16 * max(self.group_size, self.chunk) * self.block_tiles
 
     @property
+    def numbers_bytes(self) -> int:
+        """Of an array of a number for each query: in the four lanes of a row two for each tile, filled up to a power of two from 4 on."""
+        return 4 * 4 * max(4, 1 << (2 * self.block_tiles - 1).bit_length())
+
+    @property
     def team_bytes(self) -> int:
-        """Of what a team shares: operands, and numbers per query: where its logits start, and twice what each warp has."""
-        return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + 4 * self.block_rows * (1 + 2 * self.config.team)
+        """Of what a team shares: operands, and arrays of numbers: what logits are too small by, and twice what each warp has."""
+        arrays = 1 + 2 * self.config.team
+        return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + arrays * self.numbers_bytes
 
     @property
     def chunk(self) -> int:

@@ -58,21 +58,32 @@ class Tile:
         """Where in `shared` the team has the words of operand n, step k of `steps`, that belong to this lane."""
         return shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
 
-    def _row_at(self, row):
-        """Where the team shares a row of 8 numbers, one for each query of a tile: this lane's two."""
-        return self.numbers + row * 32 + self.t * 8
+    def _numbers_at(self, array):
+        """Where the team shares an array of numbers, two per tile for this lane's queries."""
+        return self.numbers + array * self.plan.numbers_bytes + self.t * (self.plan.numbers_bytes // 4)
 
-    def _share_rows(self, first: int, values: list) -> None:
-        """Writes this warp's two numbers per tile to its rows, from row `first` on."""
+    def _share_numbers(self, first: int, values: list) -> None:
+        """Writes this warp's numbers [n] to its array, from array `first` on."""
+        at = self._numbers_at(first + self.part)
+        flat = [x for pair in values for x in pair]
         with w.when(self.g == 0):
-            for n, pair in enumerate(values):
-                w.store_shared(self._row_at(first + self.part * len(self.tiles) + n), *pair)
+            for i in range(0, len(flat), 4):
+                w.store_shared(at + 4 * i, *flat[i : i + 4])
 
-    def _shared_rows(self, first: int, combine: Callable) -> list:
-        """What the team's warps have written, combined."""
-        row = lambda part, n: self._row_at(w.i32(first + part * len(self.tiles) + n))
-        of_all = lambda n: zip(*(w.load_shared(row(part, n), 2, "f") for part in range(self.team)))
-        return [[functools.reduce(combine, xs) for xs in of_all(n)] for n in self.tiles]
+    def _share_over_rows(self, first: int, values: list, combine: Callable) -> None:
+        """The same of what the lanes of a column hold together."""
+        flat = [x for pair in values for x in pair]
+        flat, index = w.scatter_rows(flat, self.g, combine)
+        at = self._numbers_at(first + self.part) + index * 4
+        for i, x in enumerate(flat):
+            w.store_shared(at + 4 * i, x)
+
+    def _shared_numbers(self, first: int, arrays: int, combine: Callable) -> list:
+        """Numbers [n] from array `first` on, so many combined."""
+        count = 2 * len(self.tiles)
+        loaded = (w.load_shared(self._numbers_at(w.i32(first + i)), count, "f") for i in range(arrays))
+        flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
+        return [flat[2 * n : 2 * n + 2] for n in self.tiles]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
     # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step,
@@ -187,9 +198,9 @@ class Tile:
                     for k, (low, high) in enumerate(scaled):
                         w.store_shared(self._operand_at(self.shared, n, k, steps, 4), *low, *high)
                     with w.when(self.g == 0):
-                        w.store_shared(self._row_at(n), *start)
+                        w.store_shared(self._numbers_at(w.i32(0)) + n * 8, *start)
             refill()
-            start = [w.load_shared(self._row_at(w.i32(n)), 2, "f") for n in self.tiles]
+            start = self._shared_numbers(0, 1, operator.add)
             operand = self._shared_operand(self.shared, steps)
         mine = words // self.team
         first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
@@ -233,10 +244,9 @@ class Tile:
             for n in self.tiles:
                 for k, (low, high) in enumerate(scaled[n]):
                     w.store_shared(self._operand_at(self.weights, n, self.part * mine + k, words, 4), *low, *high)
-            row = (1 + self.team) * len(self.tiles)
-            self._share_rows(row, excess)
+            self._share_numbers(1 + self.team, excess)
             self.meet()
-            excess = self._shared_rows(row, operator.add)
+            excess = self._shared_numbers(1 + self.team, self.team, operator.add)
             operand = self._shared_operand(self.weights, words)
         unit = inverse * self.unit
         for n in self.tiles:
@@ -278,13 +288,15 @@ class Tile:
         units = [[x * base for x in pair] for pair in units]
         added = start and [[x * unit for x, unit in zip(*pairs)] for pairs in zip(start, units)]
         more = lambda n, c, x: x if added is None else x + added[n][c]
-        peak = lambda tiles, c: w.all_rows(functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]]), w.maximum)
+        peak = lambda tiles, c: functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]])
         peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
         if self.team > 1:
-            self._share_rows(len(self.tiles), peaks)
-        refill()
-        if self.team > 1:
-            peaks = self._shared_rows(len(self.tiles), w.maximum)
+            self._share_over_rows(1, peaks, w.maximum)
+            refill()
+            peaks = self._shared_numbers(1, self.team, w.maximum)
+        else:
+            refill()
+            peaks = [[w.all_rows(x, w.maximum) for x in pair] for pair in peaks]
         new = {name: [] for name in state} | {"out": list(state["out"])}
         alphas, weights = [], []
         for n, tiles in enumerate(logits):
@@ -372,16 +384,16 @@ class Tile:
     def store(self, at: dict, first_row, state: dict) -> None:
         """Writes the team's partial results: each warp those of its channels."""
         H = self.plan.head_dim
-        over_rows = lambda pairs: [[w.all_rows(x, operator.add) for x in pair] for pair in pairs]
-        sums = {name: over_rows(state[name]) for name in ("total", "offset") if name in state}
+        sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
             # Where the maxima and the excess were.
-            first = lambda i: (1 + i * self.team) * len(self.tiles)
             self.meet()
             for i, pairs in enumerate(sums.values()):
-                self._share_rows(first(i), pairs)
+                self._share_over_rows(1 + i * self.team, pairs, operator.add)
             self.meet()
-            sums = {name: self._shared_rows(first(i), operator.add) for i, name in enumerate(sums)}
+            sums = {name: self._shared_numbers(1 + i * self.team, self.team, operator.add) for i, name in enumerate(sums)}
+        else:
+            sums = {name: [[w.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
         for n in self.tiles:
             for c in (0, 1):
                 row = w.i64(first_row + self.t * 2 + (n * ROWS + c))

@@ -143,7 +143,7 @@ def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20
         problems = [random_problem(_unnamed(shape), seed) for seed in range(input_count(bytes_read(shape)))]
         timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats)
     except Exception as error:  # one row of many
-        return row("failed", _one_line(error))
+        return row("failed", one_line(error))
     return row("measured", "", timing=timing, relative_error=error)
 
 
@@ -163,7 +163,7 @@ def measure_peer(shape: Shape, name: str, *, repeats: int = 20) -> Row:
     except Unavailable as reason:
         return row("unavailable", str(reason))
     except Exception as error:  # one row of many
-        return row("failed", _one_line(error))
+        return row("failed", one_line(error))
     return row("measured", peer.note, timing=timing, relative_error=error)
 
 
@@ -227,7 +227,8 @@ def _unnamed(shape: Shape) -> Shape:
     return dataclasses.replace(shape, name="")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What to show of it in a table."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {' '.join(lines[0].split())}"[:200]
 

@@ -13,7 +13,6 @@ from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels import tuning
-from pallas_kernels.attention import GPU_IMPLEMENTATIONS
 from pallas_kernels.attention.shapes import Shape, random_problem
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention import Row
@@ -64,47 +63,52 @@ def check() -> None:
 
 
 def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
-    """Measures every candidate on every shape, and stores the best of each problem. progress: as in `attention.run`.
+    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: as in `attention.run`.
 
     The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
     """
-    work = [(shape, name, *_tunable(shape, name)) for name in implementations if name in GPU_IMPLEMENTATIONS for shape in shapes]
-    trials = []
-    with tqdm(total=sum(len(configs) for *_, configs in work), leave=False, disable=None if progress is None else not progress) as bar:
-        for shape, name, kernel, problem, configs in work:
-            for config in configs:
-                bar.set_description(f"{shape.name}: {name} {_describe(dataclasses.asdict(config))}")
-                row = attention.measure(shape, name, config=config, repeats=repeats)
-                trials.append(Trial(kernel, problem, dataclasses.asdict(config), config == configs[0], row))
-                bar.update()
-    trials = choose(trials)
-    for trial in trials:
-        if trial.chosen:
-            tuning.store(trial.kernel, trial.problem, trial.config, tuning.path())
+    problems = defaultdict(list)
+    for name in implementations:
+        for shape in shapes:
+            kernel, problem, configs = _tunable(shape, name)
+            problems[kernel, tuple(problem.items())].append((shape, name, problem, configs))
+    total = sum(len(configs) for work in problems.values() for *_, configs in work)
+    chosen = []
+    with tqdm(total=total, leave=False, disable=None if progress is None else not progress) as bar:
+        for (kernel, _), work in problems.items():
+            trials = []
+            for shape, name, problem, configs in work:
+                for config in configs:
+                    bar.set_description(f"{shape.name}: {name} {_describe(dataclasses.asdict(config))}")
+                    row = attention.measure(shape, name, config=config, repeats=repeats)
+                    trials.append(Trial(kernel, problem, dataclasses.asdict(config), config == configs[0], row))
+                    bar.update()
+            trials = choose(trials)
+            for trial in trials:
+                if trial.chosen:
+                    tuning.store(trial.kernel, trial.problem, trial.config, tuning.path())
+            chosen += trials
     return TuningReport(
         device=jax.devices()[0].device_kind,
         date=datetime.date.today().isoformat(),
         versions=attention.versions(),
         file=str(tuning.path()),
-        trials=trials,
+        trials=chosen,
     )
 
 
 def choose(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, those of the best configuration of each problem marked."""
-    problems = defaultdict(lambda: defaultdict(list))
+    """The trials of one problem, those of its best configuration marked."""
+    configs = defaultdict(list)
     for trial in trials:
         if trial.valid:
-            problems[_key(trial)][tuple(trial.config.items())].append(trial.row)
-    best = {}
-    for key, configs in problems.items():
-        rows = [row for of_config in configs.values() for row in of_config]
-        least = {shape: min(row.timing.median_us for row in rows if row.shape == shape) for shape in {row.shape for row in rows}}
-        mean = lambda of, least=least: sum(row.timing.median_us / least[row.shape] for row in of) / len(of)
-        # One that failed on a shape is none for all.
-        whole = {config: of for config, of in configs.items() if len(of) == len(least)} or configs
-        best[key] = min(whole, key=lambda config: mean(whole[config]))
-    return [dataclasses.replace(trial, chosen=trial.valid and best[_key(trial)] == tuple(trial.config.items())) for trial in trials]
+            configs[tuple(trial.config.items())].append(trial.row)
+    rows = [row for of_config in configs.values() for row in of_config]
+    least = {shape: min(row.timing.median_us for row in rows if row.shape == shape) for shape in {row.shape for row in rows}}
+    mean = lambda config: sum(row.timing.median_us / least[row.shape] for row in configs[config]) / len(configs[config])
+    # One that failed on a shape is none for all.
+    best = min((config for config, of in configs.items() if len(of) == len(least)), key=mean, default=None)
+    return [dataclasses.replace(trial, chosen=tuple(trial.config.items()) == best) for trial in trials]
 
 
 def table(report: TuningReport) -> Group:
@@ -137,10 +141,6 @@ def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
     if reason := module.unsupported(q, layer, lengths, planes=shape.planes):
         raise InputError(f"--tune: {implementation} cannot run on shape {shape.name}: it {reason}")
     return module.tunable(q, layer, planes=shape.planes)
-
-
-def _key(trial: Trial) -> tuple:
-    return trial.kernel, tuple(trial.problem.items())
 
 
 def _describe(config: dict[str, int]) -> str:

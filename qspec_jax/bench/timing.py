@@ -5,6 +5,7 @@ the output of the one before: calls can neither overlap nor be merged. Batches o
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,16 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # All inputs of a program together: many times any L2, and long enough to hide the launch of the next program.
 ROTATED_BYTES = 1.5e9
 MAX_INPUTS = 16
 BATCH_SECONDS = 0.02
+LOOP_TRIPS = 16
 
 JAX_METHOD = "chained calls on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
+LOOP_METHOD = "calls in a compiled loop that keeps its arrays in place, loops enqueued in batches, one block_until_ready"
 TORCH_METHOD = "chained calls on rotated inputs, enqueued in batches between two CUDA events"
 
 
@@ -65,6 +69,24 @@ def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, r
     return _measure(batch, len(inputs), repeats, JAX_METHOD)
 
 
+def time_loop(function: Callable, carry, *inputs, repeats: int) -> Timing:
+    """Times carry = function(carry, *inputs), where the carry is a pytree that is updated in place, and lost."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(carry, inputs):
+        return lax.fori_loop(0, LOOP_TRIPS, lambda _, carry: function(carry, *inputs), carry)
+
+    def batch(programs: int) -> float:
+        nonlocal carry
+        began = time.perf_counter()
+        for _ in range(programs):
+            carry = program(carry, inputs)
+        jax.block_until_ready(carry)
+        return time.perf_counter() - began
+
+    return _measure(batch, LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
+
+
 def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: int) -> Timing:
     """Times function(query, *inputs[i]), which returns a tensor of the query's shape and dtype, on torch's current CUDA stream."""
     import torch
@@ -84,15 +106,16 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
         return _measure(batch, len(inputs), repeats, TORCH_METHOD)
 
 
-def _measure(batch: Callable[[int], float], inputs: int, repeats: int, method: str) -> Timing:
+def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: str, *, inputs: int | None = None) -> Timing:
+    """batch(n): seconds of n programs of so many calls, each on an input of its own unless said."""
     batch(1)  # compiles
     programs = 1
     # Until a batch is long enough: a warm-up too.
     while (seconds := batch(programs)) < BATCH_SECONDS:
         programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / seconds))
-    each = np.array([batch(programs) for _ in range(repeats)]) / (programs * inputs) * 1e6
+    each = np.array([batch(programs) for _ in range(repeats)]) / (programs * calls) * 1e6
     lower, median, upper = np.percentile(each, [25, 50, 75])
-    return Timing(float(median), float(lower), float(upper), repeats, programs * inputs, inputs, method)
+    return Timing(float(median), float(lower), float(upper), repeats, programs * calls, inputs or calls, method)
 
 
 def read_bandwidth(*, repeats: int) -> float:

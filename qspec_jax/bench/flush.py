@@ -1,0 +1,130 @@
+"""`qspec bench flush`: what quantizing the oldest group of tokens costs, against the attention of a round.
+
+A flush is due once in G tokens, and in every round the loop asks whether one is. Attention alone stands for the round, which has
+weights to read besides: shares of a whole round are smaller.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from pallas_kernels.attention.shapes import ITEM_BYTES, Shape, random_problem
+from pallas_kernels.kv_format import Lengths
+from qspec_jax.bench import attention
+from qspec_jax.bench.timing import Timing, time_loop
+from qspec_jax.cache import HierarchicalCache
+from qspec_jax.config import CacheConfig
+from qspec_jax.errors import InputError
+
+# Enough to tell what a layer costs from what a call does.
+LAYERS = 8
+DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Microseconds for `layers` layers. due: every row of the batch flushes; not_due: none does, and only the question costs.
+
+    bytes: read and written when all rows are due. attention_us: of a round of gamma drafts, all layers together. share_of_round: what
+    flushing takes of that in the mean, if every draft is accepted, which flushes most often. error: why there are no figures.
+    """
+
+    shape: str
+    layers: int
+    gamma: int
+    bytes: int
+    due: Timing | None = None
+    not_due: Timing | None = None
+    attention_us: float | None = None
+    share_of_round: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One run: the device, what was installed, and a row for each shape."""
+
+    device: str
+    date: str
+    versions: dict[str, str]
+    rows: list[Row]
+
+
+def select_shapes(names: Sequence[str]) -> list[Shape]:
+    """As `attention.select_shapes`, of the shapes with a hierarchical cache; raises InputError where none is left."""
+    shapes = [shape for shape in attention.select_shapes(names or DEFAULT_SHAPES) if shape.planes]
+    if not shapes:
+        raise InputError(f"{', '.join(names)}: nothing is flushed in a bf16 cache; there are int4, int8 and tiny-int shapes")
+    return shapes
+
+
+def run(shapes: Sequence[Shape], *, gamma: int, repeats: int = 20, progress: bool | None = None) -> Report:
+    """Measures caches of these shapes' sizes. progress: a bar on standard error; None where that is a terminal."""
+    rows = []
+    for shape in tqdm(shapes, leave=False, disable=None if progress is None else not progress):
+        row = Row(shape.name, LAYERS, gamma, LAYERS * bytes_moved(shape))
+        try:
+            rows.append(_measured(row, shape, repeats))
+        except Exception as error:  # one row of many
+            rows.append(dataclasses.replace(row, error=attention.one_line(error)))
+    return Report(jax.devices()[0].device_kind, datetime.date.today().isoformat(), attention.versions(), rows)
+
+
+def bytes_moved(shape: Shape) -> int:
+    """Of a layer in which every row is due: the buffer is read, all but G of its rows are written, and a group of codes."""
+    buffer = jax.eval_shape(lambda: random_problem(shape, 0))[1].buffer
+    rows, G, H = buffer.keys.shape[2], shape.group_size, shape.head_dim
+    codes, parameters = 2 * G * H, 2 * ITEM_BYTES * (G + H)
+    return shape.batch * shape.kv_heads * (2 * (2 * rows - G) * H * ITEM_BYTES + codes + parameters)
+
+
+def table(report: Report) -> Group:
+    """A row for each shape."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column("shape")
+    for label in ("layers", "due us", "a layer", "MB", "not due us", "gamma", "attention us", "of a round"):
+        grid.add_column(label, justify="right", no_wrap=True)
+    grid.add_column("")
+    for row in report.rows:
+        figures = ["-"] * 7
+        if row.due:
+            due, not_due = row.due.median_us, row.not_due.median_us
+            figures = [f"{due:,.1f}", f"{due / row.layers:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{not_due:,.1f}", f"{row.gamma}"]
+            figures += [f"{row.attention_us:,.0f}", f"{row.share_of_round:.2%}"]
+        grid.add_row(row.shape, str(row.layers), *figures, row.error)
+    notes = "due: every row flushes. not due: the question costs. of a round: in the mean, of its attention alone, every draft accepted."
+    head = Text.assemble((f"Flush on {report.device}", "bold"), f", {report.date}\n")
+    return Group(head, grid, Text(f"\n{notes}", "dim"))
+
+
+def _measured(row: Row, shape: Shape, repeats: int) -> Row:
+    G, B = shape.group_size, shape.batch
+
+    def flushed(buffered: int) -> Timing:
+        layers = tuple(random_problem(shape, seed)[1] for seed in range(LAYERS))
+        lengths = Lengths(jnp.zeros(B, jnp.int32), jnp.full(B, buffered, jnp.int32))
+        # The lengths stay, so that every trip does the same.
+        trip = lambda cache, lengths: dataclasses.replace(cache.flush()[0], lengths=lengths)
+        cache = HierarchicalCache(layers, jax.tree.map(jnp.copy, lengths), CacheConfig.scheme)
+        return time_loop(trip, cache, lengths, repeats=repeats)
+
+    def attention_us(planes: int, tokens: int) -> float:
+        step = dataclasses.replace(shape, planes=planes, tokens=tokens)
+        (implementation, *_) = attention.select_implementations([])
+        measured = attention.measure(step, implementation, repeats=repeats)
+        if not measured.timing:
+            raise ValueError(measured.note)
+        return measured.timing.median_us
+
+    due, not_due = flushed(2 * G), flushed(G)
+    attended = row.layers * (row.gamma * attention_us(1, 1) + attention_us(2, row.gamma + 1))
+    often = (row.gamma + 1) / G
+    share = (often * due.median_us + (1 - often) * not_due.median_us) / attended
+    return dataclasses.replace(row, due=due, not_due=not_due, attention_us=attended, share_of_round=share)

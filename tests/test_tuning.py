@@ -1,0 +1,73 @@
+"""The files of tuned configurations: what is stored is found again, and what is in the package can be used."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.attention import mosaic_plan, triton
+
+CONFIGS = {mosaic_plan.KERNEL: mosaic_plan.Config, triton.KERNEL: triton.Config}
+PROBLEMS = {
+    mosaic_plan.KERNEL: {"planes", "head_dim", "group_size", "batch", "heads", "block_tiles"},
+    triton.KERNEL: {"planes", "head_dim", "group_size", "programs", "block_rows"},
+}
+plan = mosaic_plan.Plan(1, 32, 1, 1, 128, 128, 1024, 264, 1, block_tiles=1, blocks_of_rows=1)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100 80GB (x)", core_count=132)])
+    monkeypatch.setattr(tuning.path, "__defaults__", (tmp_path,))
+    return tmp_path
+
+
+def test_what_is_stored_is_found(folder):
+    file = tuning.path()
+    assert file == folder / "nvidia-h100-80gb-x-.json"
+    assert tuning.lookup("k", {"planes": None}) is None
+    tuning.store("k", {"planes": None, "n": 1}, {"splits": 4}, file)
+    tuning.store("k", {"planes": 1, "n": 1}, {"splits": 5}, file)
+    tuning.store("k", {"planes": 1, "n": 1}, {"splits": 6}, file)
+    tuning.store("other", {}, {"splits": 7}, file)
+    assert tuning.lookup("k", {"planes": None, "n": 1}) == {"splits": 4}
+    assert tuning.lookup("k", {"n": 1, "planes": 1}) == {"splits": 6}
+    assert tuning.lookup("k", {"planes": 2, "n": 1}) is None
+    assert [len(entries) for entries in json.loads(file.read_text()).values()] == [2, 1]
+    assert list(folder.iterdir()) == [file]
+
+
+def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
+    default = plan.configured(None)
+    other = mosaic_plan.Config(splits=3, blocks=1, warpgroups=2, team=2)
+    assert default.config != other
+    tuning.store(mosaic_plan.KERNEL, plan.problem, {"splits": 3, "blocks": 1, "warpgroups": 2, "team": 2}, tuning.path())
+    assert plan.configured(None).config == other
+    assert plan.configured(default.config) == default
+
+
+def test_candidates_can_work_and_begin_with_the_default():
+    plans = plan.candidates()
+    assert plans[0] == plan.default() and len(plans) == len(set(plans)) > 5
+    for candidate in plans:
+        assert candidate.slots >= 3 and candidate.shared_bytes <= mosaic_plan.SHARED_BYTES
+        assert candidate.configured(candidate.config) == candidate
+
+
+@pytest.mark.parametrize("config", [mosaic_plan.Config(1, team=3), mosaic_plan.Config(1, warpgroups=5, team=2)])
+def test_configurations_that_cannot_work(config):
+    with pytest.raises(ValueError, match="team"):
+        plan.configured(config)
+
+
+def test_the_files_in_the_package():
+    files = sorted(tuning.FOLDER.glob("*.json"))
+    assert files
+    for file in files:
+        for kernel, entries in json.loads(file.read_text()).items():
+            assert len({json.dumps(entry["problem"], sort_keys=True) for entry in entries}) == len(entries) > 0
+            for entry in entries:
+                assert entry["problem"].keys() == PROBLEMS[kernel]
+                CONFIGS[kernel](**entry["config"])
