@@ -308,6 +308,7 @@ def bench_flush(
         typer.Option(help="As in `bench attention`, with a quantized cache: three large ones, if not given."),
     ] = None,
     num_speculative_tokens: Gamma = 6,
+    layers: Annotated[int, typer.Option(min=1, help="Of the cache.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
     as_json: Json = False,
@@ -317,7 +318,7 @@ def bench_flush(
     if not 1 <= num_speculative_tokens < MAX_TOKENS:
         raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
     with _output(output) as write:
-        report = flush_bench.run(shapes, gamma=num_speculative_tokens, repeats=repeats, progress=False if as_json else None)
+        report = flush_bench.run(shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=False if as_json else None)
         _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else flush_bench.table(report))
 
 

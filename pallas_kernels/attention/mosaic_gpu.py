@@ -79,6 +79,8 @@ def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | Non
     return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
 
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
 def run(plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer) -> Array:
     """Two launches: partial results of teams, and their merging."""
     from pallas_kernels.attention import mosaic_blocks

@@ -59,9 +59,14 @@ class Plan:
     def default(self) -> "Plan":
         """What did well in sweeps on an H100, with three slots of the ring where they fit."""
         largest = WARPS if self.planes is None else self.group_size // 32
-        alone = [(2, 1, 4), (1, 1, 2), (1, 1, 1), (1, 1, 4)] if self.planes == 1 else [(1, 1, 1), (1, 1, 2), (1, 1, 4)]
-        together = [(1, 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
-        options = [self._resident(*shape) for shape in (alone if self.block_tiles <= 2 else together) if shape[2] <= largest]
+        few = {
+            1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
+            2: [(1, 1, 4), (1, 1, 2), (1, 1, 1)],
+            None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
+        }
+        many = [(1, 2 if self.planes is None else 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
+        shapes = few[self.planes] if self.block_tiles <= 2 else many
+        options = [self._resident(*shape) for shape in shapes if shape[2] <= largest]
         return next((plan for plan in options if plan.slots >= 3), options[-1])
 
     def candidates(self) -> list["Plan"]:

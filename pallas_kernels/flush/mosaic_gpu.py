@@ -42,6 +42,8 @@ def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"
     return None
 
 
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnames="scheme")
 def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
     """See `pallas_kernels.flush.flush`."""
     batch, kv_heads, _, head_dim = layer.buffer.keys.shape

@@ -23,8 +23,6 @@ from qspec_jax.cache import HierarchicalCache
 from qspec_jax.config import CacheConfig
 from qspec_jax.errors import InputError
 
-# Enough to tell what a layer costs from what a call does.
-LAYERS = 8
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
 
 
@@ -65,11 +63,11 @@ def select_shapes(names: Sequence[str]) -> list[Shape]:
     return shapes
 
 
-def run(shapes: Sequence[Shape], *, gamma: int, repeats: int = 20, progress: bool | None = None) -> Report:
+def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> Report:
     """Measures caches of these shapes' sizes. progress: a bar on standard error; None where that is a terminal."""
     rows = []
     for shape in tqdm(shapes, leave=False, disable=None if progress is None else not progress):
-        row = Row(shape.name, LAYERS, gamma, LAYERS * bytes_moved(shape))
+        row = Row(shape.name, layers, gamma, layers * bytes_moved(shape))
         try:
             rows.append(_measured(row, shape, repeats))
         except Exception as error:  # one row of many
@@ -108,7 +106,7 @@ def _measured(row: Row, shape: Shape, repeats: int) -> Row:
     G, B = shape.group_size, shape.batch
 
     def flushed(buffered: int) -> Timing:
-        layers = tuple(random_problem(shape, seed)[1] for seed in range(LAYERS))
+        layers = tuple(random_problem(shape, seed)[1] for seed in range(row.layers))
         lengths = Lengths(jnp.zeros(B, jnp.int32), jnp.full(B, buffered, jnp.int32))
         # The lengths stay, so that every trip does the same.
         trip = lambda cache, lengths: dataclasses.replace(cache.flush()[0], lengths=lengths)
