@@ -281,19 +281,22 @@ def bench_attention(
     as_json: Json = False,
 ):
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
+    if tune:
+        attention_tuning.check()
     shapes = attention_bench.select_shapes(shape or [])
     implementations = attention_bench.select_implementations(implementation or [])
     progress = False if as_json else None
     if tune:
         if plot or "reference" in implementations:
             raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
-        attention_tuning.check()
         with _output(output) as write:
             report = attention_tuning.run(shapes, implementations, repeats=repeats, progress=progress)
             _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_tuning.table(report))
         return
     if plot:
         attention_report.check_plot(plot, shapes)
+        if output and output.resolve() == plot.resolve():
+            raise InputError(f"--output and --plot are the same file, {plot}")
     with _output(output) as write:
         report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
         _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_report.table(report))
@@ -327,7 +330,8 @@ def _report(write: Callable[[str], object], output: Path | None, result: str | G
     if isinstance(result, str):
         write(result + "\n")
     elif output is None and sys.stdout.isatty():
-        Console().print(result)
+        # A narrow terminal wraps lines; the table would drop what is in its columns.
+        Console(width=max(Console().width, TABLE_WIDTH)).print(result)
     else:
         text = io.StringIO()
         Console(file=text, width=TABLE_WIDTH).print(result)

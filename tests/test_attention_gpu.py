@@ -146,6 +146,48 @@ def test_what_is_not_finite_stays_in_its_row(planes, implementation):
     np.testing.assert_array_equal(out[others], first[others])
 
 
+@every_kernel
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_group_that_could_not_be_quantized_reads_as_nan(part, planes, implementation):
+    """Such a channel or token has a NaN scale, the codes of 0, and zero 0."""
+    case = CASES["T7-GQA4-128"]
+    q, layer = problem("T7-GQA4-128", "gaussian")
+    run = kernel(implementation, q, layer, case.lengths, planes=planes)
+    first = np.asarray(run(q, layer, case.lengths))
+    row, at = 3, (3, slice(None), 5, 17)
+    spoilt = getattr(layer, part)
+    spoilt = dataclasses.replace(spoilt, scale=spoilt.scale.at[at].set(jnp.nan), zero=spoilt.zero.at[at].set(0))
+    layer = dataclasses.replace(layer, **{part: spoilt})
+    out = np.asarray(run(q, layer, case.lengths))
+    assert np.isnan(np.asarray(expected(q, layer, case.lengths, planes=planes)[row])).all()
+    assert np.isnan(out[row].astype(float)).all()
+    others = np.arange(len(out)) != row
+    np.testing.assert_array_equal(out[others], first[others])
+
+
+@pytest.mark.parametrize("name, planes", [("T1-MHA-128", 1), ("T7-GQA4-128", 2), ("T7-GQA4-128", None)])
+@pytest.mark.parametrize("team", [1, 2, 4])
+@pytest.mark.parametrize("warpgroups", [1, 2])
+def test_mosaic_goes_around_its_ring_many_times(warpgroups, team, name, planes):
+    q, layer = problem(name, "outliers")
+    layer, lengths = CASES[name].attended(layer, planes)
+    kernel("mosaic_gpu", q, layer, lengths, planes=planes)
+    from pallas_kernels.attention import mosaic_gpu
+
+    config = mosaic_gpu.Config(splits=1, warpgroups=warpgroups, team=team)
+    try:
+        mosaic_gpu.plan_for(q, layer, planes=planes, config=config)
+    except ValueError as reason:
+        assert warpgroups == 2 and planes == 2, reason  # no room for the rings of so many teams
+        return
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, planes=planes, config=config))
+    first = run(q, layer, lengths)
+    assert_close(first, expected(q, layer, lengths, planes=planes), f"{config}")
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(run(q, layer, lengths)))
+
+
 def test_mosaic_with_more_rows_than_splits():
     case = CASES["T1-MHA-128"]
     q, layer = problem("T1-MHA-128", "gaussian")

@@ -1,4 +1,4 @@
-"""`qspec bench attention`: what it counts and reports, on shapes that a CPU does at once. No figure of speed is tested."""
+"""`qspec bench attention`, with --tune, and `qspec bench flush`, on shapes that a CPU does at once. No figure of speed is tested."""
 
 import dataclasses
 import io
@@ -209,6 +209,7 @@ def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
         (["--plot", "no/such/folder/a.png"], "no/such/folder/a.png"),
         (["--plot", "a.txt"], ".png"),
         (["--plot", "a.png"], "single row"),
+        (["--shape", "tiny", "--plot", "a.png", "--output", "./a.png"], "same file"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
@@ -254,19 +255,21 @@ def test_the_tuning_table():
     a, b = {"splits": 1}, {"splits": 2}
     trials = attention_tuning.choose([trial(a, "short", 10), trial(b, "short", 5, error=0.5)])
     text = io.StringIO()
-    report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", trials)
+    report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", trials, ["triton is not there"])
     rich.console.Console(file=text, width=140).print(attention_tuning.table(report))
     lines = text.getvalue().splitlines()
     assert [line.split()[2:4] for line in lines if line.startswith("short")] == [["splits", "2"], ["splits", "1"]]
     assert [line.split()[-1] for line in lines if line.startswith("short")] == ["wrong", "chosen"]
-    assert "gpu.json" in text.getvalue()
+    assert "gpu.json" in text.getvalue() and "Not tuned: triton" in text.getvalue()
 
 
 def test_tune_needs_a_gpu_and_kernels(fails):
     if jax.default_backend() == "cpu":
         fails([*FAST, "--tune", "--implementation", "mosaic_gpu"], "--tune", "needs a GPU")
-    fails([*FAST, "--tune", "--implementation", "reference"], "--tune", "reference")
-    fails([*FAST, "--tune", "--plot", "a.png"], "--tune", "--plot")
+        fails(["bench", "attention", "--tune"], "--tune", "needs a GPU")
+    else:
+        fails([*FAST, "--tune", "--implementation", "reference"], "--tune", "reference")
+        fails([*FAST, "--tune", "--plot", "a.png"], "--tune", "--plot")
 
 
 # Flush ----------------------------------------------------------------------------------------------------------------
@@ -283,7 +286,7 @@ def test_flush(run):
     (row,) = json.loads(out)["rows"]
     assert row["error"] == "" and row["layers"] == 2 and row["gamma"] == 3
     due, not_due = row["due"]["median_us"], row["not_due"]["median_us"]
-    assert due > not_due > 0
+    assert due > 0 and not_due > 0
     assert row["share_of_round"] == pytest.approx((4 / 64 * due + 60 / 64 * not_due) / row["attention_us"])
 
 

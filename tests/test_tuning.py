@@ -69,5 +69,22 @@ def test_the_files_in_the_package():
         for kernel, entries in json.loads(file.read_text()).items():
             assert len({json.dumps(entry["problem"], sort_keys=True) for entry in entries}) == len(entries) > 0
             for entry in entries:
-                assert entry["problem"].keys() == PROBLEMS[kernel]
-                CONFIGS[kernel](**entry["config"])
+                problem, config = entry["problem"], CONFIGS[kernel](**entry["config"])
+                assert problem.keys() == PROBLEMS[kernel]
+                if kernel == mosaic_plan.KERNEL:
+                    rebuilt = mosaic_plan.Plan(
+                        problem["batch"], problem["heads"], 1, 1, problem["head_dim"], problem["group_size"], 1024, 264, problem["planes"],
+                        block_tiles=problem["block_tiles"], blocks_of_rows=1,
+                    )  # fmt: skip
+                    assert rebuilt.problem == problem and rebuilt.configured(config).slots >= 3
+
+
+def test_a_file_that_cannot_be_read_is_as_none(folder, caplog):
+    tuning._entries.cache_clear()
+    tuning.path().write_text("{")
+    assert tuning.lookup("k", {}) is None
+    assert "cannot be used" in caplog.text
+    tuning.path().chmod(0o640)
+    tuning.store("k", {}, {"splits": 1}, tuning.path())
+    assert tuning.lookup("k", {}) == {"splits": 1}
+    assert tuning.path().stat().st_mode & 0o777 == 0o640

@@ -47,7 +47,9 @@ class Plan:
         """With this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
         if config is None:
             tuned = tuning.lookup(KERNEL, self.problem)
-            return self.default() if tuned is None else dataclasses.replace(self, config=Config(**tuned))
+            if tuned is None:
+                return self.default()
+            config = Config(**tuned)
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
         if any(number % config.team for number in divided):
             raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")

@@ -85,7 +85,7 @@ class QuantizedSource:
             for offset in range(0, size, 512 * plan.config.team):
                 w.copy_async(shared + to, source, offset=offset)
             shared += size
-        # Every warp of a team copies these few, the same bytes to the same place.
+        # Every warp of a team copies these few, the same bytes to the same place, for it reads them before the team has met.
         chunk = self.lane % min(32, parameters // 4)
         for first in range(0, parameters // 4, 32):
             i = chunk + first

@@ -1,8 +1,9 @@
 """What a warp computes, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
 
 Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
-rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two, so that float16 neither
-overflows nor loses what matters; the keys' zeros are a product of their own in bfloat16, the values' a number for all channels.
+rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two: float16 then has 2^20
+from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a product of their own
+in bfloat16, the values' a number for all channels.
 """
 
 import functools
@@ -18,7 +19,7 @@ SIGNS = 0x80008000
 EXPONENTS = 0x00800080  # 1 in the place of the exponents of a pair of bfloat16
 # Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
 SIZE, LEAST = 6, -40
-# Softmax weights are 2^HEADROOM times exp(logit - maximum): float16 has as much room below the smallest as it can.
+# Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has; times scales they stay below 2^15.
 HEADROOM = 8
 
 
@@ -107,24 +108,27 @@ class Tile:
 
         return [list(map(half, word)) for word in operand]
 
-    def _half_scales(self, scale: list, inverse) -> list:
-        """The same of scales, over a power of two, and in one plane over the 16 that high nibbles are too large by."""
-        exponent = w.as_bits(inverse) >> 16
+    def _half_scales(self, scale: list, factor) -> list:
+        """The same of scales, times a power of two, and in one plane over the 16 that high nibbles are too large by."""
+        exponent = w.i32(254 << 7) - (w.as_bits(factor) >> 16)
         exponent = (exponent << 16 | exponent) - 15 * EXPONENTS  # float16's bias is 112 less than bfloat16's 127
         biases = exponent, exponent + (4 * EXPONENTS if self.plan.planes == 1 else 0)
         return [[w.swap_neighbours(*(w.halve_positive(x, bias) for x in half)) for half, bias in zip(word, biases)] for word in scale]
 
-    def _largest(self, operand: list, signs: int = 0):
-        """The largest entry of pairs of bfloat16 in the four lanes of a row; without these bits."""
-        pairs = [x & ~signs if signs else x for word in operand for half in word for x in half]
-        return w.all_columns(w.largest(pairs), w.maximum)
+    def _normalized(self, scale: list) -> tuple:
+        """A power of two that brings the scales of a row of lanes to a common size, and its inverse: NaN if one of the scales is."""
+        largest = w.all_columns(w.largest_positive([x for word in scale for half in word for x in half]), w.maximum)
+        factor, inverse = w.powers_of_two(w.as_float(largest), SIZE, LEAST)
+        # In float16 a NaN would be lost.
+        return factor, w.fma(w.as_float(largest), w.f32(0.0), inverse)
 
     def halve_queries(self, n) -> None:
         """Writes the queries of tile n in float16, what they were multiplied by, and the inverse."""
         plan = self.plan
         row = self.g + n * ROWS
         plain = self._pairs(self.queries + row * plan.query_pitch, plan.head_dim, plan.head_dim // 32)
-        factor, inverse = w.powers_of_two(self._largest(plain, SIGNS), SIZE, LEAST)
+        largest = w.largest([x & ~SIGNS for word in plain for half in word for x in half])
+        factor, inverse = w.powers_of_two(w.all_columns(largest, w.maximum), SIZE, LEAST)
         for k, word in enumerate(self._half(plain, factor)):
             for half, pairs in enumerate(word):
                 at = self.halves + row * plan.query_pitch + self.t * (plan.head_dim // 4) + half * plan.head_dim
@@ -167,16 +171,16 @@ class Tile:
         return operand
 
     def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
-        """Logits [n][tile] of this warp's tokens, those of word k, first half, second half, of the values' rows: their units, and what
-        they are too small by, in units, (query)[n].
+        """Logits [n][tile] of this warp's tokens, in the order of the values' rows: word k of the first half, then of the second; their
+        units [n]; and what is to be added to them [n], in these units.
         """
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
         row_bytes, steps, words = H // 2, H // 32, G // 32
         parameters = slot + plan.planes * G * row_bytes
         scale, zero = self._pairs(parameters, H, steps), self._pairs(parameters + 2 * H, H, steps)
-        factor, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
-        scale = self._half_scales(scale, inverse)
+        factor, inverse = self._normalized(scale)
+        scale = self._half_scales(scale, factor)
 
         def prepared(n) -> tuple[list, list]:
             """Operand n, and where its logits start."""
@@ -231,10 +235,10 @@ class Tile:
         mine = words // self.team
         parameters = slot + plan.planes * H * row_bytes
         scale = self._pairs(parameters, G, words)
-        _, inverse = w.powers_of_two(self._largest(scale), SIZE, LEAST)
+        factor, inverse = self._normalized(scale)
         if self.team > 1:
             scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
-        scale = self._half_scales(scale, inverse)
+        scale = self._half_scales(scale, factor)
         zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
         state, alphas, weights = self._softmax(state, *logits, refill)
         state["offset"] = [[w.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]

@@ -6,13 +6,15 @@ kernel's own account; one without an entry gets the kernel's default.
 
 import functools
 import json
-import os
+import logging
 import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+
+log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 
@@ -28,7 +30,10 @@ def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
 
 
 def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, int], file: Path) -> None:
-    """Adds an entry to a file, in place of the one for the same problem. Raises OSError where that cannot be written."""
+    """Adds an entry to a file, in place of the one for the same problem; not for two processes at a time.
+
+    Raises OSError where the file cannot be written; it is then as it was.
+    """
     entries = dict(_entries.__wrapped__(file))
     others = [entry for entry in entries.get(kernel, []) if entry["problem"] != dict(problem)]
     order = lambda entry: [(name, value or 0) for name, value in entry["problem"].items()]
@@ -36,12 +41,21 @@ def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, i
     # A line for each entry.
     lines = lambda rows: ",\n".join(f"  {json.dumps(row)}" for row in rows)
     text = "{\n" + ",\n".join(f" {json.dumps(name)}: [\n{lines(rows)}\n ]" for name, rows in sorted(entries.items())) + "\n}\n"
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as new:
-        new.write(text)
-    os.replace(new.name, file)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        new.write_text(text)
+        if file.exists():
+            new.chmod(file.stat().st_mode & 0o777)
+        new.replace(file)
     _entries.cache_clear()
 
 
 @functools.cache
 def _entries(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.exists() else {}
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be used, defaults take its place: %s", file, error)
+        return {}

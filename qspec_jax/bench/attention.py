@@ -132,14 +132,17 @@ def run(
     )
 
 
-def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20) -> Row:
-    """One of our implementations on one shape. config: the kernel's own, in place of what it would choose."""
+def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20, error_tokens: int = ERROR_TOKENS) -> Row:
+    """One of our implementations on one shape. config: the kernel's own, in place of what it would choose.
+
+    error_tokens: the most in a row for the relative error.
+    """
     row = functools.partial(Row, shape.name, implementation, False, bytes=bytes_read(shape))
     try:
-        if reason := _unsupported(shape, implementation):
+        if reason := unsupported(shape, implementation):
             return row("unavailable", reason)
         attend = _attend(implementation, shape.planes, config)
-        error = _error(implementation, _unnamed(shape.shortened(ERROR_TOKENS)), config)
+        error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
         problems = [random_problem(_unnamed(shape), seed) for seed in range(input_count(bytes_read(shape)))]
         timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats)
     except Exception as error:  # one row of many
@@ -167,7 +170,8 @@ def measure_peer(shape: Shape, name: str, *, repeats: int = 20) -> Row:
     return row("measured", peer.note, timing=timing, relative_error=error)
 
 
-def _unsupported(shape: Shape, implementation: str) -> str | None:
+def unsupported(shape: Shape, implementation: str) -> str | None:
+    """Why that implementation cannot run on a shape here, or None."""
     if implementation == "reference":
         return None
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ from qspec_jax.errors import InputError
 
 # Of a result, against the reference: more is a wrong one.
 MAX_ERROR = 1e-2
+# Contexts that errors are measured at: long enough for every warp to use its part of shared memory several times.
+ERROR_TOKENS = 32768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +43,26 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport:
-    """One sweep: the device, where the chosen configurations went, and every trial."""
+    """One sweep: the device, where the chosen configurations went, every trial, and what cannot run here and why."""
 
     device: str
     date: str
     versions: dict[str, str]
     file: str
     trials: list[Trial]
+    not_tuned: list[str] = dataclasses.field(default_factory=list)
 
 
 def check() -> None:
     """Raises InputError where there is no GPU to tune for, or no place for what is found."""
     if jax.default_backend() != "gpu":
         raise InputError("--tune needs a GPU, and JAX finds none")
-    file = tuning.path()
+    folder = tuning.path().parent
     try:
-        file.open("a").close()
-        if not file.stat().st_size:
-            file.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise InputError(f"--tune: {file} cannot be written ({error.strerror})") from None
+        raise InputError(f"--tune: nothing can be written in {folder} ({error.strerror})") from None
 
 
 def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
@@ -67,11 +70,16 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
 
     The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
     """
-    problems = defaultdict(list)
+    problems, reasons = defaultdict(list), []
     for name in implementations:
         for shape in shapes:
+            if reason := attention.unsupported(shape, name):
+                reasons.append(f"{name} on {shape.name} {reason}")
+                continue
             kernel, problem, configs = _tunable(shape, name)
             problems[kernel, tuple(problem.items())].append((shape, name, problem, configs))
+    if not problems:
+        raise InputError(f"--tune: nothing can run: {'; '.join(dict.fromkeys(reasons))}")
     total = sum(len(configs) for work in problems.values() for *_, configs in work)
     chosen = []
     with tqdm(total=total, leave=False, disable=None if progress is None else not progress) as bar:
@@ -80,7 +88,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
             for shape, name, problem, configs in work:
                 for config in configs:
                     bar.set_description(f"{shape.name}: {name} {_describe(dataclasses.asdict(config))}")
-                    row = attention.measure(shape, name, config=config, repeats=repeats)
+                    row = attention.measure(shape, name, config=config, repeats=repeats, error_tokens=ERROR_TOKENS)
                     trials.append(Trial(kernel, problem, dataclasses.asdict(config), config == configs[0], row))
                     bar.update()
             trials = choose(trials)
@@ -89,6 +97,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
                     tuning.store(trial.kernel, trial.problem, trial.config, tuning.path())
             chosen += trials
     return TuningReport(
+        not_tuned=reasons,
         device=jax.devices()[0].device_kind,
         date=datetime.date.today().isoformat(),
         versions=attention.versions(),
@@ -132,14 +141,13 @@ def table(report: TuningReport) -> Group:
         cells = row.shape, trial.kernel, _describe(trial.config), *(figures if row.timing else ["-"] * 3)
         grid.add_row(*cells, ", ".join(filter(None, notes)), style="green" if trial.chosen else "")
     head = Text.assemble((f"Configurations of decode attention on {report.device}", "bold"), f", {report.date}\n")
-    return Group(head, grid, Text(f"\nThe chosen ones are in {report.file}"))
+    notes = [f"The chosen ones are in {report.file}", *(f"Not tuned: {reason}" for reason in report.not_tuned)]
+    return Group(head, grid, Text("\n" + "\n".join(notes)))
 
 
 def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
-    q, layer, lengths = jax.eval_shape(lambda: random_problem(shape, 0))
+    q, layer, _ = jax.eval_shape(lambda: random_problem(shape, 0))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    if reason := module.unsupported(q, layer, lengths, planes=shape.planes):
-        raise InputError(f"--tune: {implementation} cannot run on shape {shape.name}: it {reason}")
     return module.tunable(q, layer, planes=shape.planes)
 
 

@@ -66,7 +66,9 @@ def select_shapes(names: Sequence[str]) -> list[Shape]:
 def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> Report:
     """Measures caches of these shapes' sizes. progress: a bar on standard error; None where that is a terminal."""
     rows = []
-    for shape in tqdm(shapes, leave=False, disable=None if progress is None else not progress):
+    bar = tqdm(shapes, leave=False, disable=None if progress is None else not progress)
+    for shape in bar:
+        bar.set_description(f"{shape.name}: {layers} layers")
         row = Row(shape.name, layers, gamma, layers * bytes_moved(shape))
         try:
             rows.append(_measured(row, shape, repeats))
@@ -115,8 +117,10 @@ def _measured(row: Row, shape: Shape, repeats: int) -> Row:
 
     def attention_us(planes: int, tokens: int) -> float:
         step = dataclasses.replace(shape, planes=planes, tokens=tokens)
-        (implementation, *_) = attention.select_implementations([])
-        measured = attention.measure(step, implementation, repeats=repeats)
+        # As the dispatch does: the first that can run.
+        names = [*attention.select_implementations([]), "reference"]
+        name = next(name for name in names if not attention.unsupported(step, name))
+        measured = attention.measure(step, name, repeats=repeats)
         if not measured.timing:
             raise ValueError(measured.note)
         return measured.timing.median_us
