@@ -189,6 +189,11 @@ def store_global(at: Value, x: Value) -> None:
     ptx(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
 
 
+def store_global_bf16(at: Value, x: Value) -> None:
+    """A float32, rounded."""
+    ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.global.b16 [$0], y; }", at, x)
+
+
 def store_shared(at: Value, *x: Value) -> None:
     """1, 2 or 4 values of 32 bits."""
     code = f"st.shared{_vector(len(x))}.{'f32' if x[0].is_float else 'b32'} [${len(x)}], {_list(len(x))};"
@@ -206,10 +211,14 @@ def _list(words: int) -> str:
     return "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
 
 
-def copy_async(shared: Value, source: Value, size: Value | None = None, *, offset: int = 0) -> None:
-    """16 bytes to shared memory in the background, `offset` from both addresses; the first `size` are read and the rest are zero."""
+def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0) -> None:
+    """`width` bytes (4, 8 or 16) to shared memory in the background, `offset` from both addresses.
+
+    Of them the first `size` are read, and the rest are zero.
+    """
     tail, args = ("", ()) if size is None else (", $2", (size,))
-    ptx(f"cp.async.cg.shared.global [$0+{offset}], [$1+{offset}], 16{tail};", shared, source, *args)
+    level = "cg" if width == 16 else "ca"
+    ptx(f"cp.async.{level}.shared.global [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
 
 
 def commit_copies() -> None:
@@ -273,6 +282,12 @@ def largest(pairs: Sequence[Value]) -> Value:
     return maximum(*bf16_entries(functools.reduce(lambda a, b: pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))
 
 
+def largest_positive(pairs: Sequence[Value]) -> Value:
+    """The bits of the largest entry of pairs of bfloat16 that are no less than 0, as those of a float32: a NaN is larger than all."""
+    both = functools.reduce(lambda a, b: pure("max.u16x2 $0, $1, $2;", a, b), pairs)
+    return maximum((both << 16) & 0x7FFFFFFF, both & 0x7FFF0000)
+
+
 def nibble_masks(zero: Value) -> tuple[Value, Value]:
     """The masks of `unpack`, from a zero that the compiler does not know: it would make constants anew at every use."""
     return zero ^ 0x000F000F, zero ^ 0x00F000F0
@@ -292,6 +307,15 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     exponents = i32(0x64646464)
     expand = lambda x, order: pure(f"prmt.b32 $0, $1, $2, {order};", x, exponents)
     return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
+
+
+def unpack_bf16(codes: Value, mask: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """The nibbles of 4 bytes as bfloat16 128 + code. mask: the first of `nibble_masks`.
+
+    Pairs of bytes (0, 2) and (1, 3), first of the low nibbles, then of the high ones.
+    """
+    take = lambda shift: pure("lop3.b32 $0, $1, $2, 0x43004300, 0xEA;", codes >> shift if shift else codes, mask)  # x & mask | 0x4300...
+    return (take(0), take(8)), (take(4), take(12))
 
 
 def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:
@@ -352,7 +376,7 @@ def all_columns(x: Value, combine: Callable[[Value, Value], Value]) -> Value:
 def halve_positive(x: Value, bias: Value) -> Value:
     """Positive pairs of bfloat16 as float16, times a power of two: `bias`, in the place of both exponents, is subtracted.
 
-    An exponent without room for that gives something below 2^-14; one too large spoils the pair.
+    The result must be below 2^16; what would be below 2^-14 loses its digits. A NaN becomes some number.
     """
     return (pure("max.u16x2 $0, $1, $2;", x, bias) - bias) << 3
 

@@ -46,9 +46,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        weight = self.weight.get_value()
-        y = int4_matmul(x, weight) if isinstance(weight, Int4Weight) else _matmul(x, weight, x.dtype)
-        return y if self.bias is None else y + self.bias.get_value()
+        return _apply(x, self)[0]
 
 
 class RMSNorm(nnx.Module):
@@ -86,7 +84,7 @@ class Block(nnx.Module):
         """Queries and keys after RoPE, and values."""
         h = self.input_norm(x)
         heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = heads(self.q_proj(h)), heads(self.k_proj(h)), heads(self.v_proj(h))
+        q, k, v = map(heads, _apply(h, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
@@ -100,7 +98,8 @@ class Block(nnx.Module):
         return x + self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        return nnx.silu(self.gate_proj(h)) * self.up_proj(h)
+        gate, up = _apply(h, self.gate_proj, self.up_proj)
+        return nnx.silu(gate) * up
 
 
 class Llama(nnx.Module):
@@ -160,6 +159,16 @@ class Llama(nnx.Module):
 
 def _name(key) -> str:
     return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
+
+
+def _apply(x: Float[Array, "B T in"], *linears: Linear) -> list[Float[Array, "B T _"]]:
+    """The outputs of linear layers with the same input; those with INT4 weights share a launch."""
+    weights = [linear.weight.get_value() for linear in linears]
+    if all(isinstance(weight, Int4Weight) for weight in weights):
+        outputs = int4_matmul(x, weights)
+    else:
+        outputs = [_matmul(x, weight, x.dtype) for weight in weights]
+    return [y if linear.bias is None else y + linear.bias.get_value() for y, linear in zip(outputs, linears)]
 
 
 def _matmul(x: Array, weight: Array, dtype) -> Array:

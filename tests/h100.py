@@ -14,9 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of
 
-from pallas_kernels import attention, flush
+from pallas_kernels import attention, flush, matmul
 from pallas_kernels.attention import mosaic_gpu as mosaic_attention
 from pallas_kernels.flush import mosaic_gpu as mosaic_flush
+from pallas_kernels.matmul import mosaic_gpu as mosaic_matmul
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -41,13 +42,15 @@ def main() -> None:
     # No GPU is there to be asked.
     attention.choose = lambda *args, **settings: mosaic_attention
     flush.choose = lambda *args, **settings: mosaic_flush
+    matmul.choose = lambda *args, **settings: mosaic_matmul
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     device = AbstractDevice(device_kind=NAME, num_cores=MULTIPROCESSORS, platform="gpu")
     for name, (kind, gamma) in METHODS.items():
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            compiled, state = compiled_loop(kind, 2, gamma, dtype=jnp.bfloat16, head_dim=128, temperature=1.0, place=place)
+            settings = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
+            compiled, state = compiled_loop(kind, 2, gamma, dtype=jnp.bfloat16, temperature=1.0, place=place, **settings)
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
         print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels}), flush=True)
 

@@ -67,10 +67,11 @@ def compiled_loop(
     temperature: float = 0.0,
     donate: bool = True,
     place=lambda x: x,
+    **model_settings: int,
 ) -> tuple[jax.stages.Compiled, DecodeState]:
     """The decode loop over a large cache, and the shapes of its state. place: what to make of each argument first."""
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
-    model = random_model(dtype, head_dim=head_dim)
+    model = random_model(dtype, head_dim=head_dim, **model_settings)
     config = GenerationConfig(
         method="quantspec" if gamma else "autoregressive",
         cache=kind,

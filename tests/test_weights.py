@@ -22,7 +22,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OUT = 48
 
 dequantize_jit = jax.jit(dequantize_weight, static_argnames="dtype")
-matmul_jit = jax.jit(int4_matmul)
+matmul_jit = jax.jit(lambda x, weight: int4_matmul(x, (weight,))[0])
 
 
 def weights(in_features: int) -> dict[str, np.ndarray]:

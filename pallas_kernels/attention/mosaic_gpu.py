@@ -8,7 +8,6 @@ weights, are the second (8 rows a tile). So the keys' scales multiply queries, a
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 
@@ -105,28 +105,3 @@ def run(plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullL
     shared = 4 * WARPS * (plan.head_dim + 1)
     rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
     return launch("merge_attention", functools.partial(mosaic_blocks.emit_merge, plan), partial, merged, rows, 1, shared)["merged"]
-
-
-def launch(name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, warpgroups: int, shared_bytes: int) -> dict:
-    """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own."""
-    from jax.experimental.mosaic.gpu import core as mosaic
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    names = (*inputs, *outputs, "shared")
-
-    def body(*refs):
-        types = tuple(plgpu.RefType() for _ in refs)
-        plgpu.inline_mgpu(arg_types=types)(lambda ctx, *raw: emit(dict(zip(names, raw))))(*refs)
-
-    results = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
-        kernel_name=name,
-    )(*inputs.values())
-    return dict(zip(outputs, results))

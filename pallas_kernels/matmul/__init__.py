@@ -1,11 +1,20 @@
 """Activations times group-quantized INT4 weights."""
 
+from collections.abc import Sequence
+
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul import reference
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.weight_format import Int4Weight
 
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 
-def int4_matmul(x: Float[Array, "*rows in"], weight: Int4Weight) -> Float[Array, "*rows out"]:
-    """x @ weight.T, accumulated in at least float32, in x's dtype."""
-    return reference.int4_matmul(x, weight)
+
+def int4_matmul(
+    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "*rows _"], ...]:
+    """x @ weight.T for each weight, accumulated in at least float32, in x's dtype. One launch, where a kernel runs.
+
+    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    """
+    return choose("matmul", GPU_IMPLEMENTATIONS, implementation, x, weights).int4_matmul(x, weights)

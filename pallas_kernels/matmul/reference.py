@@ -1,5 +1,7 @@
 """Plain JAX: dequantize, then multiply."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -8,9 +10,10 @@ from pallas_kernels.kv_format import accumulation_dtype
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weight: Int4Weight) -> Float[Array, "*rows out"]:
+def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> tuple[Float[Array, "*rows _"], ...]:
     """See `pallas_kernels.matmul.int4_matmul`."""
     wide = accumulation_dtype(x.dtype)
     # Or XLA dequantizes once, before the decode loop, and keeps every weight in full precision through it.
-    x, weight = lax.optimization_barrier((x, weight))
-    return jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST).astype(x.dtype)
+    x, weights = lax.optimization_barrier((x, tuple(weights)))
+    product = lambda weight: jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
+    return tuple(product(weight).astype(x.dtype) for weight in weights)

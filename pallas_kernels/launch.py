@@ -1,0 +1,30 @@
+"""Launching a kernel whose body places every register itself (see warp.py)."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+
+def launch(name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, warpgroups: int, shared_bytes: int) -> dict:
+    """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own."""
+    from jax.experimental.mosaic.gpu import core as mosaic
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    names = (*inputs, *outputs, "shared")
+
+    def body(*refs):
+        types = tuple(plgpu.RefType() for _ in refs)
+        plgpu.inline_mgpu(arg_types=types)(lambda ctx, *raw: emit(dict(zip(names, raw))))(*refs)
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
+        kernel_name=name,
+    )(*inputs.values())
+    return dict(zip(outputs, results))
