@@ -6,6 +6,7 @@ Bad input ends with one line on standard error and exit code 2. With --json, sta
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib.resources
 import io
 import json
@@ -28,8 +29,14 @@ from tqdm import tqdm
 from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import checkpoint, drafts
 from qspec_jax.bench import attention as attention_bench
-from qspec_jax.bench import attention_report, attention_tuning
+from qspec_jax.bench import attention_report, attention_tuning, decode_report, matmul_report
+from qspec_jax.bench import decode as decode_bench
 from qspec_jax.bench import flush as flush_bench
+from qspec_jax.bench import matmul as matmul_bench
+from qspec_jax.bench import report as kernel_report
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
+from qspec_jax.bench.decode import METHODS
+from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -294,14 +301,43 @@ def bench_attention(
             _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_tuning.table(report))
         return
     if plot:
-        attention_report.check_plot(plot, shapes)
-        if output and output.resolve() == plot.resolve():
-            raise InputError(f"--output and --plot are the same file, {plot}")
+        attention_report.check_plot(plot, output, shapes)
     with _output(output) as write:
         report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
         _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_report.table(report))
     if plot:
         attention_report.plot(report, plot)
+
+
+@benchmarks.command("matmul")
+def bench_matmul(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape, or the beginning of the names of several (llama-3.1-8b-qkv, tiny); may be given several times: all large "
+            "ones, if not given."
+        ),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="Of ours: mosaic_gpu, reference; may be given several times: the kernel on a GPU, if not given."),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """INT4 matmuls: our kernel, and bfloat16 matmuls of the same shapes, in one run."""
+    shapes = matmul_bench.select_shapes(shape or [])
+    implementations = matmul_bench.select_implementations(implementation or [])
+    if plot:
+        kernel_report.check_plot(plot, output)
+    with _output(output) as write:
+        report = matmul_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
+        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else matmul_report.table(report))
+    if plot:
+        matmul_report.plot(report, plot)
 
 
 @benchmarks.command("flush")
@@ -323,6 +359,66 @@ def bench_flush(
     with _output(output) as write:
         report = flush_bench.run(shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=False if as_json else None)
         _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else flush_bench.table(report))
+
+
+@benchmarks.command("decode")
+def bench_decode(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory in Hugging Face format, in place of --arch.")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(METHODS)}; may be given several times: the baseline and quantspec, if not given."),
+    ] = None,
+    num_speculative_tokens: Gamma = 6,
+    max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
+    simulate_acceptance: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Accept each draft with this chance, given those before it; random weights need it.")
+    ] = None,
+    simulate_ratio: Annotated[
+        float | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
+    ] = None,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of each step, of which the median is given.")] = 10,
+    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up, a round and memory to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """Whole decodes and their steps, by each method, against the bytes that they must read."""
+    if (arch is None) == (model is None):
+        raise InputError("one of --arch and --model should be given")
+    if simulate_acceptance is not None and simulate_ratio is not None:
+        raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
+    methods = decode_bench.select_methods(method or [])
+    if not 1 <= num_speculative_tokens < MAX_TOKENS:
+        raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
+    rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    if plot:
+        kernel_report.check_plot(plot, output)
+    with _output(output) as write:
+        if arch is not None:
+            network = random_model(architecture(arch), seed=seed)
+            make_draft = lambda: random_int4(network)
+        else:
+            network, _ = _load(model, None, quiet=as_json)
+            make_draft = lambda: drafts.quantspec(network).model
+        int4 = functools.cache(make_draft)
+        report = decode_bench.run(
+            arch or str(model),
+            network,
+            lambda is_int4: int4() if is_int4 else network,
+            context or [4096],
+            methods,
+            gamma=num_speculative_tokens,
+            max_new_tokens=max_new_tokens,
+            rate=rate,
+            repeats=repeats,
+            seed=seed,
+            progress=False if as_json else None,
+        )
+        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else decode_report.table(report))
+    if plot:
+        decode_report.plot(report, plot)
 
 
 def _report(write: Callable[[str], object], output: Path | None, result: str | Group) -> None:

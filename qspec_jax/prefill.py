@@ -11,11 +11,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax.cache import Cache
 from qspec_jax.model import Llama
 
 CHUNK_TOKENS = 512
+CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
 
 
 def bucket(tokens: int) -> int:
@@ -46,7 +48,12 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
 
 
 def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
-    """Causal attention within each row, in full precision, a chunk of queries at a time. S: a `bucket`."""
+    """Causal attention within each row, in full precision. S: a `bucket`.
+
+    cuDNN's flash attention where it supports the device and the shapes; otherwise a chunk of queries at a time.
+    """
+    if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
     ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
 

@@ -1,12 +1,10 @@
 """The compiled decode loop, and whether it copies, converts or transposes anything of the cache's size."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 from runs import random_model
 
+from qspec_jax.bench.hlo import large_operations
 from qspec_jax.cache import FullCache, empty_cache
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, decode, start
@@ -15,46 +13,6 @@ from qspec_jax.generate import make_limits
 from qspec_jax.sampling import make_sampler, prompt_keys
 
 CAPACITY = 1 << 16
-BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
-INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\]\S*) ([\w\-]+)\((.*)$")
-# These name memory that there is already, and those write part of their first operand in place (where XLA cannot, it puts a copy
-# before them, which is found). What a kernel makes besides counts among the temporaries.
-NOTHING_NEW = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier"}
-IN_PLACE = {"dynamic-update-slice", "scatter", "custom-call"}
-
-
-def large_operations(hlo: str, least: int) -> list[str]:
-    """Operations inside the loops of a compiled module that make an array of at least so many bytes."""
-    computations: dict[str, list[re.Match]] = {}
-    entry = body = None
-    for line in hlo.splitlines():
-        if opening := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-            body = computations.setdefault(opening[2], [])
-            entry = opening[2] if opening[1] else entry
-        elif found := INSTRUCTION.match(line):
-            body.append(found)
-    large, seen = [], set()
-
-    def visit(name: str, in_loop: bool):
-        if (name, in_loop) in seen:
-            return
-        seen.add((name, in_loop))
-        for instruction in computations[name]:
-            _, _, shape, operation, rest = instruction.groups()
-            called = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=\{?%?([\w.\-]+)", rest)
-            if operation == "fusion":
-                operation = next(inner[4] for inner in computations[called[0]] if inner[1])
-            elif operation in ("while", "call", "conditional"):
-                for each in called:
-                    visit(each, in_loop or operation == "while")
-            sizes = [
-                math.prod(map(int, filter(None, d.split(",")))) * BITS.get(t, 0) // 8 for t, d in re.findall(r"(\w+)\[([\d,]*)\]", shape)
-            ]
-            if in_loop and max(sizes, default=0) >= least and operation not in NOTHING_NEW | IN_PLACE:
-                large.append(f"{operation} {shape}")
-
-    visit(entry, False)
-    return large
 
 
 def compiled_loop(

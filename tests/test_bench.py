@@ -12,7 +12,7 @@ import rich.console
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
-from qspec_jax.bench import attention, attention_tuning, flush, peers, timing
+from qspec_jax.bench import attention, attention_tuning, flush, peers, rows, timing
 
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
@@ -22,7 +22,7 @@ attend = jax.jit(decode_attention, static_argnames="planes")
 @pytest.fixture(autouse=True)
 def bandwidth(monkeypatch):
     """The read bandwidth is measured in one test alone, and short batches will do."""
-    monkeypatch.setattr(attention, "read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr(rows, "read_bandwidth", lambda *, repeats: 20.0)
     monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from pallas_kernels import tuning
 from pallas_kernels.attention.shapes import Shape, random_problem
 from qspec_jax.bench import attention
-from qspec_jax.bench.attention import Row
+from qspec_jax.bench.rows import Row, versions
 from qspec_jax.errors import InputError
 
 # Of a result, against the reference: more is a wrong one.
@@ -66,7 +66,7 @@ def check() -> None:
 
 
 def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
-    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: as in `attention.run`.
+    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: see `rows.run`.
 
     The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
     """
@@ -100,7 +100,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
         not_tuned=reasons,
         device=jax.devices()[0].device_kind,
         date=datetime.date.today().isoformat(),
-        versions=attention.versions(),
+        versions=versions(),
         file=str(tuning.path()),
         trials=chosen,
     )

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from pallas_kernels.attention.shapes import ITEM_BYTES, Shape, random_problem
 from pallas_kernels.kv_format import Lengths
 from qspec_jax.bench import attention
+from qspec_jax.bench.rows import one_line, versions
 from qspec_jax.bench.timing import Timing, time_loop
 from qspec_jax.cache import HierarchicalCache
 from qspec_jax.config import CacheConfig
@@ -73,8 +74,8 @@ def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, 
         try:
             rows.append(_measured(row, shape, repeats))
         except Exception as error:  # one row of many
-            rows.append(dataclasses.replace(row, error=attention.one_line(error)))
-    return Report(jax.devices()[0].device_kind, datetime.date.today().isoformat(), attention.versions(), rows)
+            rows.append(dataclasses.replace(row, error=one_line(error)))
+    return Report(jax.devices()[0].device_kind, datetime.date.today().isoformat(), versions(), rows)
 
 
 def bytes_moved(shape: Shape) -> int:
@@ -113,7 +114,7 @@ def _measured(row: Row, shape: Shape, repeats: int) -> Row:
         # The lengths stay, so that every trip does the same.
         trip = lambda cache, lengths: dataclasses.replace(cache.flush()[0], lengths=lengths)
         cache = HierarchicalCache(layers, jax.tree.map(jnp.copy, lengths), CacheConfig.scheme)
-        return time_loop(trip, cache, lengths, repeats=repeats)
+        return time_loop(trip, cache, lengths, repeats=repeats)[0]
 
     def attention_us(planes: int, tokens: int) -> float:
         step = dataclasses.replace(shape, planes=planes, tokens=tokens)

@@ -26,14 +26,14 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One library's attention for one shape.
+    """One library's function, here attention for one shape.
 
-    convert: query [B, T, N, H], keys and values [B, K, S, H] to what `attend` takes. attend: to an output like its query. restore: that
+    convert: query [B, T, N, H], keys and values [B, K, S, H] to what `compute` takes. compute: to an output like its query. restore: that
     output as a JAX array [B, T, N, H]. exact: whether it computes what decode_attention does, masks included.
     """
 
-    attend: Callable
-    convert: Callable[[Array, Array, Array], tuple]
+    compute: Callable
+    convert: Callable[..., tuple]
     restore: Callable[..., Array]
     timer: Callable[..., Timing]
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -42,11 +42,11 @@ class Peer:
 
     def time(self, query, inputs: Sequence[tuple], *, repeats: int) -> Timing:
         with self.context():
-            return self.timer(self.attend, query, inputs, repeats=repeats)
+            return self.timer(self.compute, query, inputs, repeats=repeats)
 
-    def __call__(self, q: Array, keys: Array, values: Array) -> Array:
+    def __call__(self, *arrays: Array) -> Array:
         with self.context():
-            return self.restore(self.attend(*self.convert(q, keys, values)))
+            return self.restore(self.compute(*self.convert(*arrays)))
 
 
 def cudnn(shape: Shape) -> Peer:
@@ -87,7 +87,7 @@ def torch_cudnn(shape: Shape) -> Peer:
 
 
 def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
-    torch = _torch_with_cuda()
+    torch = torch_with_cuda()
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -99,8 +99,8 @@ def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
     notes = ["padded to the longest row"] * shape.ragged + ["no causal mask"] * (causal and not masks)
     return Peer(
         attend,
-        lambda q, k, v: _to_torch(jnp.swapaxes(q, 1, 2), k, v),
-        lambda out: _to_jax(out.transpose(1, 2)),
+        lambda q, k, v: to_torch(jnp.swapaxes(q, 1, 2), k, v),
+        lambda out: to_jax(out.transpose(1, 2)),
         time_torch,
         context=lambda: sdpa_kernel(getattr(SDPBackend, backend)),
         note=", ".join(notes),
@@ -111,20 +111,20 @@ def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
 def flashinfer(shape: Shape) -> Peer:
     """FlashInfer's kernels for a single row."""
     _need_installed("flashinfer")
-    _torch_with_cuda()
+    torch_with_cuda()
     import flashinfer
 
     if shape.batch > 1:
         raise Unavailable("its kernels for unpaged caches take one row")
     if shape.tokens > 1:
         attend = functools.partial(flashinfer.single_prefill_with_kv_cache, causal=True, kv_layout="HND")
-        query, restore = lambda q: q[0], lambda out: _to_jax(out)[None]
+        query, restore = lambda q: q[0], lambda out: to_jax(out)[None]
     else:
         # On tensor cores a group of query heads shares what is read.
         use_tensor_cores = shape.heads != shape.kv_heads
         attend = functools.partial(flashinfer.single_decode_with_kv_cache, kv_layout="HND", use_tensor_cores=use_tensor_cores)
-        query, restore = lambda q: q[0, 0], lambda out: _to_jax(out)[None, None]
-    return Peer(attend, lambda q, k, v: _to_torch(query(q), k[0], v[0]), restore, time_torch)
+        query, restore = lambda q: q[0, 0], lambda out: to_jax(out)[None, None]
+    return Peer(attend, lambda q, k, v: to_torch(query(q), k[0], v[0]), restore, time_torch)
 
 
 PEERS: dict[str, Callable[[Shape], Peer]] = {
@@ -146,7 +146,7 @@ def _need_installed(package: str) -> None:
         raise Unavailable("not installed")
 
 
-def _torch_with_cuda():
+def torch_with_cuda():
     _need_installed("torch")
     _need_gpu()
     import torch
@@ -156,14 +156,14 @@ def _torch_with_cuda():
     return torch
 
 
-def _to_torch(*arrays: Array) -> tuple:
+def to_torch(*arrays: Array) -> tuple:
     """The same memory, not a copy."""
     import torch
 
     return tuple(torch.from_dlpack(x) for x in jax.block_until_ready(arrays))
 
 
-def _to_jax(tensor) -> Array:
+def to_jax(tensor) -> Array:
     import torch
 
     torch.cuda.synchronize()

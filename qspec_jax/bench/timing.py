@@ -1,7 +1,8 @@
 """Time of a kernel on its device, without the host's launches, and the device's read bandwidth.
 
 A program calls the kernel once on each of several inputs, so that none is in the L2 cache from the call before, and each call's query is
-the output of the one before: calls can neither overlap nor be merged. Batches of many such programs are enqueued without waiting.
+the output of the one before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs are
+enqueued without waiting.
 """
 
 import dataclasses
@@ -23,7 +24,9 @@ LOOP_TRIPS = 16
 
 JAX_METHOD = "chained calls on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
 LOOP_METHOD = "calls in a compiled loop that keeps its arrays in place, loops enqueued in batches, one block_until_ready"
+CALLS_METHOD = "calls one after the other on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
 TORCH_METHOD = "chained calls on rotated inputs, enqueued in batches between two CUDA events"
+TORCH_CALLS_METHOD = "calls one after the other on rotated inputs, enqueued in batches between two CUDA events"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +72,44 @@ def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, r
     return _measure(batch, len(inputs), repeats, JAX_METHOD)
 
 
-def time_loop(function: Callable, carry, *inputs, repeats: int) -> Timing:
-    """Times carry = function(carry, *inputs), where the carry is a pytree that is updated in place, and lost."""
+def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
+    """Times function(x, *inputs[i]), which may return any arrays."""
+    call = jax.jit(function)
+    inputs = list(inputs)
+    laps = _laps(inputs)
+
+    @jax.jit
+    def program(x, inputs):
+        def lap(_, carry):
+            x, outs = carry[0], []
+            for values in inputs:
+                # Or XLA may merge calls, whose x is the same, or do part of their work before the loop.
+                x, values, outs[-1:] = lax.optimization_barrier((x, values, outs[-1:]))
+                outs.append(call(x, *values))
+            return x, outs
+
+        # The first lap makes what the others replace.
+        return lax.fori_loop(1, laps, lap, lap(0, (x, None)))
+
+    def batch(programs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(programs):
+            out = program(x, inputs)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    return _measure(batch, laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
+
+
+def _laps(inputs: Sequence[tuple]) -> int:
+    """How often a program goes through these inputs: until it has read enough to hide the launch of the next, with all its arguments."""
+    if jax.default_backend() == "cpu":
+        return 2
+    return math.ceil(ROTATED_BYTES / sum(array.nbytes for array in jax.tree.leaves(inputs)))
+
+
+def time_loop(function: Callable, carry, *inputs, repeats: int) -> tuple[Timing, object]:
+    """Times carry = function(carry, *inputs), where the carry is a pytree that is updated in place; also returns the last one."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def program(carry, inputs):
@@ -84,11 +123,12 @@ def time_loop(function: Callable, carry, *inputs, repeats: int) -> Timing:
         jax.block_until_ready(carry)
         return time.perf_counter() - began
 
-    return _measure(batch, LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
+    timing = _measure(batch, LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
+    return timing, carry
 
 
-def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: int) -> Timing:
-    """Times function(query, *inputs[i]), which returns a tensor of the query's shape and dtype, on torch's current CUDA stream."""
+def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: int, chained: bool = True) -> Timing:
+    """Times function(query, *inputs[i]) on torch's current CUDA stream. chained: it returns the next query, and any tensor if not."""
     import torch
 
     def batch(programs: int) -> float:
@@ -97,17 +137,18 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
         for _ in range(programs):
             out = query
             for values in inputs:
-                out = function(out, *values)
+                result = function(out, *values)
+                out = result if chained else query
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
     with torch.inference_mode():
-        return _measure(batch, len(inputs), repeats, TORCH_METHOD)
+        return _measure(batch, len(inputs), repeats, TORCH_METHOD if chained else TORCH_CALLS_METHOD)
 
 
 def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: str, *, inputs: int | None = None) -> Timing:
-    """batch(n): seconds of n programs of so many calls, each on an input of its own unless said."""
+    """batch(n): seconds of n programs of so many calls, over as many inputs unless said."""
     batch(1)  # compiles
     programs = 1
     # Until a batch is long enough: a warm-up too.

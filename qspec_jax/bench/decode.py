@@ -1,0 +1,336 @@
+"""`qspec bench decode`: a whole decode, its steps one by one, and how near each is to the bytes it must read.
+
+The byte model: a step reads its weights and what is cached, once, at the read bandwidth that is measured in the same run. Random
+weights say nothing of acceptance: with a simulated rate the loop runs as in `generate`, but for which drafts the target takes.
+"""
+
+import dataclasses
+import datetime
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from pallas_kernels.attention.shapes import Shape, bytes_read
+from qspec_jax.bench import rows as bench_rows
+from qspec_jax.bench.hlo import large_operations
+from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
+from qspec_jax.bench.timing import Timing, read_bandwidth, time_loop
+from qspec_jax.cache import Cache
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import CachedModel, DecodeState, Limits
+from qspec_jax.errors import InputError
+from qspec_jax.generate import DECODE, PREPARE, make_limits
+from qspec_jax.model import Llama
+from qspec_jax.prefill import bucket
+from qspec_jax.sampling import Greedy, Sampler, prompt_keys
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """cache: of draft and target, "full" or "int8". int4: the draft has INT4 weights. draft_planes: of the cache that it reads."""
+
+    name: str
+    cache: str
+    int4: bool = False
+    draft_planes: int = 1
+
+    @property
+    def speculative(self) -> bool:
+        return self.name.startswith("quantspec")
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(AUTOREGRESSIVE, "full"),
+        Method("autoregressive-int8", "int8"),
+        Method("quantspec", "int8", int4=True),
+        Method("quantspec-kv-only", "int8"),
+        Method("quantspec-weights-only", "full", int4=True),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Microseconds of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth they take."""
+
+    timing: Timing
+    bytes: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One method at one context. Seconds of decode_s are of `new_tokens`, after a warm-up.
+
+    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". acceptance_ratio: accepted
+    over drafted tokens. speedup: over the autoregressive row of this context. byte_limit: the same by the byte model, if every step
+    took no longer than its bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by
+    their executables, and the draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none.
+    """
+
+    method: str
+    context: int
+    gamma: int
+    status: str
+    note: str = ""
+    simulated: bool = False
+    prefill_s: float | None = None
+    compile_s: float | None = None
+    decode_s: float | None = None
+    new_tokens: int | None = None
+    rounds: int | None = None
+    flushes: int | None = None
+    acceptance_ratio: float | None = None
+    tokens_per_second: float | None = None
+    ms_per_token: float | None = None
+    speedup: float | None = None
+    byte_limit: float | None = None
+    share_of_limit: float | None = None
+    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
+    cache_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    large_operations: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One run. acceptance_rate: of each draft given those before it, if simulated, and the ratio that it gives in the mean."""
+
+    device: str
+    date: str
+    versions: dict[str, str]
+    read_bandwidth_gb_per_s: float
+    model: str
+    max_new_tokens: int
+    simulated_acceptance_rate: float | None
+    simulated_ratio: float | None
+    rows: list[Row]
+
+
+def select_methods(names: Sequence[str]) -> list[Method]:
+    """These methods; without any, the baseline and quantspec. Raises InputError for an unknown one."""
+    for name in names:
+        if name not in METHODS:
+            raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
+    return [METHODS[name] for name in dict.fromkeys(names)] or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
+
+
+def run(
+    name: str,
+    model: Llama,
+    drafts: Callable[[bool], Llama],
+    contexts: Sequence[int],
+    methods: Sequence[Method],
+    *,
+    gamma: int,
+    max_new_tokens: int,
+    rate: float | None,
+    repeats: int = 20,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Report:
+    """Measures every method at every context, batch 1, greedy, on random prompts.
+
+    drafts(int4): the draft's model. rate: simulated acceptance; None verifies for real. progress: a bar on standard error; None where
+    that is a terminal. A method that fails, for want of memory say, is a row that says so.
+    """
+    rows = []
+    with tqdm(total=1 + len(contexts) * len(methods), leave=False, disable=None if progress is None else not progress) as bar:
+        bar.set_description("read bandwidth")
+        bandwidth = read_bandwidth(repeats=repeats)
+        bar.update()
+        for context in contexts:
+            found = []
+            for method in methods:
+                bar.set_description(f"{context:,} tokens: {method.name}")
+                draft = drafts(method.int4) if method.speculative else None
+                measured = _Measured(model, draft, method, context, gamma, max_new_tokens, rate)
+                try:
+                    found.append(measured.row(bandwidth, repeats=repeats, seed=seed))
+                except Exception as error:  # one row of many
+                    found.append(Row(method.name, context, measured.gamma, "failed", bench_rows.one_line(error)))
+                del measured
+                bar.update()
+            rows += _compared(found, model, bandwidth)
+    return Report(
+        device=jax.devices()[0].device_kind,
+        date=datetime.date.today().isoformat(),
+        versions=bench_rows.versions(),
+        read_bandwidth_gb_per_s=bandwidth,
+        model=name,
+        max_new_tokens=max_new_tokens,
+        simulated_acceptance_rate=rate,
+        simulated_ratio=None if rate is None else ratio_of_rate(rate, gamma),
+        rows=rows,
+    )
+
+
+class _Measured:
+    """One method at one context."""
+
+    def __init__(self, model: Llama, draft: Llama | None, method: Method, context: int, gamma: int, new: int, rate: float | None):
+        self.model, self.method, self.context, self.new = model, method, context, new
+        self.gamma = gamma if method.speculative else 0
+        self.target = CachedModel(model, 2)
+        self.draft = CachedModel(draft, method.draft_planes) if draft is not None else None
+        self.sampler: Sampler = Greedy() if rate is None or not self.gamma else SimulatedGreedy(jnp.float32(rate))
+        self.simulated = isinstance(self.sampler, SimulatedGreedy)
+        self.config = GenerationConfig(
+            method="quantspec" if self.gamma else "autoregressive",
+            cache=method.cache,
+            num_speculative_tokens=max(1, self.gamma),
+            max_new_tokens=new,
+            ignore_eos=True,
+        )
+
+    def row(self, bandwidth: float, *, repeats: int, seed: int) -> Row:
+        tokens = jax.random.randint(jax.random.key(seed), (1, bucket(self.context)), 0, self.model.config.vocab_size)
+        n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), 1)
+        limits = make_limits(self.model, self.config, 1)
+        args = (self.model, tokens, n, self.sampler, keys, limits)
+        capacity = bucket(self.context) + bucket(self.new)
+        static = dict(cache=self.config.cache_config, capacity=capacity, max_new_tokens=bucket(self.new), gamma=self.gamma)
+        prepare, prepare_s = PREPARE.compile(*args, **static)
+        jax.block_until_ready((self.model, self.draft))
+        prepare(*args)  # once to warm up
+        state, prefill_s = _timed(lambda: prepare(*args))
+        decode, decode_s = DECODE.compile(self.target, self.draft, self.sampler, state, limits, jnp.int32(1))
+        row = Row(
+            self.method.name,
+            self.context,
+            self.gamma,
+            "measured",
+            simulated=self.simulated,
+            prefill_s=prefill_s,
+            compile_s=prepare_s + decode_s,
+            cache_bytes=state.cache.num_bytes,
+            peak_memory_bytes=max(_working_bytes(prepare) + _bytes_of(self.draft), _working_bytes(decode)),
+            large_operations=large_operations(decode.as_text(), self._large(state.cache)),
+        )
+        steps, cache = self._steps(state.cache, bandwidth, repeats)
+        return self._decoded(dataclasses.replace(row, steps=steps), decode, dataclasses.replace(state, cache=cache), limits)
+
+    def _large(self, cache: Cache) -> int:
+        """Bytes of the smallest array of the cache that grows with the context."""
+        leaves = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
+        return min(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def _decoded(self, row: Row, decode: Callable, state: DecodeState, limits: Limits) -> Row:
+        """The row with a whole decode; the first rounds warm up."""
+        step = functools.partial(decode, self.target, self.draft, self.sampler)
+        state = jax.block_until_ready(step(state, limits, jnp.int32(2)))
+        before = jax.device_get((state.emitted, state.counts))
+        state, decode_s = _timed(lambda: step(state, limits, jnp.int32(np.iinfo(np.int32).max)))
+        after = jax.device_get((state.emitted, state.counts))
+        emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
+        return dataclasses.replace(
+            row,
+            decode_s=decode_s,
+            new_tokens=emitted,
+            rounds=counts.rounds,
+            flushes=counts.flushes,
+            acceptance_ratio=counts.accepted / counts.drafted if counts.drafted else None,
+            tokens_per_second=emitted / decode_s,
+            ms_per_token=1e3 * decode_s / emitted,
+        )
+
+    def _steps(self, cache: Cache, bandwidth: float, repeats: int) -> tuple[dict[str, Step], Cache]:
+        """Each step alone, on the filled cache, which is given back at its length: a step writes over what the one before wrote."""
+        lengths = jax.tree.map(jnp.copy, cache.lengths)
+        width, vocabulary = self.gamma + 1, self.model.config.vocab_size
+        logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
+        keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
+        eligible, proposals = jnp.full(1, self.gamma, jnp.int32), jnp.zeros((1, self.gamma, 0))
+
+        def forward(tokens, cache, lengths, model):
+            positions = lengths.total[:, None] + jnp.arange(tokens.shape[1])
+            logits, cache = model(tokens, positions, cache)
+            return jnp.argmax(logits, -1).astype(jnp.int32), cache.rollback(lengths)
+
+        def sample(tokens, cache, lengths, sampler, logits):
+            # The tokens enter, or the loop would do it once.
+            logits = logits + (tokens[..., None] < 0)
+            _, after = sampler.verify(logits, tokens[:, 1:], proposals, eligible, keys, positions)
+            return tokens.at[:, 0].set(after), cache
+
+        def flush(tokens, cache, lengths):
+            return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths)
+
+        work = [("target", forward, width, self.step_bytes(self.target, width), lengths, self.target)]
+        if self.draft is not None:
+            work.append(("draft", forward, 1, self.step_bytes(self.draft, 1), lengths, self.draft))
+        work.append(("sampling", sample, width, logits.nbytes, lengths, self.sampler, logits))
+        if self.method.cache == "int8":
+            group = cache.group_size
+            for name, buffered in ("flush due", 2 * group), ("flush not due", group):
+                # As many tokens as there are, but as if so many were buffered: what is written is written over.
+                work.append((name, flush, 1, 0, dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))))
+        steps = {}
+        for name, function, width, size, *inputs in work:
+            carry = jnp.zeros((1, width), jnp.int32), cache
+            timing, (_, cache) = time_loop(lambda carry, *inputs, f=function: f(*carry, *inputs), carry, *inputs, repeats=repeats)
+            steps[name] = Step(timing, size, size / bandwidth / 1e3 / timing.median_us)
+        return steps, cache.rollback(lengths)
+
+    def step_bytes(self, model: CachedModel, width: int) -> int:
+        """What a step must read: its weights, and the cache with its own tokens."""
+        planes = None if self.method.cache == "full" else model.planes
+        return weight_bytes(model.model) + cache_bytes_read(self.model, self.context + width, width, planes)
+
+
+def weight_bytes(model: Llama) -> int:
+    """Of the weights that a step reads; of an embedding that is not the head too it reads a row."""
+    weights = dict(model.weights())
+    if model.head is not None:
+        weights.pop("embedding")
+    return _bytes_of(weights)
+
+
+def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
+    """Of all layers of a cache of this many tokens, for queries of `width` more."""
+    c = model.config
+    group = GenerationConfig().cache_config.group_size_for(c.head_dim)
+    shape = Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group)
+    return c.num_layers * bytes_read(shape)
+
+
+def _compared(rows: list[Row], model: Llama, bandwidth: float) -> list[Row]:
+    """The rows of one context with what the baseline makes of them."""
+    baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
+
+    def compared(row: Row) -> Row:
+        if baseline is None or row.ms_per_token is None:
+            return row
+        speedup = baseline.ms_per_token / row.ms_per_token
+        tokens = row.new_tokens / row.rounds
+        drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
+        limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)
+        return dataclasses.replace(row, speedup=speedup, byte_limit=limit, share_of_limit=speedup / limit)
+
+    return [compared(row) for row in rows]
+
+
+def _timed(function: Callable):
+    began = time.perf_counter()
+    result = jax.block_until_ready(function())
+    return result, time.perf_counter() - began
+
+
+def _bytes_of(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _working_bytes(executable: jax.stages.Compiled) -> int:
+    """Arguments, results and temporaries; what is given back in place counts once."""
+    m = executable.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes

@@ -1,0 +1,101 @@
+"""What `qspec bench decode` shows: tables, and plots of speed-up, a round's time and memory."""
+
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from qspec_jax.bench.decode import AUTOREGRESSIVE, METHODS, Report
+from qspec_jax.bench.report import save_plot
+from qspec_jax.errors import InputError
+
+
+def table(report: Report) -> Group:
+    """Two tables: whole decodes, and their steps."""
+    simulated = report.simulated_acceptance_rate
+    head = Text.assemble(
+        (f"Decode of {report.model} on {report.device}", "bold"),
+        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
+        f"Acceptance is SIMULATED: {simulated:.3f} of each draft, given those before it\n" if simulated is not None else "",
+    )
+    whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("context", "method", "gamma", "accepted", "tokens/s", "ms/token", "speed-up", "byte limit", "of it"):
+        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=True)
+    for label in ("prefill s", "compile s", "cache GB", "peak GB", "copies"):
+        whole.add_column(label, justify="right")
+    whole.add_column("")
+    steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("context", "method", "step", "us", "quartiles", "MB", "of its floor"):
+        steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
+    for row in report.rows:
+        name = f"{row.context:,}", row.method
+        if row.status != "measured":
+            whole.add_row(*name, str(row.gamma), *["-"] * 11, f"{row.status}: {row.note}")
+            continue
+        number = lambda x, form: "-" if x is None else format(x, form)
+        accepted = number(row.acceptance_ratio, ".3f") + (" (sim.)" if row.simulated else "")
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        figures = [number(row.tokens_per_second, ",.1f"), number(row.ms_per_token, ",.2f"), speedup]
+        figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
+        figures += [f"{row.cache_bytes / 1e9:.2f}", f"{row.peak_memory_bytes / 1e9:.2f}", str(len(row.large_operations))]
+        whole.add_row(*name, str(row.gamma), accepted, *figures)
+        for step, found in row.steps.items():
+            t = found.timing
+            floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
+            steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
+    notes = [
+        "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
+        "byte limit: the speed-up if every step took as long as reading its weights and cache.",
+        "peak: weights, cache and what prefill or decode need besides. copies: operations of the size of a cache or more in the loop.",
+        "of its floor: time over that of reading the bytes.",
+    ]
+    return Group(head, whole, Text(), steps, Text("\n" + " ".join(notes), "dim"))
+
+
+def plot(report: Report, path: Path) -> None:
+    """Three panels against context: speed-up of each method, the time of a quantspec round by its steps, and memory.
+
+    Raises InputError if nothing was measured, or the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report.rows if row.status == "measured"]
+    if not rows:
+        raise InputError(f"--plot {path}: nothing was measured")
+    lines = defaultdict(list)
+    for row in rows:
+        lines[row.method].append(row)
+    contexts = sorted({row.context for row in rows})
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    speed, time, memory = figure.subplots(1, 3)
+    for axes in (speed, memory):
+        axes.set_xscale("log")
+        axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts])
+        axes.minorticks_off()
+        axes.set_xlabel("context (tokens)")
+        axes.grid(alpha=0.3)
+    for number, name in enumerate(METHODS):
+        found = sorted(lines.get(name, []), key=lambda row: row.context)
+        style = dict(color=f"C{number}", marker="o", label=name)
+        if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
+            speed.plot(*zip(*speedups), **style)
+            speed.plot(*zip(*((row.context, row.byte_limit) for row in found)), color=f"C{number}", linestyle=":")
+        if found:
+            memory.plot(*zip(*((row.context, row.peak_memory_bytes / 1e9) for row in found)), **style)
+    speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
+    memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
+    rounds = sorted(lines.get("quantspec", []), key=lambda row: row.context)
+    bottom = [0.0] * len(rounds)
+    for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
+        heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
+        time.bar([f"{row.context:,}" for row in rounds], heights, bottom=bottom, label=f"{step} x {times(rounds[0])}" if rounds else step)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
+    for axes in (speed, time, memory):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    simulated = "" if report.simulated_acceptance_rate is None else f"; acceptance SIMULATED at a ratio of {report.simulated_ratio:.3f}"
+    figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
+    save_plot(figure, path)

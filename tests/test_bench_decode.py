@@ -1,0 +1,161 @@
+"""`qspec bench decode` on a model that a CPU decodes at once: what it simulates, counts and reports. No figure of speed is tested."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.weight_format import Int4Weight, dequantize_weight
+from qspec_jax.bench import decode
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
+from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
+from qspec_jax.quantize import quantize_linears
+from qspec_jax.sampling import Greedy, prompt_keys
+
+FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *, repeats: 20.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(architecture("tiny"))
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 7])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.912, 1.0])
+def test_the_rate_gives_the_ratio(ratio, gamma):
+    assert ratio_of_rate(rate_of_ratio(ratio, gamma), gamma) == pytest.approx(ratio, abs=1e-9)
+
+
+def test_a_rate_of_one_half():
+    # One in two is accepted, then one in four, one in eight.
+    assert ratio_of_rate(0.5, 3) == pytest.approx((1 / 2 + 1 / 4 + 1 / 8) / 3)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_simulated_acceptance(rate):
+    B, gamma, V = 2000, 3, 11
+    logits = jax.random.normal(jax.random.key(0), (B, gamma + 1, V))
+    drafts = jnp.zeros((B, gamma), jnp.int32)
+    eligible = jnp.where(jnp.arange(B) % 2, gamma, 1)
+    positions = jnp.broadcast_to(jnp.arange(gamma + 1), (B, gamma + 1))
+    rest = (jnp.zeros((B, gamma, 0)), eligible, prompt_keys(jax.random.key(1), B), positions)
+    accepted, after = SimulatedGreedy(jnp.float32(rate)).verify(logits, drafts, *rest)
+    best = jnp.argmax(logits, -1)
+    np.testing.assert_array_equal(after, jnp.take_along_axis(best, accepted[:, None], 1)[:, 0])
+    odd, even = (np.asarray(accepted)[1::2], np.asarray(accepted)[::2])
+    assert even.max(initial=0) <= 1
+    assert abs(even.mean() - rate) < 0.06
+    assert abs(odd.mean() - gamma * ratio_of_rate(rate, gamma)) < 0.12
+    # Without drafts it is greedy decoding.
+    nothing = (drafts[:, :0], rest[0][:, :0], eligible, rest[2], positions[:, :1])
+    for simulated, greedy in zip(
+        SimulatedGreedy(jnp.float32(rate)).verify(logits[:, :1], *nothing), Greedy().verify(logits[:, :1], *nothing)
+    ):
+        np.testing.assert_array_equal(simulated, greedy)
+
+
+def test_random_models_have_the_shapes_of_real_ones(model):
+    drawn, quantized = random_int4(model).weights(), quantize_linears(model).weights()
+    assert drawn.keys() == quantized.keys()
+    for name, weight in quantized.items():
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn[name]) == jax.tree.map(lambda x: (x.shape, x.dtype), weight)
+        if isinstance(weight, Int4Weight):
+            wide = dequantize_weight(drawn[name], jnp.float32)
+            assert abs(float(wide.mean())) < 2e-3 and 0.015 < float(wide.std()) < 0.025
+        else:
+            assert drawn[name] is model.weights()[name]
+
+
+def test_parameters_of_known_architectures():
+    count = {}
+    for name in ("llama-2-7b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-13b", "mistral-7b"):
+        weights = jax.eval_shape(lambda name=name: random_model(architecture(name)).weights())
+        count[name] = sum(x.size for x in jax.tree.leaves(weights)) / 1e9
+    expected = {"llama-2-7b": 6.738, "llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "llama-2-13b": 13.016, "mistral-7b": 7.248}
+    assert count == pytest.approx(expected, abs=1e-3) and set(expected) < set(ARCHITECTURES)
+
+
+def test_bytes_of_a_step(model):
+    c = model.config
+    matrices = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
+    others = 256 * 256 + 5 * 256  # the head, and the norms; the embedding gives a row
+    assert decode.weight_bytes(model) == 2 * (matrices + others)
+    # 4 bits a weight, and a scale and a zero in bfloat16 for 128.
+    assert decode.weight_bytes(random_int4(model)) == matrices * (4 + 2 * 16 / 128) / 8 + 2 * others
+    # 2 layers, 2 KV heads of 64, groups of 64: 200 tokens are 128 and 72, or 200 of 256 bytes.
+    assert decode.cache_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
+    assert decode.cache_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    assert c.head_dim == 64
+
+
+def test_json(run):
+    names = ["autoregressive", "quantspec", "quantspec-weights-only"]
+    flags = ["--simulate-ratio", 0.8, *(x for name in names for x in ("--method", name))]
+    code, out, err = run(*FAST, *flags, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["simulated_ratio"] == pytest.approx(0.8)
+    rows = {row["method"]: row for row in report["rows"]}
+    assert list(rows) == names
+    for name, row in rows.items():
+        method = decode.METHODS[name]
+        assert (row["status"], row["note"]) == ("measured", "")
+        assert row["simulated"] == method.speculative and row["gamma"] == (3 if method.speculative else 0)
+        assert row["decode_s"] > 0 and row["prefill_s"] > 0 and row["compile_s"] > 0
+        assert row["ms_per_token"] == pytest.approx(1e3 * row["decode_s"] / row["new_tokens"])
+        assert row["speedup"] == pytest.approx(rows["autoregressive"]["ms_per_token"] / row["ms_per_token"])
+        assert set(row["steps"]) == {"target", "sampling"} | ({"draft"} if method.speculative else set()) | (
+            {"flush due", "flush not due"} if method.cache == "int8" else set()
+        )
+        assert row["peak_memory_bytes"] > row["cache_bytes"] > 0
+        if method.speculative:
+            assert 0.6 < row["acceptance_ratio"] < 0.95
+            assert row["rounds"] < row["new_tokens"]
+        # 200 tokens of the prompt and 150 new ones: the group's boundaries at 256 and 320.
+        assert row["flushes"] == (2 if method.cache == "int8" else 0)
+    baseline, both = rows["autoregressive"], rows["quantspec"]
+    tokens = both["new_tokens"] / both["rounds"]
+    limit = baseline["steps"]["target"]["bytes"] * tokens / (both["steps"]["target"]["bytes"] + 3 * both["steps"]["draft"]["bytes"])
+    assert both["byte_limit"] == pytest.approx(limit)
+    assert both["cache_bytes"] < baseline["cache_bytes"]
+
+
+def test_table_of_real_acceptance(run):
+    code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only")
+    assert code == 0
+    assert "SIMULATED" not in out and "(sim.)" not in out
+    assert "quantspec-kv-only" in out and "flush not due" in out and "1.00x" in out
+
+
+def test_a_simulation_says_so(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "decode.png"
+    code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
+    assert code == 0
+    assert "SIMULATED" in out and "(sim.)" in out
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--arch", "gpt"], ["gpt", "llama-3.1-8b"]),
+        (["--arch", "tiny", "--model", "x"], ["--arch", "--model"]),
+        ([], ["--arch", "--model"]),
+        (["--arch", "tiny", "--method", "medusa"], ["medusa", "quantspec-kv-only"]),
+        (["--arch", "tiny", "--gamma", 16], ["--gamma 16"]),
+        (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
+        (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
+        (["--arch", "tiny", "--context", 0], ["--context"]),
+        (["--model", "no/such/folder"], ["no/such/folder"]),
+    ],
+)
+def test_bad_flags(fails, flags, words):
+    fails(["bench", "decode", *flags], *words)
