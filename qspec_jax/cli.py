@@ -392,6 +392,8 @@ def bench_decode(
     methods = decode_bench.select_methods(method or [])
     if not 1 <= num_speculative_tokens < MAX_TOKENS:
         raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
+    if max_new_tokens < 4 * (num_speculative_tokens + 1):
+        raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (num_speculative_tokens + 1)}")
     rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
     if plot:
         kernel_report.check_plot(plot, output)

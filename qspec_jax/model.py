@@ -167,7 +167,7 @@ def _apply(x: Float[Array, "B T in"], *linears: Linear) -> list[Float[Array, "B 
     if all(isinstance(weight, Int4Weight) for weight in weights):
         outputs = int4_matmul(x, weights)
     else:
-        outputs = [_matmul(x, weight, x.dtype) for weight in weights]
+        outputs = [int4_matmul(x, [w])[0] if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights]
     return [y if linear.bias is None else y + linear.bias.get_value() for y, linear in zip(outputs, linears)]
 
 

@@ -52,7 +52,7 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
 
     cuDNN's flash attention where it supports the device and the shapes; otherwise a chunk of queries at a time.
     """
-    if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM:
+    if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
     ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 from qspec_jax.bench import decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
+from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
 from qspec_jax.quantize import quantize_linears
 from qspec_jax.sampling import Greedy, prompt_keys
@@ -95,6 +96,43 @@ def test_bytes_of_a_step(model):
     assert c.head_dim == 64
 
 
+def test_arrays_that_are_shared_count_once(model):
+    assert decode._bytes_of((model, model)) == decode._bytes_of(model)
+    draft = random_int4(model)
+    matrices = sum(w.nbytes for w in draft.weights().values() if isinstance(w, Int4Weight))
+    assert decode._bytes_of((model, draft)) == decode._bytes_of(model) + matrices
+
+
+def test_what_fusions_make_is_seen():
+    fusion = """
+%fused (a: f32[1024]) -> (f32[1024], f32[4]) {
+  %a = f32[1024]{0} parameter(0)
+  %copied = f32[1024]{0} copy(%a)
+  %cut = f32[4]{0} slice(%a), slice={[0:4]}
+  ROOT %both = (f32[1024]{0}, f32[4]{0}) tuple(%copied, %cut)
+}
+%body (carry: (f32[1024])) -> (f32[1024]) {
+  %carry = (f32[1024]{0}) parameter(0)
+  %x = f32[1024]{0} get-tuple-element(%carry), index=0
+  %made = (f32[1024]{0}, f32[4]{0}) fusion(%x), kind=kLoop, calls=%fused
+  %y = f32[1024]{0} get-tuple-element(%made), index=0
+  ROOT %out = (f32[1024]{0}) tuple(%y)
+}
+%condition (carry: (f32[1024])) -> pred[] {
+  %carry = (f32[1024]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+ENTRY %main (x: f32[1024]) -> (f32[1024]) {
+  %x = f32[1024]{0} parameter(0)
+  %outside = f32[1024]{0} copy(%x)
+  %start = (f32[1024]{0}) tuple(%outside)
+  ROOT %loop = (f32[1024]{0}) while(%start), condition=%condition, body=%body
+}
+"""
+    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}"]
+    assert large_operations(fusion, 4097) == []
+
+
 def test_json(run):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
     flags = ["--simulate-ratio", 0.8, *(x for name in names for x in ("--method", name))]
@@ -151,6 +189,7 @@ def test_a_simulation_says_so(run, tmp_path):
         ([], ["--arch", "--model"]),
         (["--arch", "tiny", "--method", "medusa"], ["medusa", "quantspec-kv-only"]),
         (["--arch", "tiny", "--gamma", 16], ["--gamma 16"]),
+        (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),

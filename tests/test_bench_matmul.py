@@ -84,15 +84,18 @@ def test_random_problems_differ_and_are_the_same_in_bfloat16():
 
 
 def test_every_call_is_timed_on_an_input_of_its_own():
-    seen = []
+    traced, seen = [], []
 
     def function(x, value, more):
-        seen.append(value)
+        traced.append(value)
+        jax.debug.callback(lambda value: seen.append(float(value)), value)
         return x + value, more
 
     inputs = [(jnp.float32(i), jnp.ones(2)) for i in range(4)]
     timed = timing.time_calls(function, jnp.zeros(3), inputs, repeats=3)
-    assert len(seen) == 1  # traced once
+    jax.effects_barrier()
+    assert len(traced) == 1
+    assert {seen.count(float(i)) for i in range(4)} == {len(seen) / 4} and len(seen) >= timed.calls
     assert timed.inputs == 4 and timed.batches == 3 and timed.calls % 4 == 0 and timed.calls >= 8
     assert 0 < timed.lower_us <= timed.median_us <= timed.upper_us
 

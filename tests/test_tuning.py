@@ -81,9 +81,16 @@ def test_the_files_in_the_package():
 
 def test_a_file_that_cannot_be_read_is_as_none(folder, caplog):
     tuning._entries.cache_clear()
-    tuning.path().write_text("{")
-    assert tuning.lookup("k", {}) is None
-    assert "cannot be used" in caplog.text
+    for text in ("{", "[]", '{"k": [{"problem": {}}]}'):
+        tuning.path().write_text(text)
+        tuning._entries.cache_clear()
+        assert tuning.lookup("k", {}) is None
+        assert "cannot be used" in caplog.text
+        caplog.clear()
+        with pytest.raises(ValueError):
+            tuning.store("k", {}, {"splits": 1}, tuning.path())
+        assert tuning.path().read_text() == text
+    tuning.path().write_text("{}")
     tuning.path().chmod(0o640)
     tuning.store("k", {}, {"splits": 1}, tuning.path())
     assert tuning.lookup("k", {}) == {"splits": 1}

@@ -32,9 +32,9 @@ def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
 def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, int], file: Path) -> None:
     """Adds an entry to a file, in place of the one for the same problem; not for two processes at a time.
 
-    Raises OSError where the file cannot be written; it is then as it was.
+    Raises OSError where the file cannot be read or written, and ValueError where it is no such file; it is then as it was.
     """
-    entries = dict(_entries.__wrapped__(file))
+    entries = _read(file)
     others = [entry for entry in entries.get(kernel, []) if entry["problem"] != dict(problem)]
     order = lambda entry: [(name, value or 0) for name, value in entry["problem"].items()]
     entries[kernel] = sorted([*others, {"problem": dict(problem), "config": dict(config)}], key=order)
@@ -53,9 +53,16 @@ def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, i
 @functools.cache
 def _entries(file: Path) -> dict:
     try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
+        return _read(file)
     except (OSError, ValueError) as error:
         log.warning("%s cannot be used, defaults take its place: %s", file, error)
         return {}
+
+
+def _read(file: Path) -> dict:
+    if not file.exists():
+        return {}
+    entries = json.loads(file.read_text())
+    if not isinstance(entries, dict) or any(not {"problem", "config"} <= entry.keys() for rows in entries.values() for entry in rows):
+        raise ValueError("not an object of lists of problems and configurations")
+    return entries

@@ -76,6 +76,7 @@ class Row:
     over drafted tokens. speedup: over the autoregressive row of this context. byte_limit: the same by the byte model, if every step
     took no longer than its bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by
     their executables, and the draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none.
+    compile_s: without what another method had compiled already.
     """
 
     method: str
@@ -153,13 +154,13 @@ def run(
             found = []
             for method in methods:
                 bar.set_description(f"{context:,} tokens: {method.name}")
-                draft = drafts(method.int4) if method.speculative else None
-                measured = _Measured(model, draft, method, context, gamma, max_new_tokens, rate)
                 try:
+                    draft = drafts(method.int4) if method.speculative else None
+                    measured = _Measured(model, draft, method, context, gamma, max_new_tokens, rate)
                     found.append(measured.row(bandwidth, repeats=repeats, seed=seed))
                 except Exception as error:  # one row of many
-                    found.append(Row(method.name, context, measured.gamma, "failed", bench_rows.one_line(error)))
-                del measured
+                    drafts_of = gamma if method.speculative else 0
+                    found.append(Row(method.name, context, drafts_of, "failed", bench_rows.one_line(error)))
                 bar.update()
             rows += _compared(found, model, bandwidth)
     return Report(
@@ -202,7 +203,7 @@ class _Measured:
         static = dict(cache=self.config.cache_config, capacity=capacity, max_new_tokens=bucket(self.new), gamma=self.gamma)
         prepare, prepare_s = PREPARE.compile(*args, **static)
         jax.block_until_ready((self.model, self.draft))
-        prepare(*args)  # once to warm up
+        jax.block_until_ready(prepare(*args))  # to warm up; its cache is gone before the next is made
         state, prefill_s = _timed(lambda: prepare(*args))
         decode, decode_s = DECODE.compile(self.target, self.draft, self.sampler, state, limits, jnp.int32(1))
         row = Row(
@@ -214,26 +215,34 @@ class _Measured:
             prefill_s=prefill_s,
             compile_s=prepare_s + decode_s,
             cache_bytes=state.cache.num_bytes,
-            peak_memory_bytes=max(_working_bytes(prepare) + _bytes_of(self.draft), _working_bytes(decode)),
+            peak_memory_bytes=self._peak_bytes(prepare, decode),
             large_operations=large_operations(decode.as_text(), self._large(state.cache)),
         )
-        steps, cache = self._steps(state.cache, bandwidth, repeats)
-        return self._decoded(dataclasses.replace(row, steps=steps), decode, dataclasses.replace(state, cache=cache), limits)
+        lengths = jax.tree.map(jnp.copy, state.cache.lengths)
+        row, cache = self._decoded(row, decode, state, limits)
+        return dataclasses.replace(row, steps=self._steps(cache.rollback(lengths), bandwidth, repeats))
+
+    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled) -> int:
+        """Of prefill, beside which the draft is held, or of decode; arrays that target and draft share count once."""
+        target, draft = _bytes_of(self.target), _bytes_of(self.draft)
+        both = _bytes_of((self.target, self.draft))
+        return max(_working_bytes(prepare) + both - target, _working_bytes(decode) + both - target - draft)
 
     def _large(self, cache: Cache) -> int:
-        """Bytes of the smallest array of the cache that grows with the context."""
-        leaves = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
-        return min(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        """Bytes of the cache's smallest array of codes, keys or values; of two sets of logits, where that is more."""
+        arrays = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
+        logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
+        return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
-    def _decoded(self, row: Row, decode: Callable, state: DecodeState, limits: Limits) -> Row:
-        """The row with a whole decode; the first rounds warm up."""
+    def _decoded(self, row: Row, decode: Callable, state: DecodeState, limits: Limits) -> tuple[Row, Cache]:
+        """The row with a whole decode, whose first rounds warm up, and the cache after it."""
         step = functools.partial(decode, self.target, self.draft, self.sampler)
         state = jax.block_until_ready(step(state, limits, jnp.int32(2)))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: step(state, limits, jnp.int32(np.iinfo(np.int32).max)))
         after = jax.device_get((state.emitted, state.counts))
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
-        return dataclasses.replace(
+        row = dataclasses.replace(
             row,
             decode_s=decode_s,
             new_tokens=emitted,
@@ -243,9 +252,10 @@ class _Measured:
             tokens_per_second=emitted / decode_s,
             ms_per_token=1e3 * decode_s / emitted,
         )
+        return row, state.cache
 
-    def _steps(self, cache: Cache, bandwidth: float, repeats: int) -> tuple[dict[str, Step], Cache]:
-        """Each step alone, on the filled cache, which is given back at its length: a step writes over what the one before wrote."""
+    def _steps(self, cache: Cache, bandwidth: float, repeats: int) -> dict[str, Step]:
+        """Each step alone, on a filled cache, which is spent: a step writes over what the one before wrote, and flushes move its buffer."""
         lengths = jax.tree.map(jnp.copy, cache.lengths)
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
@@ -269,18 +279,17 @@ class _Measured:
         work = [("target", forward, width, self.step_bytes(self.target, width), lengths, self.target)]
         if self.draft is not None:
             work.append(("draft", forward, 1, self.step_bytes(self.draft, 1), lengths, self.draft))
-        work.append(("sampling", sample, width, logits.nbytes, lengths, self.sampler, logits))
+        work.append(("sampling", sample, width, 0, lengths, self.sampler, logits))
         if self.method.cache == "int8":
             group = cache.group_size
             for name, buffered in ("flush due", 2 * group), ("flush not due", group):
-                # As many tokens as there are, but as if so many were buffered: what is written is written over.
                 work.append((name, flush, 1, 0, dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))))
         steps = {}
         for name, function, width, size, *inputs in work:
             carry = jnp.zeros((1, width), jnp.int32), cache
             timing, (_, cache) = time_loop(lambda carry, *inputs, f=function: f(*carry, *inputs), carry, *inputs, repeats=repeats)
             steps[name] = Step(timing, size, size / bandwidth / 1e3 / timing.median_us)
-        return steps, cache.rollback(lengths)
+        return steps
 
     def step_bytes(self, model: CachedModel, width: int) -> int:
         """What a step must read: its weights, and the cache with its own tokens."""
@@ -327,7 +336,9 @@ def _timed(function: Callable):
 
 
 def _bytes_of(tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Of its arrays, each counted once."""
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def _working_bytes(executable: jax.stages.Compiled) -> int:

@@ -23,6 +23,13 @@ def large_operations(hlo: str, least: int) -> list[str]:
             body.append(found)
     large, seen = [], set()
 
+    def check(*made: tuple[str, str], in_loop: bool):
+        for operation, shape in made:
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+            sizes = [math.prod(map(int, filter(None, d.split(",")))) * BITS.get(t, 0) // 8 for t, d in arrays]
+            if in_loop and max(sizes, default=0) >= least and operation not in NOTHING_NEW | IN_PLACE:
+                large.append(f"{operation} {shape}")
+
     def visit(name: str, in_loop: bool):
         if (name, in_loop) in seen:
             return
@@ -31,15 +38,16 @@ def large_operations(hlo: str, least: int) -> list[str]:
             _, _, shape, operation, rest = instruction.groups()
             called = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=\{?%?([\w.\-]+)", rest)
             if operation == "fusion":
-                operation = next(inner[4] for inner in computations[called[0]] if inner[1])
-            elif operation in ("while", "call", "conditional"):
+                # What it makes, one by one: a root that is a tuple makes several.
+                inside = {inner[2]: inner for inner in computations[called[0]]}
+                root = next(inner for inner in inside.values() if inner[1])
+                names = re.findall(r"%?([\w.\-]+)(?=[,)])", root[5]) if root[4] == "tuple" else [root[2]]
+                check(*((inside[name][4], inside[name][3]) for name in names if name in inside), in_loop=in_loop)
+                continue
+            if operation in ("while", "call", "conditional"):
                 for each in called:
                     visit(each, in_loop or operation == "while")
-            sizes = [
-                math.prod(map(int, filter(None, d.split(",")))) * BITS.get(t, 0) // 8 for t, d in re.findall(r"(\w+)\[([\d,]*)\]", shape)
-            ]
-            if in_loop and max(sizes, default=0) >= least and operation not in NOTHING_NEW | IN_PLACE:
-                large.append(f"{operation} {shape}")
+            check((operation, shape), in_loop=in_loop)
 
     visit(entry, False)
     return large

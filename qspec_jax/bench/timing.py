@@ -18,7 +18,7 @@ from jax import lax
 
 # All inputs of a program together: many times any L2, and long enough to hide the launch of the next program.
 ROTATED_BYTES = 1.5e9
-MAX_INPUTS = 16
+MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_TRIPS = 16
 
@@ -43,7 +43,7 @@ class Timing:
 
 
 def input_count(size: int) -> int:
-    """How many inputs of `size` bytes to rotate over: 2 to 16."""
+    """How many inputs of `size` bytes to rotate over: 2 to 64."""
     if jax.default_backend() == "cpu":
         return 2
     return max(2, min(MAX_INPUTS, math.ceil(ROTATED_BYTES / size)))
