@@ -45,6 +45,13 @@ def compute_capability() -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
+def no_mosaic_gpu() -> str | None:
+    """Why kernels in Pallas Mosaic GPU for Hopper cannot run here, or None."""
+    if jax.__version_info__ < (0, 11):
+        return f"needs jax 0.11 or newer, not {jax.__version__}"
+    return None if compute_capability() == 9.0 else "needs an NVIDIA Hopper GPU"
+
+
 def multiprocessors() -> int:
     """Of the default device, or an H100's where it is no GPU: what is compiled there is for another machine."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
+
 
 def launch(name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, warpgroups: int, shared_bytes: int) -> dict:
     """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own."""

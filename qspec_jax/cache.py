@@ -24,16 +24,10 @@ def quantized_length(n: Array | int, group_size: int) -> Array | int:
 
 
 class _Cache:
-    """What both caches share: lengths, and attention over a layer."""
+    """What both caches share: lengths. Each has `attend` besides, as `model.AttendingCache` says."""
 
     layers: tuple
     lengths: Lengths
-
-    def attend(
-        self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], *, planes: int
-    ) -> tuple[Float[Array, "B T N H"], object]:
-        """Appends k and v after the cached tokens; returns what the T queries read (causally) and the layer's new cache."""
-        raise NotImplementedError
 
     def advance(self, layers: tuple, tokens: int) -> Self:
         """The cache with these layers, every row `tokens` longer."""

@@ -3,40 +3,28 @@
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
 
-import contextlib
 import dataclasses
 import enum
-import functools
 import importlib.resources
-import io
 import json
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import checkpoint, drafts
-from qspec_jax.bench import attention as attention_bench
-from qspec_jax.bench import attention_report, attention_tuning, decode_report, matmul_report
-from qspec_jax.bench import decode as decode_bench
-from qspec_jax.bench import flush as flush_bench
-from qspec_jax.bench import matmul as matmul_bench
-from qspec_jax.bench import report as kernel_report
-from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
-from qspec_jax.bench.decode import METHODS
-from qspec_jax.bench.simulated import rate_of_ratio
+from qspec_jax import drafts
+from qspec_jax.bench.commands import benchmarks
+from qspec_jax.command_line import Gamma, Json, Seed, load, output_to
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -47,15 +35,12 @@ from qspec_jax.info import ModelInfo, model_info
 DEMO_MODEL = importlib.resources.files("qspec_jax.demo") / "model"
 # Rounds between two looks at the decode loop, where they only move a progress bar.
 ROUNDS_PER_UPDATE = 16
-# Of tables in files and pipes.
-TABLE_WIDTH = 150
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Self-speculative decoding for long contexts."
 )
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 app.add_typer(evaluations, name="eval")
-benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
 app.add_typer(benchmarks, name="bench")
 
 
@@ -76,15 +61,12 @@ class Dtype(enum.StrEnum):
 
 
 ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory in Hugging Face format.")]
-Gamma = Annotated[int, typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round.")]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
 Calibrate = Annotated[
     bool,
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("generate")
@@ -131,8 +113,8 @@ def generate_command(
         raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
-    with _output(output) as write:
-        network, tokenizer = _load(model, dtype, quiet=as_json)
+    with output_to(output) as write:
+        network, tokenizer = load(model, dtype, quiet=as_json)
         follow = _Stream(tokenizer) if stream else _Progress(max_new_tokens * len(prompts), quiet=as_json)
         tokens = token_lists(network, prompts, config, tokenizer)
         draft = drafts.quantspec(network, calibration=tokens, progress=False if as_json else None) if calibrate else None
@@ -172,7 +154,7 @@ def demo(
 ):
     """Continue a real source file with the embedded model, by both methods."""
     console = Console(quiet=as_json)
-    network, tokenizer = _load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
+    network, tokenizer = load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
     path = _demo_file()
     tokens = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
     if len(tokens) < prompt_tokens:
@@ -230,7 +212,7 @@ def acceptance_command(
     """Share of drafts that the target accepts: free-running and teacher-forced."""
     directory = model or Path(str(DEMO_MODEL))
     paths = file or corpus.held_out_files()
-    network, tokenizer = _load(directory, dtype or (None if model else _demo_dtype()), quiet=as_json)
+    network, tokenizer = load(directory, dtype or (None if model else _demo_dtype()), quiet=as_json)
     texts = [tokenizer(_read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
     long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
     if not long_enough:
@@ -268,174 +250,6 @@ def acceptance_command(
     Console().print(table)
 
 
-@benchmarks.command("attention")
-def bench_attention(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A shape, or the beginning of the names of several (int4, tiny); may be given several times: all large ones, if not given."
-        ),
-    ] = None,
-    implementation: Annotated[
-        list[str] | None,
-        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
-    ] = None,
-    peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency against context to this file (.png, .pdf or .svg).")] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels; keep the best for this GPU.")] = False,
-    as_json: Json = False,
-):
-    """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
-    if tune:
-        attention_tuning.check()
-    shapes = attention_bench.select_shapes(shape or [])
-    implementations = attention_bench.select_implementations(implementation or [])
-    progress = False if as_json else None
-    if tune:
-        if plot or "reference" in implementations:
-            raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
-        with _output(output) as write:
-            report = attention_tuning.run(shapes, implementations, repeats=repeats, progress=progress)
-            _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_tuning.table(report))
-        return
-    if plot:
-        attention_report.check_plot(plot, output, shapes)
-    with _output(output) as write:
-        report = attention_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
-        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else attention_report.table(report))
-    if plot:
-        attention_report.plot(report, plot)
-
-
-@benchmarks.command("matmul")
-def bench_matmul(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A shape, or the beginning of the names of several (llama-3.1-8b-qkv, tiny); may be given several times: all large "
-            "ones, if not given."
-        ),
-    ] = None,
-    implementation: Annotated[
-        list[str] | None,
-        typer.Option(help="Of ours: mosaic_gpu, reference; may be given several times: the kernel on a GPU, if not given."),
-    ] = None,
-    peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
-    as_json: Json = False,
-):
-    """INT4 matmuls: our kernel, and bfloat16 matmuls of the same shapes, in one run."""
-    shapes = matmul_bench.select_shapes(shape or [])
-    implementations = matmul_bench.select_implementations(implementation or [])
-    if plot:
-        kernel_report.check_plot(plot, output)
-    with _output(output) as write:
-        report = matmul_bench.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
-        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else matmul_report.table(report))
-    if plot:
-        matmul_report.plot(report, plot)
-
-
-@benchmarks.command("flush")
-def bench_flush(
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(help="As in `bench attention`, with a quantized cache: three large ones, if not given."),
-    ] = None,
-    num_speculative_tokens: Gamma = 6,
-    layers: Annotated[int, typer.Option(min=1, help="Of the cache.")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls, of which the median is given.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
-    as_json: Json = False,
-):
-    """Flushing the cache: when rows are due, when none is, and the share of a round."""
-    shapes = flush_bench.select_shapes(shape or [])
-    if not 1 <= num_speculative_tokens < MAX_TOKENS:
-        raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
-    with _output(output) as write:
-        report = flush_bench.run(shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=False if as_json else None)
-        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else flush_bench.table(report))
-
-
-@benchmarks.command("decode")
-def bench_decode(
-    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint directory in Hugging Face format, in place of --arch.")] = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096.")] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of {', '.join(METHODS)}; may be given several times: the baseline and quantspec, if not given."),
-    ] = None,
-    num_speculative_tokens: Gamma = 6,
-    max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
-    simulate_acceptance: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Accept each draft with this chance, given those before it; random weights need it.")
-    ] = None,
-    simulate_ratio: Annotated[
-        float | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
-    ] = None,
-    seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed batches of each step, of which the median is given.")] = 10,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw speed-up, a round and memory to this file (.png, .pdf or .svg).")] = None,
-    as_json: Json = False,
-):
-    """Whole decodes and their steps, by each method, against the bytes that they must read."""
-    if (arch is None) == (model is None):
-        raise InputError("one of --arch and --model should be given")
-    if simulate_acceptance is not None and simulate_ratio is not None:
-        raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
-    methods = decode_bench.select_methods(method or [])
-    if not 1 <= num_speculative_tokens < MAX_TOKENS:
-        raise InputError(f"--gamma {num_speculative_tokens} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
-    if max_new_tokens < 4 * (num_speculative_tokens + 1):
-        raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (num_speculative_tokens + 1)}")
-    rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
-    if plot:
-        kernel_report.check_plot(plot, output)
-    with _output(output) as write:
-        if arch is not None:
-            network = random_model(architecture(arch), seed=seed)
-            make_draft = lambda: random_int4(network)
-        else:
-            network, _ = _load(model, None, quiet=as_json)
-            make_draft = lambda: drafts.quantspec(network).model
-        int4 = functools.cache(make_draft)
-        report = decode_bench.run(
-            arch or str(model),
-            network,
-            lambda is_int4: int4() if is_int4 else network,
-            context or [4096],
-            methods,
-            gamma=num_speculative_tokens,
-            max_new_tokens=max_new_tokens,
-            rate=rate,
-            repeats=repeats,
-            seed=seed,
-            progress=False if as_json else None,
-        )
-        _report(write, output, json.dumps(dataclasses.asdict(report)) if as_json else decode_report.table(report))
-    if plot:
-        decode_report.plot(report, plot)
-
-
-def _report(write: Callable[[str], object], output: Path | None, result: str | Group) -> None:
-    """Writes a line of JSON or a table; that in colours to a terminal."""
-    if isinstance(result, str):
-        write(result + "\n")
-    elif output is None and sys.stdout.isatty():
-        # A narrow terminal wraps lines; the table would drop what is in its columns.
-        Console(width=max(Console().width, TABLE_WIDTH)).print(result)
-    else:
-        text = io.StringIO()
-        Console(file=text, width=TABLE_WIDTH).print(result)
-        write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; exits with 0, or 2 for bad input."""
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -459,13 +273,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail(message: str) -> int:
     print(f"qspec: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-def _load(directory: Path, dtype: str | None, *, quiet: bool):
-    if dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    network = checkpoint.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
-    return network, checkpoint.load_tokenizer(directory)
 
 
 def _generate(network, tokenizer, prompts: list, config: GenerationConfig, seed: int, follow, draft=None) -> Generation:
@@ -527,32 +334,6 @@ class _Stream:
 
     def __exit__(self, *_):
         self._print(self._text() + "\n")
-
-
-@contextlib.contextmanager
-def _output(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""
-    if path is None:
-        yield sys.stdout.write
-        return
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            with path.open("w", encoding="utf-8") as device:  # a pipe or a device cannot be replaced
-                yield device.write
-            return
-        path = path.resolve()
-        # In place of an old file with its permissions, or with those of any new one.
-        if path.exists():
-            path.open("a").close()
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            draft = Path(folder) / path.name
-            with draft.open("w", encoding="utf-8") as file:
-                yield file.write
-            if path.exists():
-                draft.chmod(path.stat().st_mode & 0o777)
-            draft.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _read_text(path: Path) -> str:

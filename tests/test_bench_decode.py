@@ -111,11 +111,20 @@ def test_what_fusions_make_is_seen():
   %cut = f32[4]{0} slice(%a), slice={[0:4]}
   ROOT %both = (f32[1024]{0}, f32[4]{0}) tuple(%copied, %cut)
 }
+%pass (b: f32[1024]) -> f32[1024] {
+  ROOT %b = f32[1024]{0} parameter(0)
+}
+%turned (c: f32[1024]) -> f32[1024] {
+  %c = f32[1024]{0} parameter(0)
+  ROOT %t = f32[1024]{0} transpose(%c), dimensions={0}
+}
 %body (carry: (f32[1024])) -> (f32[1024]) {
   %carry = (f32[1024]{0}) parameter(0)
   %x = f32[1024]{0} get-tuple-element(%carry), index=0
   %made = (f32[1024]{0}, f32[4]{0}) fusion(%x), kind=kLoop, calls=%fused
-  %y = f32[1024]{0} get-tuple-element(%made), index=0
+  %z = f32[1024]{0} get-tuple-element(%made), index=0
+  %which = pred[] constant(true)
+  %y = f32[1024]{0} conditional(%which, %z, %z), branch_computations={%pass, %turned}
   ROOT %out = (f32[1024]{0}) tuple(%y)
 }
 %condition (carry: (f32[1024])) -> pred[] {
@@ -129,7 +138,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
   ROOT %loop = (f32[1024]{0}) while(%start), condition=%condition, body=%body
 }
 """
-    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}"]
+    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}", "transpose f32[1024]{0}"]
     assert large_operations(fusion, 4097) == []
 
 

@@ -54,8 +54,7 @@ def test_there_is_each_layer_at_each_number_of_rows():
 
 
 def test_the_kernel_takes_every_shape(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     assert {shape.name: matmul.unsupported(shape, "mosaic_gpu") for shape in SHAPES.values()} == dict.fromkeys(SHAPES)
 
 

@@ -20,7 +20,7 @@ plan = mosaic_plan.Plan(1, 32, 1, 1, 128, 128, 1024, 264, 1, block_tiles=1, bloc
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100 80GB (x)", core_count=132)])
-    monkeypatch.setattr(tuning.path, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     return tmp_path
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
-from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.launch import launch
 
@@ -24,11 +24,7 @@ MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, whi
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if jax.__version_info__ < (0, 11):
-        return f"needs jax 0.11 or newer, not {jax.__version__}"
-    if compute_capability() != 9.0:
-        return "needs an NVIDIA Hopper GPU"
-    return support.unsupported(q, layer, lengths)
+    return no_mosaic_gpu() or support.unsupported(q, layer, lengths)
 
 
 def decode_attention(

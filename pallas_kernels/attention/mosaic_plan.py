@@ -5,12 +5,12 @@ import itertools
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import multiprocessors
+from pallas_kernels.launch import SHARED_BYTES
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
 TEAMS = 8  # of a block: each has a named barrier
 ROWS = 8  # query rows of a tile
-SHARED_BYTES = 227 * 1024
 # Of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
 

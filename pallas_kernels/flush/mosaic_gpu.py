@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
 
 from pallas_kernels import kv_format
-from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.kv_format import HierarchicalLayer, Lengths, Planes
 
 # Of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
@@ -26,10 +26,8 @@ ROWS = 64
 
 def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if jax.__version_info__ < (0, 11):
-        return f"needs jax 0.11 or newer, not {jax.__version__}"
-    if compute_capability() != 9.0:
-        return "needs an NVIDIA Hopper GPU"
+    if reason := no_mosaic_gpu():
+        return reason
     if layer.buffer.keys.dtype != jnp.bfloat16:
         return f"needs a bfloat16 cache, not {layer.buffer.keys.dtype}"
     rows, head_dim = layer.buffer.keys.shape[2:]

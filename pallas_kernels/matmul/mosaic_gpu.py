@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import compute_capability, multiprocessors
-from pallas_kernels.launch import launch
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.launch import SHARED_BYTES, launch
 from pallas_kernels.weight_format import Int4Weight
 
 GROUP_SIZE = 128
@@ -26,15 +26,12 @@ MAX_ROWS = 16
 WARPS = 8
 MAX_GROUPS = 8  # of one tile of rows that a warp can keep
 SLOTS = 6
-SHARED_BYTES = 227 * 1024
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if jax.__version_info__ < (0, 11):
-        return f"needs jax 0.11 or newer, not {jax.__version__}"
-    if compute_capability() != 9.0:
-        return "needs an NVIDIA Hopper GPU"
+    if reason := no_mosaic_gpu():
+        return reason
     if others := {a.dtype.name for a in (x, *(p for w in weights for p in (w.scale, w.zero)))} - {"bfloat16"}:
         return f"needs activations, scales and zeros in bfloat16, not {', '.join(sorted(others))}"
     rows = math.prod(x.shape[:-1])

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 
 
-def path(folder: Path = FOLDER) -> Path:
+def path() -> Path:
     """The file of the default device."""
-    return folder / f"{re.sub('[^a-z0-9]+', '-', jax.devices()[0].device_kind.lower())}.json"
+    return FOLDER / f"{re.sub('[^a-z0-9]+', '-', jax.devices()[0].device_kind.lower())}.json"
 
 
 def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:

@@ -1,7 +1,6 @@
 """`qspec bench attention --tune`: measures the configurations of our kernels and keeps the best for this device."""
 
 import dataclasses
-import datetime
 import importlib
 import tempfile
 from collections import defaultdict
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from pallas_kernels import tuning
 from pallas_kernels.attention.shapes import Shape, random_problem
 from qspec_jax.bench import attention
-from qspec_jax.bench.rows import Row, versions
+from qspec_jax.bench.rows import Row, Run, this_run
 from qspec_jax.errors import InputError
 
 # Of a result, against the reference: more is a wrong one.
@@ -42,12 +41,9 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class TuningReport:
-    """One sweep: the device, where the chosen configurations went, every trial, and what cannot run here and why."""
+class TuningReport(Run):
+    """One sweep: where the chosen configurations went, every trial, and what cannot run here and why."""
 
-    device: str
-    date: str
-    versions: dict[str, str]
     file: str
     trials: list[Trial]
     not_tuned: list[str] = dataclasses.field(default_factory=list)
@@ -98,9 +94,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
             chosen += trials
     return TuningReport(
         not_tuned=reasons,
-        device=jax.devices()[0].device_kind,
-        date=datetime.date.today().isoformat(),
-        versions=versions(),
+        **this_run(),
         file=str(tuning.path()),
         trials=chosen,
     )

@@ -5,7 +5,6 @@ weights say nothing of acceptance: with a simulated rate the loop runs as in `ge
 """
 
 import dataclasses
-import datetime
 import functools
 import math
 import time
@@ -17,8 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 from pallas_kernels.attention.shapes import Shape, bytes_read
-from qspec_jax.bench import rows as bench_rows
 from qspec_jax.bench.hlo import large_operations
+from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Timing, read_bandwidth, time_loop
 from qspec_jax.cache import Cache
@@ -35,12 +34,11 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """cache: of draft and target, "full" or "int8". int4: the draft has INT4 weights. draft_planes: of the cache that it reads."""
+    """cache: of draft and target, "full" or "int8", of which a draft reads the upper plane. int4: the draft has INT4 weights."""
 
     name: str
     cache: str
     int4: bool = False
-    draft_planes: int = 1
 
     @property
     def speculative(self) -> bool:
@@ -104,12 +102,9 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """One run. acceptance_rate: of each draft given those before it, if simulated, and the ratio that it gives in the mean."""
+class Report(Run):
+    """A row for every method and context. simulated_acceptance_rate: of each draft given those before it, and the ratio that it gives."""
 
-    device: str
-    date: str
-    versions: dict[str, str]
     read_bandwidth_gb_per_s: float
     model: str
     max_new_tokens: int
@@ -160,13 +155,11 @@ def run(
                     found.append(measured.row(bandwidth, repeats=repeats, seed=seed))
                 except Exception as error:  # one row of many
                     drafts_of = gamma if method.speculative else 0
-                    found.append(Row(method.name, context, drafts_of, "failed", bench_rows.one_line(error)))
+                    found.append(Row(method.name, context, drafts_of, "failed", one_line(error)))
                 bar.update()
-            rows += _compared(found, model, bandwidth)
+            rows += _compared(found)
     return Report(
-        device=jax.devices()[0].device_kind,
-        date=datetime.date.today().isoformat(),
-        versions=bench_rows.versions(),
+        **this_run(),
         read_bandwidth_gb_per_s=bandwidth,
         model=name,
         max_new_tokens=max_new_tokens,
@@ -183,7 +176,7 @@ class _Measured:
         self.model, self.method, self.context, self.new = model, method, context, new
         self.gamma = gamma if method.speculative else 0
         self.target = CachedModel(model, 2)
-        self.draft = CachedModel(draft, method.draft_planes) if draft is not None else None
+        self.draft = CachedModel(draft, 1) if draft is not None else None
         self.sampler: Sampler = Greedy() if rate is None or not self.gamma else SimulatedGreedy(jnp.float32(rate))
         self.simulated = isinstance(self.sampler, SimulatedGreedy)
         self.config = GenerationConfig(
@@ -313,7 +306,7 @@ def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None)
     return c.num_layers * bytes_read(shape)
 
 
-def _compared(rows: list[Row], model: Llama, bandwidth: float) -> list[Row]:
+def _compared(rows: list[Row]) -> list[Row]:
     """The rows of one context with what the baseline makes of them."""
     baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
 

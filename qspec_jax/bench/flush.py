@@ -5,7 +5,6 @@ weights to read besides: shares of a whole round are smaller.
 """
 
 import dataclasses
-import datetime
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from pallas_kernels.attention.shapes import ITEM_BYTES, Shape, random_problem
 from pallas_kernels.kv_format import Lengths
 from qspec_jax.bench import attention
-from qspec_jax.bench.rows import one_line, versions
+from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.bench.timing import Timing, time_loop
 from qspec_jax.cache import HierarchicalCache
 from qspec_jax.config import CacheConfig
@@ -47,12 +46,9 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """One run: the device, what was installed, and a row for each shape."""
+class Report(Run):
+    """A row for each shape."""
 
-    device: str
-    date: str
-    versions: dict[str, str]
     rows: list[Row]
 
 
@@ -75,7 +71,7 @@ def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, 
             rows.append(_measured(row, shape, repeats))
         except Exception as error:  # one row of many
             rows.append(dataclasses.replace(row, error=one_line(error)))
-    return Report(jax.devices()[0].device_kind, datetime.date.today().isoformat(), versions(), rows)
+    return Report(**this_run(), rows=rows)
 
 
 def bytes_moved(shape: Shape) -> int:

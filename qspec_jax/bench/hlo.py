@@ -36,7 +36,8 @@ def large_operations(hlo: str, least: int) -> list[str]:
         seen.add((name, in_loop))
         for instruction in computations[name]:
             _, _, shape, operation, rest = instruction.groups()
-            called = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=\{?%?([\w.\-]+)", rest)
+            callers = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=(\{.*?\}|[^\s,]+)", rest)
+            called = re.findall(r"[\w.\-]+", " ".join(callers))
             if operation == "fusion":
                 # What it makes, one by one: a root that is a tuple makes several.
                 inside = {inner[2]: inner for inner in computations[called[0]]}

@@ -40,12 +40,18 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """One run: the device, what was installed, and a row for every shape and implementation. shapes: of the kernel's own class."""
+class Run:
+    """On which device something was measured, when, and with which packages."""
 
     device: str
     date: str
     versions: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Run):
+    """A row for every shape and implementation. shapes: of the kernel's own class."""
+
     read_bandwidth_gb_per_s: float
     repeats: int
     shapes: dict[str, Any]
@@ -96,9 +102,7 @@ def run(
                 bar.update()
             rows += _compared(found, bandwidth)
     return Report(
-        device=jax.devices()[0].device_kind,
-        date=datetime.date.today().isoformat(),
-        versions=versions(),
+        **this_run(),
         read_bandwidth_gb_per_s=bandwidth,
         repeats=repeats,
         shapes={shape.name: shape for shape in shapes},
@@ -134,12 +138,13 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[0].split())}"[:200]
 
 
-def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
-    found = {"python": platform.python_version(), "platform": " ".join(jax.devices()[0].client.platform_version.split())}
+def this_run() -> dict[str, Any]:
+    """The fields of `Run`, here and now."""
+    device = jax.devices()[0]
+    versions = {"python": platform.python_version(), "platform": " ".join(device.client.platform_version.split())}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return {"device": device.device_kind, "date": datetime.date.today().isoformat(), "versions": versions}

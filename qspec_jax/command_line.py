@@ -1,0 +1,72 @@
+"""What the commands share: options, where results go, how a checkpoint is read."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console, RenderableType
+
+from qspec_jax import checkpoint
+from qspec_jax.errors import InputError
+
+# Of tables in files and pipes.
+TABLE_WIDTH = 150
+
+Gamma = Annotated[int, typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def load(directory: Path, dtype: str | None, *, quiet: bool):
+    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar."""
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    network = checkpoint.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
+    return network, checkpoint.load_tokenizer(directory)
+
+
+@contextlib.contextmanager
+def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
+    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""
+    if path is None:
+        yield sys.stdout.write
+        return
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            with path.open("w", encoding="utf-8") as device:  # a pipe or a device cannot be replaced
+                yield device.write
+            return
+        path = path.resolve()
+        # In place of an old file with its permissions, or with those of any new one.
+        if path.exists():
+            path.open("a").close()
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            draft = Path(folder) / path.name
+            with draft.open("w", encoding="utf-8") as file:
+                yield file.write
+            if path.exists():
+                draft.chmod(path.stat().st_mode & 0o777)
+            draft.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def show(report, table: Callable[[object], RenderableType], output: Path | None, write: Callable[[str], object], *, as_json: bool) -> None:
+    """Writes a report, a dataclass, as a line of JSON or as its table; that in colours to a terminal."""
+    if as_json:
+        write(json.dumps(dataclasses.asdict(report)) + "\n")
+    elif output is None and sys.stdout.isatty():
+        # A narrow terminal wraps lines; the table would drop what is in its columns.
+        Console(width=max(Console().width, TABLE_WIDTH)).print(table(report))
+    else:
+        text = io.StringIO()
+        Console(file=text, width=TABLE_WIDTH).print(table(report))
+        write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))
