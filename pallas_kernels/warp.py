@@ -252,6 +252,38 @@ def mma(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str)
     return ptx(code, *a, *b, *acc, results="ffff", effects=False, collective=True)
 
 
+def mma_warpgroup(a: Sequence[Sequence[Value]], b: Value, tiles: int, tile_bytes: int) -> list[tuple[Value, ...]]:
+    """The sum over i of a[i] [64, 16] @ b[i] [16, 8 tiles], float16: for each tile the registers of `mma`.
+
+    The four warps of a warpgroup run it together, each with 16 rows of a. b: where in shared memory, for each i, the words of `mma`'s
+    b lie, the first of every lane and then the second; those of the next tile come `tile_bytes` later. They must be published.
+    """
+    columns = 4 * tiles
+    acc = [f"d{i}" for i in range(columns)]
+    # Where b is, and in units of 16 bytes the distances of the two words and of tiles (PTX ISA, "Matrix Descriptor Format").
+    distances = 128 // 16 << 16 | tile_bytes // 16 << 32
+    lines = [
+        f".reg .b32 at; .reg .b64 b; .reg .pred add; .reg .f32 d<{columns}>;",
+        f"shr.u32 at, ${columns}, 4; cvt.u64.u32 b, at; or.b64 b, b, {distances}; setp.ne.u32 add, at, at;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for i in range(len(a)):
+        fragment = ", ".join(f"${columns + 1 + 4 * i + j}" for j in range(4))
+        form = f"wgmma.mma_async.sync.aligned.m64n{8 * tiles}k16.f32.f16.f16"
+        # The first product replaces what is in the accumulators.
+        lines.append(f"{form} {{{', '.join(acc)}}}, {{{fragment}}}, b, {'1' if i else 'add'}, 1, 1, 0; add.s64 b, b, {256 // 16};")
+    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
+    lines += [f"mov.f32 ${i}, {x};" for i, x in enumerate(acc)]
+    words = [x for fragment in a for x in fragment]
+    out = ptx(f"{{ {' '.join(lines)} }}", b, *words, results="f" * columns, collective=True)
+    return [out[i : i + 4] for i in range(0, columns, 4)]
+
+
+def publish() -> None:
+    """Lets `mma_warpgroup` read what this lane has written to shared memory, once all have met."""
+    ptx("fence.proxy.async.shared::cta;")
+
+
 def transpose(x: Value) -> Value:
     """An 8 x 8 matrix of 16-bit entries: lane 4 g + t gives row g, columns 2 t and 2 t + 1, and gets those of the transpose."""
     return ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x, results="r", effects=False, collective=True)[0]

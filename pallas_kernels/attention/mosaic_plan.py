@@ -116,6 +116,11 @@ class Plan:
         return self.config.warpgroups * WARPS // self.config.team
 
     @property
+    def whole_warpgroup(self) -> bool:
+        """Whether the warps of a team multiply together: an operand is then read once for all, but all wait for each product."""
+        return self.planes is not None and self.config.team == WARPS and self.block_tiles > 2
+
+    @property
     def splits(self) -> int:
         """Blocks that share the tokens of a KV head: at least one for each row of the batch."""
         return max(self.config.splits, self.batch)

@@ -19,6 +19,7 @@ SIGNS = 0x80008000
 EXPONENTS = 0x00800080  # 1 in the place of the exponents of a pair of bfloat16
 # Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
 SIZE, LEAST = 6, -40
+STEP_BYTES = 512  # of an operand that a team shares: four words a lane
 # Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has; times scales they stay below 2^15.
 HEADROOM = 8
 
@@ -55,9 +56,9 @@ class Tile:
         state = {name: [[f(x)] * 2 for _ in self.tiles] for name, x in numbers.items()}
         return {"out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles], **state}
 
-    def _operand_at(self, shared, n, k, steps: int, words: int):
-        """Where in `shared` the team has the words of operand n, step k of `steps`, that belong to this lane."""
-        return shared + (n * steps + k) * (128 * words) + self.lane * (4 * words)
+    def _full_operand_at(self, n, a, steps: int):
+        """Where the team has the two words of the weights of tile n, step a of `steps`, that belong to this lane."""
+        return self.weights + (n * steps + a) * 256 + self.lane * 8
 
     def _numbers_at(self, array):
         """Where the team shares an array of numbers, two per tile for this lane's queries."""
@@ -150,25 +151,51 @@ class Tile:
         ones = self._each(lambda _: w.i32(ONES), scaled)
         return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
 
-    def _contract(self, acc: list, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> None:
-        """acc[m][n] += codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
+    def _contract(self, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> list:
+        """[m][n] codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
         steps = row_bytes // 16
         words = [[[w.load_shared(row + p * plane_bytes, steps) for p in range(self.plan.planes)] for row in rows] for rows in at]
+
+        def fragments(m: int, k: int) -> list:
+            a, b = (w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in words[m])
+            return [(a[half][0], b[half][0], a[half][1], b[half][1]) for half in (0, 1)]
+
+        if self.plan.whole_warpgroup:
+            all_fragments = ([x for k in range(steps) for x in fragments(m, k)] for m in range(len(at)))
+            return [w.mma_warpgroup(x, operand(0, 0), len(self.tiles), steps * STEP_BYTES) for x in all_fragments]
+        acc = [[(w.f32(0.0),) * 4 for _ in self.tiles] for _ in at]
         for k in range(steps):
             operands = [operand(n, k) for n in self.tiles]
-            codes = [[w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in rows] for rows in words]
+            codes = [fragments(m, k) for m in range(len(at))]
             for half in (0, 1):
                 for n in self.tiles:
-                    for m, (a, b) in enumerate(codes):
-                        fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
-                        acc[m][n] = w.mma(acc[m][n], fragment, operands[n][half], "f16")
+                    for m, fragment in enumerate(codes):
+                        acc[m][n] = w.mma(acc[m][n], fragment[half], operands[n][half], "f16")
+        return acc
+
+    def _share_operand(self, shared, n, first, steps: int, operand: list) -> None:
+        """Writes this lane's words of operand n, from step `first` of `steps` on."""
+        for k, halves in enumerate(operand):
+            at = shared + (n * steps + first + k) * STEP_BYTES
+            words = [x for half in halves for x in half]
+            if self.plan.whole_warpgroup:
+                for i, word in enumerate(words):
+                    w.store_shared(at + i * (STEP_BYTES // 4) + self.lane * 4, word)
+            else:
+                w.store_shared(at + self.lane * 16, *words)
+
+    def _publish(self) -> None:
+        if self.plan.whole_warpgroup:
+            w.publish()
 
     def _shared_operand(self, shared, steps: int) -> Callable:
+        """What `_contract` takes: this lane's words of an operand, or where those of all lanes begin."""
+
         def operand(n: int, k: int) -> tuple:
-            words = w.load_shared(self._operand_at(shared, n, k, steps, 4), 4)
+            words = w.load_shared(shared + (n * steps + k) * STEP_BYTES + self.lane * 16, 4)
             return words[:2], words[2:]
 
-        return operand
+        return (lambda n, k: shared + (n * steps + k) * STEP_BYTES) if self.plan.whole_warpgroup else operand
 
     def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
         """Logits [n][tile] of this warp's tokens, in the order of the values' rows: word k of the first half, then of the second; their
@@ -199,10 +226,10 @@ class Tile:
                 n = self.part + n
                 with w.when(n < len(self.tiles)):
                     scaled, start = prepared(n)
-                    for k, (low, high) in enumerate(scaled):
-                        w.store_shared(self._operand_at(self.shared, n, k, steps, 4), *low, *high)
+                    self._share_operand(self.shared, n, 0, steps, scaled)
                     with w.when(self.g == 0):
                         w.store_shared(self._numbers_at(w.i32(0)) + n * 8, *start)
+            self._publish()
             refill()
             start = self._shared_numbers(0, 1, operator.add)
             operand = self._shared_operand(self.shared, steps)
@@ -211,16 +238,11 @@ class Tile:
         logits = [[] for _ in self.tiles]
         for k in range(mine):
             rows = [first + (4 * k + half * (G // 2)) * row_bytes for half in (0, 1)]
-            acc = self._zeros(2)
-            self._contract(acc, [(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
+            acc = self._contract([(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
         units = [[factors[1] * (inverse * self.unit) for factors in self._factors(w.i32(n))] for n in self.tiles]
         return logits, units, start
-
-    def _zeros(self, tiles: int) -> list:
-        """Accumulators [tile][n]."""
-        return [[(w.f32(0.0),) * 4 for _ in self.tiles] for _ in range(tiles)]
 
     def _factors(self, n) -> tuple:
         """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
@@ -246,9 +268,9 @@ class Tile:
         operand = lambda n, k: scaled[n][k]
         if self.team > 1:
             for n in self.tiles:
-                for k, (low, high) in enumerate(scaled[n]):
-                    w.store_shared(self._operand_at(self.weights, n, self.part * mine + k, words, 4), *low, *high)
+                self._share_operand(self.weights, n, self.part * mine, words, scaled[n])
             self._share_numbers(1 + self.team, excess)
+            self._publish()
             self.meet()
             excess = self._shared_numbers(1 + self.team, self.team, operator.add)
             operand = self._shared_operand(self.weights, words)
@@ -260,9 +282,8 @@ class Tile:
         first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
         for i in channels[::2]:
             both = channels[i : i + 2]
-            acc = self._zeros(len(both))
             rows = [first + 16 * m * row_bytes for m in both]
-            self._contract(acc, [(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
+            acc = self._contract([(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
             for n in self.tiles:
                 for m, tiles in zip(both, acc):
                     state["out"][n][m] = tuple(w.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
@@ -373,9 +394,9 @@ class Tile:
         if self.team > 1:
             for n in self.tiles:
                 for a, words in enumerate(weights[n]):
-                    w.store_shared(self._operand_at(self.weights, n, self.part * mine + a, steps, 2), *words)
+                    w.store_shared(self._full_operand_at(n, self.part * mine + a, steps), *words)
             self.meet()
-            operand = lambda n, a: w.load_shared(self._operand_at(self.weights, n, a, steps, 2), 2)
+            operand = lambda n, a: w.load_shared(self._full_operand_at(n, a, steps), 2)
         load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
         for a in range(steps):
             operands = [operand(n, a) for n in self.tiles]
