@@ -87,8 +87,8 @@ def test_leading_dimensions_are_rows(implementation):
 @pytest.mark.parametrize("groups", [2, 6, 32, 64, 86, 112, 128, 256])
 def test_plans_cover_every_group_and_fit(groups, rows):
     plan = plan_for(rows, groups, (4096, 1024))
-    assert plan.kept % 2 == 0 and plan.slots >= 3 and plan.shared_bytes <= 227 * 1024
-    assert plan.slice_groups <= 8 * plan.kept
+    assert plan.slots >= 3 and plan.shared_bytes <= 227 * 1024 and plan.slices * plan.blocks <= 132
+    assert plan.slice_groups % 2 == 0 and plan.slice_groups <= plan.room
     assert (plan.slices - 1) * plan.slice_groups < groups <= plan.slices * plan.slice_groups
 
 

@@ -77,8 +77,10 @@ def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, rep
     call = jax.jit(function)
     inputs = list(inputs)
     laps = _laps(inputs)
+    # Or XLA's graphs run several at once, for which none waits for another.
+    one_by_one = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=one_by_one)
     def program(x, inputs):
         def lap(_, carry):
             x, outs = carry[0], []
