@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 import logging
 from types import ModuleType
 from typing import Literal
@@ -52,9 +53,22 @@ def no_mosaic_gpu() -> str | None:
     return None if compute_capability() == 9.0 else "needs an NVIDIA Hopper GPU"
 
 
+def no_triton() -> str | None:
+    """Why kernels in Triton cannot run here, or None."""
+    if not (importlib.util.find_spec("jax_triton") and importlib.util.find_spec("triton")):
+        return "needs jax-triton, which is not installed"
+    return None if compute_capability() >= 8 else "needs an NVIDIA GPU of compute capability 8.0 or newer"
+
+
 def multiprocessors() -> int:
     """Of the default device, or an H100's where it is no GPU: what is compiled there is for another machine."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+def shared_memory() -> int:
+    """Bytes of it that a block may have on the default device, or on an H100 where that is no GPU."""
+    capability = compute_capability() if jax.default_backend() == "gpu" else 9.0
+    return {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227}.get(capability, 99) * 1024
 
 
 @functools.cache

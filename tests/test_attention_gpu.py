@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_problems import Case, random_problem, with_garbage
+from gpus import skip_or_fail
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
-from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
@@ -52,9 +52,7 @@ def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Length
 def kernel(implementation: str, *args, planes: int | None) -> Callable:
     """decode_attention by that implementation; skips the test where this machine cannot run it, and fails where it should."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    if reason := module.unsupported(*args, planes=planes):
-        here = compute_capability() == 9.0 and jax.__version_info__ >= (0, 11) and "not installed" not in reason
-        (pytest.fail if here else pytest.skip)(f"{implementation} {reason}")
+    skip_or_fail(implementation, module.unsupported(*args, planes=planes))
     return functools.partial(attend, planes=planes, implementation=implementation)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import mosaic_gpu
+from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, mosaic_gpu, triton
 from pallas_kernels.matmul.shapes import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
 from pallas_kernels.weight_format import dequantize_weight
 from qspec_jax.bench import matmul, matmul_report, peers, rows, timing
@@ -53,9 +53,11 @@ def test_there_is_each_layer_at_each_number_of_rows():
     assert {shape.rows for shape in LARGE} == {1, 4, 7, 16}
 
 
-def test_the_kernel_takes_every_shape(monkeypatch):
+@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+def test_the_kernels_take_every_shape(monkeypatch, implementation):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    assert {shape.name: matmul.unsupported(shape, "mosaic_gpu") for shape in SHAPES.values()} == dict.fromkeys(SHAPES)
+    monkeypatch.setattr(triton, "no_triton", lambda: None)
+    assert {shape.name: matmul.unsupported(shape, implementation) for shape in SHAPES.values()} == dict.fromkeys(SHAPES)
 
 
 def test_a_whole_name_is_no_beginning():
@@ -175,13 +177,14 @@ def test_the_table_and_the_output_file(run, tmp_path):
         assert "reference" in text and "torch: not measured" in text
 
 
-def test_an_implementation_that_cannot_run_says_why(run):
+@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+def test_an_implementation_that_cannot_run_says_why(run, implementation):
     if jax.default_backend() != "cpu":
         pytest.skip("a GPU may support it")
-    code, out, _ = run(*FAST, "--implementation", "mosaic_gpu", "--no-peers", "--json")
+    code, out, _ = run(*FAST, "--implementation", implementation, "--no-peers", "--json")
     (row,) = json.loads(out)["rows"]
     assert code == 0
-    assert (row["implementation"], row["status"]) == ("mosaic_gpu", "unavailable") and "needs" in row["note"]
+    assert (row["implementation"], row["status"]) == (implementation, "unavailable") and "needs" in row["note"]
 
 
 def test_plot(run, tmp_path):
@@ -206,7 +209,7 @@ def test_plot_of_all_shapes_where_some_have_no_figures(tmp_path):
     ("flags", "words"),
     [
         (["--shape", "huge"], ["huge", "llama-3.1-8b-gate_up", "-M16", "tiny-qkv-M1"]),
-        (["--implementation", "triton"], ["triton", "mosaic_gpu, reference"]),
+        (["--implementation", "cuda"], ["cuda", "mosaic_gpu, triton, reference"]),
         (["--repeats", "0"], ["--repeats"]),
         (["--output", "no/such/folder/file"], ["no/such/folder/file"]),
         (["--plot", "no/such/folder/a.png"], ["no/such/folder/a.png"]),

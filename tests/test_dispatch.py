@@ -33,6 +33,22 @@ def test_compute_capability(monkeypatch, capability, number):
     assert dispatch.compute_capability() == number
 
 
+@pytest.mark.parametrize(("capability", "kilobytes"), [("9.0", 227), ("8.0", 163), ("8.6", 99), ("8.9", 99)])
+def test_shared_memory(monkeypatch, capability, kilobytes):
+    on_device(monkeypatch, capability)
+    assert dispatch.shared_memory() == kilobytes * 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "words"), [("8.0", True, None), ("7.5", True, "8.0 or newer"), ("9.0", False, "jax-triton")]
+)
+def test_where_triton_runs(monkeypatch, capability, installed, words):
+    on_device(monkeypatch, capability)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: installed or None)
+    reason = dispatch.no_triton()
+    assert reason is None if words is None else words in reason
+
+
 @pytest.mark.parametrize("capability", ["7.5", "gfx90a"])
 def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capability, arguments):
     on_device(monkeypatch, capability)

@@ -1,18 +1,21 @@
 """The GPU kernels of int4_matmul against float32, and what they do not take."""
 
+import functools
 import importlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import skip_or_fail
 
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul
-from pallas_kernels.matmul.mosaic_gpu import plan_for
+from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, mosaic_gpu, triton
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
+every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
 
 # Inputs, and the outputs of weights that share a launch: the shapes of Llama models, an odd number of tiles, few and many groups.
 SHAPES = [
@@ -41,72 +44,134 @@ def activations(rows: int, inputs: int, outliers: bool) -> jax.Array:
     return jnp.asarray(x * np.where(np.arange(inputs) % 97 == 3, 1000, 1) if outliers else x, jnp.bfloat16)
 
 
+def kernel(implementation: str, *args) -> Callable:
+    """int4_matmul by that implementation; skips the test where this machine cannot run it, and fails where it should."""
+    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
+    skip_or_fail(implementation, module.unsupported(*args))
+    return functools.partial(multiply, implementation=implementation)
+
+
 def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight) -> float:
     wide = jnp.matmul(x.astype(jnp.float32), dequantize_weight(weight, jnp.float32).T, precision="highest")
     return float(jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
 
 
 @gpu
-@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+@every_kernel
 @pytest.mark.parametrize("rows", [1, 4, 7, 8, 9, 16])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_equals_float32_and_the_same_bits_twice(inputs, outputs, rows, implementation):
     weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
     for outliers in (False, True):
         x = activations(rows, inputs, outliers)
-        ys = multiply(x, weights, implementation=implementation)
-        for y, again, weight, out in zip(ys, multiply(x, weights, implementation=implementation), weights, outputs):
+        run = kernel(implementation, x, weights)
+        ys = run(x, weights)
+        for y, again, weight, out in zip(ys, run(x, weights), weights, outputs):
             assert y.shape == (rows, out) and y.dtype == jnp.bfloat16
             assert relative_error(y, x, weight) <= 5e-3
             np.testing.assert_array_equal(np.asarray(y), np.asarray(again))
 
 
 @gpu
-@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+@every_kernel
 def test_what_is_not_finite_stays_in_its_row(implementation):
     weight = random_weight(4096, 4096, 0)
     x = activations(5, 4096, False)
-    (clean,) = multiply(x, (weight,), implementation=implementation)
+    run = kernel(implementation, x, (weight,))
+    (clean,) = run(x, (weight,))
     for spoilt in (jnp.nan, jnp.inf):
-        (y,) = multiply(x.at[2, 77].set(spoilt), (weight,), implementation=implementation)
+        (y,) = run(x.at[2, 77].set(spoilt), (weight,))
         others = np.arange(5) != 2
         assert not np.isfinite(np.asarray(y[2], np.float32)).any()
         np.testing.assert_array_equal(np.asarray(y)[others], np.asarray(clean)[others])
 
 
 @gpu
-@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+@every_kernel
 def test_leading_dimensions_are_rows(implementation):
     weight = random_weight(64, 256, 0)
     x = activations(6, 256, False)
-    (flat,), (shaped,) = (multiply(x.reshape(*s, 256), (weight,), implementation=implementation) for s in ((6,), (2, 3)))
+    run = kernel(implementation, x, (weight,))
+    (flat,), (shaped,) = (run(x.reshape(*s, 256), (weight,)) for s in ((6,), (2, 3)))
     np.testing.assert_array_equal(np.asarray(flat), np.asarray(shaped).reshape(6, 64))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (4096, 1024, 1024)), (11008, (4096,)), (896, (64, 32))])
+def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
+    weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(rows, inputs, True)
+    kernel("triton", x, weights)
+    _, _, configs = triton.tunable(x, weights)
+    for config in configs:
+        ys = jax.jit(functools.partial(triton.int4_matmul, config=config))(x, weights)
+        assert max(relative_error(y, x, weight) for y, weight in zip(ys, weights)) <= 5e-3, config
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize("groups", [2, 6, 32, 64, 86, 112, 128, 256])
-def test_plans_cover_every_group_and_fit(groups, rows):
-    plan = plan_for(rows, groups, (4096, 1024))
+def test_mosaic_plans_cover_every_group_and_fit(groups, rows):
+    plan = mosaic_gpu.plan_for(rows, groups, (4096, 1024))
     assert plan.slots >= 3 and plan.shared_bytes <= 227 * 1024 and plan.slices * plan.blocks <= 132
     assert plan.slice_groups % 2 == 0 and plan.slice_groups <= plan.room
     assert (plan.slices - 1) * plan.slice_groups < groups <= plan.slices * plan.slice_groups
 
 
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("groups", [1, 2, 7, 32, 64, 86, 112, 256])
+def test_triton_plans_cover_every_group_and_fit(monkeypatch, groups, rows, kilobytes):
+    monkeypatch.setattr(triton, "shared_memory", lambda: kilobytes * 1024)
+    plan = triton.Plan(rows, groups, (4096, 1024, 48))
+    configs = plan.candidates()
+    assert configs[0] == plan.default() == plan.configured(None).config and len(configs) == len(set(configs))
+    for config in configs:
+        configured = plan.configured(config)
+        assert configured.shared_bytes <= kilobytes * 1024 and configured.block_rows >= rows
+        assert configured.slice_groups <= config.groups and config.groups.bit_count() == 1 and config.num_warps <= config.groups
+        assert groups <= configured.slices * configured.slice_groups
+        assert 1 <= configured.programs <= configured.tiles and configured.tiles * config.tile == 4096 + 1024 + 48
+
+
+def test_triton_looks_for_the_configuration_that_measured_best(monkeypatch):
+    plan = triton.Plan(7, 32, (4096, 1024))
+    problem = {"block_rows": 8, "groups": 32, "outputs": 5120, "tile": 32}
+    best = {"groups": 16, "tile": 32, "num_warps": 8, "num_stages": 3}
+    monkeypatch.setattr(triton.tuning, "lookup", lambda kernel, of: best if (kernel, of) == (triton.KERNEL, problem) else None)
+    assert plan.configured(None).config == triton.Config(**best) in plan.candidates()
+    other = triton.Plan(9, 32, (4096, 1024))
+    assert other.configured(None).config == other.default()
+
+
+@every_kernel
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "group_size", "dtype", "reason"),
     [
         (17, 256, 64, 128, jnp.bfloat16, "up to 16 rows"),
         (2, 256, 64, 128, jnp.float32, "bfloat16, not float32"),
         (2, 256, 64, 64, jnp.bfloat16, "groups of 128"),
-        (2, 384, 64, 128, jnp.bfloat16, "even number"),
         (2, 256, 72, 128, jnp.bfloat16, "multiples of 16"),
     ],
 )
-def test_kernels_take_no_other_shapes(monkeypatch, rows, inputs, out, group_size, dtype, reason):
-    for implementation in GPU_IMPLEMENTATIONS:
-        module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
-        monkeypatch.setattr(module, "no_mosaic_gpu", lambda: None)
-        weight = random_weight(out, inputs, 0, group_size)
-        assert reason in module.unsupported(jnp.zeros((rows, inputs), dtype), (weight,))
+def test_kernels_take_no_other_shapes(monkeypatch, rows, inputs, out, group_size, dtype, reason, implementation):
+    weight = random_weight(out, inputs, 0, group_size)
     x = jnp.zeros((rows, inputs), dtype)
+    assert reason in here(monkeypatch, implementation).unsupported(x, (weight,))
     assert multiply(x, (weight,))[0].shape == (rows, out)
+
+
+def test_what_one_kernel_alone_takes(monkeypatch):
+    x, weight = jnp.zeros((2, 384), jnp.bfloat16), random_weight(64, 384, 0)
+    assert "even number" in here(monkeypatch, "mosaic_gpu").unsupported(x, (weight,))
+    assert here(monkeypatch, "triton").unsupported(x, (weight,)) is None
+    x, weight = jnp.zeros((2, 256), jnp.bfloat16), random_weight(64, 256, 0)
+    assert "3 weights" in here(monkeypatch, "triton").unsupported(x, 4 * (weight,))
+    assert here(monkeypatch, "mosaic_gpu").unsupported(x, 4 * (weight,)) is None
+
+
+def here(monkeypatch, implementation: str):
+    """Its module, as if the machine had all that it needs."""
+    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
+    monkeypatch.setattr(module, f"no_{implementation}", lambda: None)
+    return module

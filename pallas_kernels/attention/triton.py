@@ -1,7 +1,6 @@
 """Decode attention through jax-triton, for NVIDIA GPUs from Ampere on: split over the tokens, partial results merged at the end."""
 
 import dataclasses
-import importlib.util
 import math
 
 import jax
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import support
-from pallas_kernels.dispatch import compute_capability, multiprocessors
+from pallas_kernels.dispatch import multiprocessors, no_triton
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
 
 KERNEL = "attention.triton"
@@ -30,11 +29,7 @@ class Config:
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if not (importlib.util.find_spec("jax_triton") and importlib.util.find_spec("triton")):
-        return "needs jax-triton, which is not installed"
-    if compute_capability() < 8:
-        return "needs an NVIDIA GPU of compute capability 8.0 or newer"
-    return support.unsupported(q, layer, lengths)
+    return no_triton() or support.unsupported(q, layer, lengths)
 
 
 def decode_attention(

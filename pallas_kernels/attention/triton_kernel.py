@@ -13,6 +13,8 @@ in bfloat16.
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_unpack import unpack
+
 # High bytes, and what they make of code n.
 KEY_UPPER = tl.constexpr(0x64)  # float16 1024 + n
 KEY_LOWER = tl.constexpr(0x54)  # float16 64 + n / 16
@@ -21,30 +23,6 @@ VALUE_LOWER = tl.constexpr(0x41)  # bfloat16 8 + n / 16
 # What is too much, and 8 (the lower code is stored plus 8 already, at a sixteenth).
 KEY_OFFSET = tl.constexpr((1024 + 8, 1024 + 8 + 64 + 0.5))
 VALUE_OFFSET = tl.constexpr((128 + 8, 128 + 8 + 8 + 0.5))
-
-
-@triton.jit
-def unpack(packed, HIGH_BYTE: tl.constexpr, DTYPE: tl.constexpr):
-    """Four bytes at a time: the low nibbles and the high nibbles as 16-bit numbers with the given high byte."""
-    high_byte = tl.full(packed.shape, HIGH_BYTE, tl.uint8)
-    low, high = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high;
-        and.b32 low, $4, 0x0F0F0F0F;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0F0F0F0F;
-        prmt.b32 $0, low, $5, 0x4140;
-        prmt.b32 $1, low, $5, 0x4342;
-        prmt.b32 $2, high, $5, 0x4140;
-        prmt.b32 $3, high, $5, 0x4342;
-        }""",
-        "=r,=r,=r,=r,r,r",
-        [packed, high_byte],
-        dtype=(tl.uint16, tl.uint16),
-        is_pure=True,
-        pack=4,
-    )
-    return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
 
 
 @triton.jit

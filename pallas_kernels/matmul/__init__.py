@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.weight_format import Int4Weight
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
 
 def int4_matmul(

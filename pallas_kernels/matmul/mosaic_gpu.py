@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import SHARED_BYTES, launch
+from pallas_kernels.matmul import support
+from pallas_kernels.matmul.support import GROUP_SIZE
 from pallas_kernels.weight_format import Int4Weight
 
-GROUP_SIZE = 128
-TILE = 16  # outputs
+TILE = support.OUTPUTS
 ROWS = 8  # of activations in a tile
-MAX_ROWS = 16
 TEAM, TEAMS = 8, 2  # warps, of a block: one computes while the other meets
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # Of a warp's ring: fewer leave the memory idle, and more are of no use.
@@ -34,17 +34,10 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
-    if others := {a.dtype.name for a in (x, *(p for w in weights for p in (w.scale, w.zero)))} - {"bfloat16"}:
-        return f"needs activations, scales and zeros in bfloat16, not {', '.join(sorted(others))}"
-    rows = math.prod(x.shape[:-1])
-    if not 1 <= rows <= MAX_ROWS:
-        return f"supports up to {MAX_ROWS} rows, not {rows}"
-    for weight in weights:
-        out, groups, half = weight.codes.shape
-        if 2 * half != GROUP_SIZE or groups % 2 or groups * GROUP_SIZE != weight.in_features:
-            return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {weight.in_features} in groups of {2 * half}"
-        if out % TILE:
-            return f"supports outputs in multiples of {TILE}, not {out}"
+    if reason := support.unsupported(x, weights):
+        return reason
+    if (groups := weights[0].codes.shape[1]) % 2:
+        return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
     return None
 
 
@@ -53,8 +46,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> t
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], weights[0].codes.shape[1], outputs), rows, weights)
-    ends = [sum(outputs[: i + 1]) for i in range(len(outputs))]
-    return tuple(y[:, end - out : end].reshape(*x.shape[:-1], out) for out, end in zip(outputs, ends))
+    return support.separate(y, x, outputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,7 @@ def bench_matmul(
     ] = None,
     implementation: Annotated[
         list[str] | None,
-        typer.Option(help="Of ours: mosaic_gpu, reference; may be given several times: the kernel on a GPU, if not given."),
+        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
     repeats: Repeats = 20,
@@ -81,7 +81,7 @@ def bench_matmul(
     plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """INT4 matmuls: our kernel, and bfloat16 matmuls of the same shapes, in one run."""
+    """INT4 matmuls: our kernels, and bfloat16 matmuls of the same shapes, in one run."""
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
     if plot:

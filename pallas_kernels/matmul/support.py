@@ -1,0 +1,34 @@
+"""What the GPU kernels of INT4 matmul have in common: what they take, and one matrix for the outputs of all weights."""
+
+import math
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.weight_format import Int4Weight
+
+GROUP_SIZE = 128
+MAX_ROWS = 16
+OUTPUTS = 16  # a weight has a multiple of these
+
+
+def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
+    """Why no kernel runs on these arguments, or None."""
+    if others := {a.dtype.name for a in (x, *(p for w in weights for p in (w.scale, w.zero)))} - {"bfloat16"}:
+        return f"needs activations, scales and zeros in bfloat16, not {', '.join(sorted(others))}"
+    rows = math.prod(x.shape[:-1])
+    if not 1 <= rows <= MAX_ROWS:
+        return f"supports up to {MAX_ROWS} rows, not {rows}"
+    for weight in weights:
+        out, groups, half = weight.codes.shape
+        if 2 * half != GROUP_SIZE or groups * GROUP_SIZE != weight.in_features:
+            return f"supports inputs in whole groups of {GROUP_SIZE}, not {weight.in_features} in groups of {2 * half}"
+        if out % OUTPUTS:
+            return f"supports outputs in multiples of {OUTPUTS}, not {out}"
+    return None
+
+
+def separate(y: Float[Array, "M out"], x: Float[Array, "*rows in"], outputs: Sequence[int]) -> tuple[Float[Array, "*rows _"], ...]:
+    """The outputs of each weight, of which y has one after the other, with the leading dimensions of x."""
+    ends = [sum(outputs[: i + 1]) for i in range(len(outputs))]
+    return tuple(y[:, end - out : end].reshape(*x.shape[:-1], out) for out, end in zip(outputs, ends))
