@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
-from qspec_jax.command_line import Gamma, Json, Seed, load, output_to
+from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -108,7 +108,7 @@ def generate_command(
     )
     if calibrate and method is Method.autoregressive:
         raise InputError("--calibrate is for --method quantspec; the autoregressive method has no draft")
-    prompts = [*(prompt or []), *(_read_text(path) for path in prompt_file or [])]
+    prompts = [*(prompt or []), *(read_text(path) for path in prompt_file or [])]
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
     if stream and len(prompts) > 1:
@@ -213,7 +213,7 @@ def acceptance_command(
     directory = model or Path(str(DEMO_MODEL))
     paths = file or corpus.held_out_files()
     network, tokenizer = load(directory, dtype or (None if model else _demo_dtype()), quiet=as_json)
-    texts = [tokenizer(_read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
+    texts = [tokenizer(read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
     long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
     if not long_enough:
         raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
@@ -334,15 +334,6 @@ class _Stream:
 
     def __exit__(self, *_):
         self._print(self._text() + "\n")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text file in UTF-8") from None
 
 
 def _say(message: str, *, quiet: bool) -> None:

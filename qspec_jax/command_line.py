@@ -33,6 +33,16 @@ def load(directory: Path, dtype: str | None, *, quiet: bool):
     return network, checkpoint.load_tokenizer(directory)
 
 
+def read_text(path: Path) -> str:
+    """Raises InputError for what is no text file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not a text file in UTF-8") from None
+
+
 @contextlib.contextmanager
 def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""

@@ -1,6 +1,7 @@
 """The commands of `qspec bench`."""
 
 import functools
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,11 +9,23 @@ import typer
 
 from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import drafts
-from qspec_jax.bench import attention, attention_report, attention_tuning, decode, decode_report, flush, matmul, matmul_report
+from qspec_jax.bench import (
+    attention,
+    attention_report,
+    attention_tuning,
+    decode,
+    decode_report,
+    end_to_end,
+    end_to_end_report,
+    flush,
+    matmul,
+    matmul_report,
+)
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.report import check_plot
 from qspec_jax.bench.simulated import rate_of_ratio
-from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, show
+from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text, show
+from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
@@ -143,8 +156,7 @@ def bench_decode(
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
     methods = decode.select_methods(method or [])
     _check_gamma(num_speculative_tokens)
-    if max_new_tokens < 4 * (num_speculative_tokens + 1):
-        raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (num_speculative_tokens + 1)}")
+    _check_rounds(max_new_tokens, num_speculative_tokens)
     rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
     if plot:
         check_plot(plot, output)
@@ -172,6 +184,82 @@ def bench_decode(
         show(report, decode_report.table, output, write, as_json=as_json)
     if plot:
         decode_report.plot(report, plot)
+
+
+@benchmarks.command("pretrain")
+def bench_pretrain(
+    output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 5 GB.")],
+    minutes: Annotated[float, typer.Option(min=0, help="Of all training steps; what compiles and saves comes on top.")] = 10,
+    segment_minutes: Annotated[float, typer.Option(min=0, help="Of this call, all in all; call again until training is completed.")] = 7.5,
+    steps: Annotated[int, typer.Option(min=0, help="Exactly so many steps, whatever they take; 0 goes by --minutes.")] = 0,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
+    as_json: Json = False,
+):
+    """Train a 413 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs a GPU of 80 GB."""
+    try:
+        from qspec_jax.bench import pretrain
+    except ImportError as error:
+        raise InputError(f"training needs {error.name}: pip install 'qspec-jax[train]'") from None
+    settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, smoke=smoke)
+    report = pretrain.run(output, **settings, progress=False if as_json else None)
+    show(report, pretrain.table, None, sys.stdout.write, as_json=as_json)
+
+
+@benchmarks.command("end-to-end")
+def bench_end_to_end(
+    model: Annotated[Path, typer.Option(help="Checkpoint directory in Hugging Face format.")],
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text; may be given several times, and all are joined: the demo's held-out files, if not given."),
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompts; may be given several times: 8k, 16k, 32k and 64k, if not given.")
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
+    num_speculative_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--num-speculative-tokens", "--gamma", help="Most drafts of a round; may be given several times: 4 and 6, if not given."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is not so much text.")] = 4,
+    calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
+    seed: Seed = 0,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up and acceptance to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
+    gammas = list(dict.fromkeys(num_speculative_tokens or [4, 6]))
+    for gamma in gammas:
+        _check_gamma(gamma)
+        _check_rounds(max_new_tokens, gamma)
+    if plot:
+        check_plot(plot, output)
+    with output_to(output) as write:
+        network, tokenizer = load(model, None, quiet=as_json)
+        report = end_to_end.run(
+            str(model),
+            network,
+            end_to_end.token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
+            list(dict.fromkeys(context or [8192, 16384, 32768, 65536])),
+            list(dict.fromkeys(temperature or [0.0, 1.0])),
+            gammas,
+            max_new_tokens=max_new_tokens,
+            texts=texts,
+            calibrate=calibrate,
+            seed=seed,
+            progress=False if as_json else None,
+        )
+        show(report, end_to_end_report.table, output, write, as_json=as_json)
+    if plot:
+        end_to_end_report.plot(report, plot)
+
+
+def _check_rounds(max_new_tokens: int, gamma: int) -> None:
+    if max_new_tokens < 4 * (gamma + 1):
+        raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (gamma + 1)}")
 
 
 def _check_gamma(gamma: int) -> None:

@@ -22,12 +22,13 @@ from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Timing, read_bandwidth, time_loop
 from qspec_jax.cache import Cache
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, DecodeState, Limits
+from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.generate import DECODE, PREPARE, make_limits
 from qspec_jax.model import Llama
 from qspec_jax.prefill import bucket
-from qspec_jax.sampling import Greedy, Sampler, prompt_keys
+from qspec_jax.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -68,13 +69,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method at one context. Seconds of decode_s are of `new_tokens`, after a warm-up.
+    """One method at one context, of one prompt or of several one after the other. Seconds of decode_s are of `new_tokens`, after a
+    warm-up; prefill_s is a prompt's.
 
     steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". acceptance_ratio: accepted
-    over drafted tokens. speedup: over the autoregressive row of this context. byte_limit: the same by the byte model, if every step
-    took no longer than its bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by
-    their executables, and the draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none.
-    compile_s: without what another method had compiled already.
+    over drafted tokens. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the autoregressive row of
+    this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its bytes; share_of_limit:
+    speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the draft.
+    large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: without what another method
+    had compiled already.
     """
 
     method: str
@@ -82,6 +85,7 @@ class Row:
     gamma: int
     status: str
     note: str = ""
+    temperature: float = 0.0
     simulated: bool = False
     prefill_s: float | None = None
     compile_s: float | None = None
@@ -90,6 +94,7 @@ class Row:
     rounds: int | None = None
     flushes: int | None = None
     acceptance_ratio: float | None = None
+    repeated_ngrams: float | None = None
     tokens_per_second: float | None = None
     ms_per_token: float | None = None
     speedup: float | None = None
@@ -146,18 +151,14 @@ def run(
         bandwidth = read_bandwidth(repeats=repeats)
         bar.update()
         for context in contexts:
+            prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             found = []
             for method in methods:
                 bar.set_description(f"{context:,} tokens: {method.name}")
-                try:
-                    draft = drafts(method.int4) if method.speculative else None
-                    measured = _Measured(model, draft, method, context, gamma, max_new_tokens, rate)
-                    found.append(measured.row(bandwidth, repeats=repeats, seed=seed))
-                except Exception as error:  # one row of many
-                    drafts_of = gamma if method.speculative else 0
-                    found.append(Row(method.name, context, drafts_of, "failed", one_line(error)))
+                settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+                found.append(measure(model, drafts, method, prompt.tolist(), gamma, max_new_tokens, **settings))
                 bar.update()
-            rows += _compared(found)
+            rows += compared(found)
     return Report(
         **this_run(),
         read_bandwidth_gb_per_s=bandwidth,
@@ -169,51 +170,84 @@ def run(
     )
 
 
+def measure(
+    model: Llama,
+    drafts: Callable[[bool], Llama],
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    gamma: int,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    rate: float | None = None,
+    seed: int = 0,
+    bandwidth: float | None = None,
+    repeats: int = 20,
+) -> Row:
+    """A method's row, after these prompts of one length; where it fails, for want of memory say, a row that says so.
+
+    rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
+    """
+    config = GenerationConfig(
+        method="quantspec" if method.speculative else "autoregressive",
+        cache=method.cache,
+        num_speculative_tokens=gamma,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        ignore_eos=True,
+    )
+    try:
+        draft = drafts(method.int4) if method.speculative else None
+        return _Measured(model, draft, method, config, len(prompts[0]), rate).row(prompts, seed, bandwidth, repeats)
+    except Exception as error:  # one row of many
+        return Row(method.name, len(prompts[0]), gamma if method.speculative else 0, "failed", one_line(error), temperature)
+
+
 class _Measured:
     """One method at one context."""
 
-    def __init__(self, model: Llama, draft: Llama | None, method: Method, context: int, gamma: int, new: int, rate: float | None):
-        self.model, self.method, self.context, self.new = model, method, context, new
-        self.gamma = gamma if method.speculative else 0
+    def __init__(self, model: Llama, draft: Llama | None, method: Method, config: GenerationConfig, context: int, rate: float | None):
+        self.model, self.method, self.config, self.context = model, method, config, context
+        self.gamma = config.num_speculative_tokens if method.speculative else 0
         self.target = CachedModel(model, 2)
         self.draft = CachedModel(draft, 1) if draft is not None else None
-        self.sampler: Sampler = Greedy() if rate is None or not self.gamma else SimulatedGreedy(jnp.float32(rate))
-        self.simulated = isinstance(self.sampler, SimulatedGreedy)
-        self.config = GenerationConfig(
-            method="quantspec" if self.gamma else "autoregressive",
-            cache=method.cache,
-            num_speculative_tokens=max(1, self.gamma),
-            max_new_tokens=new,
-            ignore_eos=True,
-        )
+        self.simulated = rate is not None and method.speculative
+        self.sampler: Sampler = SimulatedGreedy(jnp.float32(rate)) if self.simulated else make_sampler(config)
 
-    def row(self, bandwidth: float, *, repeats: int, seed: int) -> Row:
-        tokens = jax.random.randint(jax.random.key(seed), (1, bucket(self.context)), 0, self.model.config.vocab_size)
-        n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), 1)
+    def row(self, prompts: Sequence[Sequence[int]], seed: int, bandwidth: float | None, repeats: int) -> Row:
+        tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
+        n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
         limits = make_limits(self.model, self.config, 1)
-        args = (self.model, tokens, n, self.sampler, keys, limits)
-        capacity = bucket(self.context) + bucket(self.new)
-        static = dict(cache=self.config.cache_config, capacity=capacity, max_new_tokens=bucket(self.new), gamma=self.gamma)
-        prepare, prepare_s = PREPARE.compile(*args, **static)
+        args = [(self.model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], limits) for i in range(len(prompts))]
+        new = bucket(self.config.max_new_tokens)
+        static = dict(cache=self.config.cache_config, capacity=bucket(self.context) + new, max_new_tokens=new, gamma=self.gamma)
+        prepare, prepare_s = PREPARE.compile(*args[0], **static)
         jax.block_until_ready((self.model, self.draft))
-        jax.block_until_ready(prepare(*args))  # to warm up; its cache is gone before the next is made
-        state, prefill_s = _timed(lambda: prepare(*args))
+        state = jax.block_until_ready(prepare(*args[0]))  # to warm up
         decode, decode_s = DECODE.compile(self.target, self.draft, self.sampler, state, limits, jnp.int32(1))
         row = Row(
             self.method.name,
             self.context,
             self.gamma,
             "measured",
+            temperature=self.config.temperature,
             simulated=self.simulated,
-            prefill_s=prefill_s,
             compile_s=prepare_s + decode_s,
             cache_bytes=state.cache.num_bytes,
             peak_memory_bytes=self._peak_bytes(prepare, decode),
             large_operations=large_operations(decode.as_text(), self._large(state.cache)),
         )
-        lengths = jax.tree.map(jnp.copy, state.cache.lengths)
-        row, cache = self._decoded(row, decode, state, limits)
-        return dataclasses.replace(row, steps=self._steps(cache.rollback(lengths), bandwidth, repeats))
+        runs = []
+        for inputs in args:
+            del state  # its cache is gone before the next is made
+            state, prefill_s = _timed(functools.partial(prepare, *inputs))
+            lengths = jax.tree.map(jnp.copy, state.cache.lengths)
+            run, state = self._decoded(decode, state, limits, prefill_s)
+            runs.append(run)
+        row = _totalled(row, runs)
+        if bandwidth is None:
+            return row
+        return dataclasses.replace(row, steps=self._steps(state.cache.rollback(lengths), bandwidth, repeats))
 
     def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled) -> int:
         """Of prefill, beside which the draft is held, or of decode; arrays that target and draft share count once."""
@@ -227,25 +261,15 @@ class _Measured:
         logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
-    def _decoded(self, row: Row, decode: Callable, state: DecodeState, limits: Limits) -> tuple[Row, Cache]:
-        """The row with a whole decode, whose first rounds warm up, and the cache after it."""
+    def _decoded(self, decode: Callable, state: DecodeState, limits: Limits, prefill_s: float) -> tuple["_Decode", DecodeState]:
+        """A whole decode, whose first rounds warm up, and the state after it."""
         step = functools.partial(decode, self.target, self.draft, self.sampler)
         state = jax.block_until_ready(step(state, limits, jnp.int32(2)))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: step(state, limits, jnp.int32(np.iinfo(np.int32).max)))
         after = jax.device_get((state.emitted, state.counts))
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
-        row = dataclasses.replace(
-            row,
-            decode_s=decode_s,
-            new_tokens=emitted,
-            rounds=counts.rounds,
-            flushes=counts.flushes,
-            acceptance_ratio=counts.accepted / counts.drafted if counts.drafted else None,
-            tokens_per_second=emitted / decode_s,
-            ms_per_token=1e3 * decode_s / emitted,
-        )
-        return row, state.cache
+        return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
     def _steps(self, cache: Cache, bandwidth: float, repeats: int) -> dict[str, Step]:
         """Each step alone, on a filled cache, which is spent: a step writes over what the one before wrote, and flushes move its buffer."""
@@ -253,7 +277,9 @@ class _Measured:
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
         keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
-        eligible, proposals = jnp.full(1, self.gamma, jnp.int32), jnp.zeros((1, self.gamma, 0))
+        eligible = jnp.full(1, self.gamma, jnp.int32)
+        _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
+        proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
 
         def forward(tokens, cache, lengths, model):
             positions = lengths.total[:, None] + jnp.arange(tokens.shape[1])
@@ -290,6 +316,35 @@ class _Measured:
         return weight_bytes(model.model) + cache_bytes_read(self.model, self.context + width, width, planes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Decode:
+    """One prompt's: decode_s, new_tokens and counts are behind the warm-up; tokens are all that it emitted."""
+
+    prefill_s: float
+    decode_s: float
+    new_tokens: int
+    counts: Counts
+    tokens: list[int]
+
+
+def _totalled(row: Row, runs: Sequence[_Decode]) -> Row:
+    """The row with the figures of these decodes together."""
+    total = lambda figure: sum(map(figure, runs))
+    decode_s, new, drafted = total(lambda run: run.decode_s), total(lambda run: run.new_tokens), total(lambda run: run.counts.drafted)
+    return dataclasses.replace(
+        row,
+        prefill_s=total(lambda run: run.prefill_s) / len(runs),
+        decode_s=decode_s,
+        new_tokens=new,
+        rounds=total(lambda run: run.counts.rounds),
+        flushes=total(lambda run: run.counts.flushes),
+        acceptance_ratio=total(lambda run: run.counts.accepted) / drafted if drafted else None,
+        repeated_ngrams=repeated_ngrams([run.tokens for run in runs]),
+        tokens_per_second=new / decode_s,
+        ms_per_token=1e3 * decode_s / new,
+    )
+
+
 def weight_bytes(model: Llama) -> int:
     """Of the weights that a step reads; of an embedding that is not the head too it reads a row."""
     weights = dict(model.weights())
@@ -306,18 +361,20 @@ def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None)
     return c.num_layers * bytes_read(shape)
 
 
-def _compared(rows: list[Row]) -> list[Row]:
-    """The rows of one context with what the baseline makes of them."""
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one context and temperature with what the baseline makes of them; with the byte model's limit, if steps were measured."""
     baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
 
     def compared(row: Row) -> Row:
         if baseline is None or row.ms_per_token is None:
             return row
-        speedup = baseline.ms_per_token / row.ms_per_token
+        row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
+        if not (row.steps and baseline.steps):
+            return row
         tokens = row.new_tokens / row.rounds
         drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
         limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)
-        return dataclasses.replace(row, speedup=speedup, byte_limit=limit, share_of_limit=speedup / limit)
+        return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
 
     return [compared(row) for row in rows]
 

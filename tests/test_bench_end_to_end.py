@@ -1,0 +1,188 @@
+"""`qspec bench end-to-end` on a model that a CPU decodes at once: its texts and its reports. No figure of speed is tested."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+from checkpoints import hf_config, write_checkpoint
+
+from qspec_jax import checkpoint, drafts
+from qspec_jax.bench import decode, end_to_end, end_to_end_report
+from qspec_jax.cli import DEMO_MODEL
+from qspec_jax.config import GenerationConfig
+from qspec_jax.demo import corpus
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import acceptance
+
+CONTEXT, NEW, GAMMA = 100, 48, 2
+ROWS = [
+    (CONTEXT, temperature, method, gamma) for temperature in (0.0, 1.0) for method, gamma in (("autoregressive", 0), ("quantspec", GAMMA))
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A random model of 256 positions with the embedded model's tokenizer."""
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), hf_config(vocab_size=4096, max_position_embeddings=256))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(str(DEMO_MODEL)) / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    return corpus.held_out_files()[0]
+
+
+@pytest.fixture(scope="module")
+def stream(directory, file) -> list[int]:
+    return end_to_end.token_stream(checkpoint.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
+
+
+@pytest.fixture(scope="module")
+def report(directory, stream) -> end_to_end.Report:
+    model = checkpoint.load_model(directory, progress=False)
+    settings = dict(max_new_tokens=NEW, texts=2, calibrate=False, progress=False)
+    return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], **settings)
+
+
+def named(rows: list[decode.Row]) -> list[tuple]:
+    return [(row.context, row.temperature, row.method, row.gamma) for row in rows]
+
+
+def test_a_stream_has_a_beginning_for_every_text(directory):
+    tokenizer = checkpoint.load_tokenizer(directory)
+    one, other = (tokenizer(text)["input_ids"] for text in ("import os", "x = 1"))
+    assert end_to_end.token_stream(tokenizer, ["import os", "x = 1"]) == [0, *one, 0, *other]
+    tokenizer.bos_token = None
+    assert end_to_end.token_stream(tokenizer, ["import os", "x = 1"]) == [*one, *other]
+
+
+def test_texts_are_spread_and_do_not_overlap():
+    assert end_to_end._cut(range(35), 10, 2) == [list(range(10)), list(range(25, 35))]
+    assert [text[0] for text in end_to_end._cut(range(35), 10, 9)] == [0, 12, 25]
+    with pytest.raises(InputError, match=r"35 tokens, and 36 .* --file"):
+        end_to_end._cut(range(35), 36, 2)
+
+
+def test_rows(report):
+    assert named(report.rows) == ROWS
+    assert {(row.status, row.note) for row in report.rows} == {("measured", "")}
+    for i in (0, 2):
+        baseline, quantspec = report.rows[i : i + 2]
+        assert baseline.acceptance_ratio is None and 0 < quantspec.acceptance_ratio <= 1
+        assert (baseline.speedup, quantspec.speedup) == (1, pytest.approx(baseline.ms_per_token / quantspec.ms_per_token))
+        # Of both texts; the first token is prefill's, and two rounds warm up.
+        assert baseline.new_tokens == baseline.rounds == 2 * (NEW - 3)
+        assert quantspec.rounds < quantspec.new_tokens < 2 * (NEW - 3)
+        assert quantspec.ms_per_token == pytest.approx(1e3 * quantspec.decode_s / quantspec.new_tokens)
+        # At 128 tokens a group is full, and so is the next.
+        assert (baseline.flushes, quantspec.flushes) == (0, 2)
+        assert baseline.steps == quantspec.steps == {} and baseline.byte_limit is None
+    greedy, sampled = report.rows[0], report.rows[2]
+    assert sampled.repeated_ngrams == 0 and greedy.repeated_ngrams is not None
+
+
+def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, stream):
+    model = checkpoint.load_model(directory, progress=False)
+    texts = [stream[: CONTEXT + NEW], stream[-CONTEXT - NEW :]]
+    for temperature, walk in zip((0.0, 1.0), report.teacher_forced, strict=True):
+        config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=temperature)
+        expected = acceptance.teacher_forced(model, drafts.quantspec(model), texts, config, jax.random.key(0))
+        assert walk == end_to_end.TeacherForced(CONTEXT, temperature, GAMMA, 2, "measured", acceptance=expected)
+        assert expected.drafted > 0
+
+
+def test_free_running_tokens_are_those_of_generate(report, directory, stream, monkeypatch):
+    """The same prompts, sampler and keys: the same share of repeated 8-grams and acceptance over the whole of a text."""
+    model = checkpoint.load_model(directory, progress=False)
+    prompts = [stream[:CONTEXT], stream[-CONTEXT - NEW : -NEW]]
+    config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=1.0)
+    free = acceptance.free_running(model, drafts.quantspec(model), prompts, config, jax.random.key(0))
+    row = report.rows[3]
+    assert row.repeated_ngrams == free.repeated_ngrams
+    # Two rounds of each text are warm-up.
+    assert row.rounds == free.rounds - 4 and row.acceptance_ratio == pytest.approx(free.acceptance_rate, abs=8 / free.drafted)
+
+
+def test_table(report, run, directory, file):
+    flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--max-new-tokens", NEW, "--texts", 2]
+    code, out, _ = run("bench", "end-to-end", *flags, "--no-calibrate")
+    assert code == 0
+    lines = [line.split() for line in out.splitlines() if line.split()[2:3] in (["autoregressive"], ["quantspec"])]
+    assert [(int(a), float(b), c, int(d.replace("-", "0"))) for a, b, c, d, *_ in lines] == ROWS
+    # speed-up, accepted, repeated, teacher-forced
+    assert [line[6] for line in lines[::2]] == ["1.00x", "1.00x"]
+    for line, row, walk in zip(lines[1::2], report.rows[1::2], report.teacher_forced, strict=True):
+        rates = f"{row.acceptance_ratio:.3f}", f"{row.repeated_ngrams:.1%}", f"{walk.acceptance.acceptance_rate:.3f}"
+        assert tuple(line[7:10]) == rates
+    assert "rounded to nearest" in out and "2 texts of 100 tokens" in out
+
+
+def test_plot(report, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "speed.png"
+    end_to_end_report.plot(report, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    baseline = dataclasses.replace(report, rows=report.rows[:1])
+    with pytest.raises(InputError, match="nothing was measured"):
+        end_to_end_report.plot(baseline, path)
+
+
+def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
+    def fail(*args, **settings):
+        raise MemoryError("out of memory\nand more")
+
+    monkeypatch.setattr(decode._Measured, "row", fail)
+    monkeypatch.setattr(acceptance, "teacher_forced", fail)
+    flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--max-new-tokens", NEW, "--no-calibrate"]
+    code, out, err = run("bench", "end-to-end", *flags, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [(row["context"], row["temperature"], row["method"], row["gamma"]) for row in report["rows"]] == ROWS
+    assert {(row["status"], row["note"]) for row in report["rows"] + report["teacher_forced"]} == {("failed", "MemoryError: out of memory")}
+    code, out, _ = run("bench", "end-to-end", *flags)
+    assert code == 0 and "failed: MemoryError: out of memory" in out
+
+
+@pytest.mark.slow
+def test_the_embedded_model(run):
+    flags = ["--context", 512, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 60, "--texts", 2]
+    code, out, _ = run("bench", "end-to-end", "--model", DEMO_MODEL, *flags, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["calibrated"]
+    assert [(row["context"], row["method"], row["gamma"], row["status"]) for row in report["rows"]] == [
+        (512, "autoregressive", 0, "measured"),
+        (512, "quantspec", 3, "measured"),
+    ]
+    (walk,) = report["teacher_forced"]
+    # A trained model's drafts are good; those of another model's weights are not.
+    assert 0.7 < walk["acceptance"]["acceptance_rate"] < 1 and walk["texts"] == 2
+    assert report["rows"][1]["acceptance_ratio"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--context", 250], ["256 positions", "250 tokens"]),
+        (["--context", 100, "--temperature", -1], ["temperature -1"]),
+        (["--gamma", 4, "--gamma", 16], ["--gamma 16"]),
+        (["--gamma", 2, "--gamma", 12], ["--max-new-tokens 48", "52"]),
+        (["--file", "no/such/file"], ["no/such/file"]),
+        (["--plot", "speed.txt"], ["speed.txt", ".png"]),
+        (["--texts", 0], ["--texts"]),
+    ],
+)
+def test_bad_flags(fails, directory, flags, words):
+    fails(["bench", "end-to-end", "--model", directory, "--max-new-tokens", NEW, *flags], *words)
+
+
+def test_too_little_text(fails, directory, tmp_path):
+    file = tmp_path / "short.py"
+    file.write_text("import os\n")
+    fails(["bench", "end-to-end", "--model", directory, "--file", file, "--context", CONTEXT], "--file", "740")
+    fails(["bench", "end-to-end"], "--model")
+    fails(["bench", "end-to-end", "--model", "no/such/folder"], "no/such/folder")

@@ -1,0 +1,190 @@
+"""`qspec bench pretrain` on models that a CPU trains at once: segments, the checkpoint that they leave, and what is refused."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+pytest.importorskip("optax", reason="the extra train is not installed")
+
+from qspec_jax import checkpoint
+from qspec_jax.bench import pretrain
+from qspec_jax.bench.pretrain import Recipe, Trainer
+from qspec_jax.demo import corpus
+from qspec_jax.errors import InputError
+from qspec_jax.pretraining import CausalAttention, Settings, initial_params, log_probabilities
+
+SHORT = Settings(context=16, batch=2, evaluations=2, timed_steps=1)
+TINY = Recipe(
+    pretrain.SMOKE.model | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32},
+    SHORT,
+    dataclasses.replace(SHORT, context=64, batch=1),
+    long_share=0.4,
+)
+COMPILED = {}  # of TINY's steps, shared by the tests
+STREAM = np.tile(np.random.default_rng(0).permutation(64).astype(np.uint16), 40)
+
+
+def trained(trainer: Trainer, until: float = math.inf) -> Trainer:
+    # What stands for an evaluation depends on the parameters.
+    evaluate = lambda params: float(jnp.abs(params["embedding"]).sum())
+    trainer.train(until, evaluate, tqdm(disable=True))
+    return trainer
+
+
+def made() -> Trainer:
+    trainer = Trainer(TINY, STREAM)
+    trainer.compiled = COMPILED
+    return trainer
+
+
+def begun(**settings) -> Trainer:
+    trainer = made()
+    trainer.begin(**({"seconds": 0, "steps": 5} | settings))
+    return trainer
+
+
+def test_segments_are_one_run(tmp_path):
+    whole = trained(begun())
+    path, contexts = tmp_path / "state.safetensors", []
+    trainer = begun()
+    for step in range(1, 6):
+        contexts.append(trainer._phase()[0].context)
+        trained(trainer, until=-math.inf).save(path)
+        assert trainer.progress.step == step
+        trainer = made()
+        trainer.load(path)
+    assert contexts == [16, 16, 16, 64, 64]
+    assert trainer.progress.completed and trainer.tokens_seen == 3 * 2 * 16 + 2 * 64
+    ours, theirs = (jax.tree_util.tree_leaves_with_path((t.params, t.state)) for t in (trainer, whole))
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (_, a), (_, b) in zip(ours, theirs):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert trainer.progress.train_nats == whole.progress.train_nats
+    assert trainer.progress.held_out == whole.progress.held_out and len(whole.progress.held_out) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_it_learns():
+    nats = trained(begun(steps=100)).progress.train_nats
+    assert nats[0] == pytest.approx(math.log(64), abs=0.1)
+    assert np.mean(nats[-3:]) < 0.3 * nats[0]
+
+
+def test_time_decides_the_steps(monkeypatch):
+    monkeypatch.setattr(Trainer, "_seconds_of_a_step", lambda self, s: {16: 2.0, 64: 7.0}[s.context])
+    # Three steps of 2 s, two of 7.
+    assert begun(seconds=200, steps=0).progress.steps == 50
+
+
+def test_timing_changes_nothing():
+    trainer = begun(seconds=1e-9, steps=0)
+    assert trainer.progress.steps == 1 and trainer.progress.step == 0
+    assert [s.context for s in COMPILED] == [16, 64]
+    for name, array in initial_params(trainer.config, SHORT.seed).items():
+        np.testing.assert_array_equal(trainer.params[name], array)
+    fresh = trainer.optimizer.init(trainer.params)
+    jax.tree.map(np.testing.assert_array_equal, trainer.state, fresh)
+
+
+def test_a_loss_that_is_not_finite_ends_it():
+    trainer = begun()
+    trainer.params["norm.weight"] = trainer.params["norm.weight"] * jnp.nan
+    with pytest.raises(FloatingPointError, match="step 0"):
+        trained(trainer)
+
+
+def test_a_state_of_another_recipe(tmp_path):
+    path = tmp_path / "state.safetensors"
+    begun().save(path)
+    other = dataclasses.replace(TINY, long_share=0.2)
+    with pytest.raises(InputError, match="other settings"):
+        Trainer(other, STREAM).load(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="not a whole safetensors file"):
+        Trainer(TINY, STREAM).load(path)
+
+
+@pytest.fixture
+def small_corpus(monkeypatch):
+    paths = corpus.held_out_files()[:2]
+    documents = [corpus.Document("tests", path, path.read_text(encoding="utf-8")[:20_000]) for path in paths]
+    read = corpus.Corpus(documents, {"bytes": sum(len(document.text) for document in documents)})
+    monkeypatch.setattr(corpus, "read_corpus", lambda *args, **settings: read)
+    monkeypatch.setattr(corpus, "held_out_by_name", lambda: {paths[0].stem: paths[:1]})
+
+
+def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
+    directory = tmp_path / "model"
+    command = ["bench", "pretrain", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
+    code, out, err = run(*command, "--json")
+    first = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (first["step"], first["steps"], first["completed"]) == (1, 2, False)
+    assert first["held_out_bits_per_byte"] == {} and not (directory / "config.json").exists()
+    code, out, _ = run(*command)
+    assert code == 0
+    assert "2 of 2" in out and "not completed" not in out and "at a context of 512" in out
+    report = json.loads((directory / "training.json").read_text())
+    assert report["completed"] and len(report["train_nats_per_token"]) == 2
+    assert report["recipe"]["model"] == pretrain.SMOKE.model
+
+    # What was trained, in bfloat16, and to the model's code the same function.
+    trainer = Trainer(pretrain.SMOKE, np.load(directory / "tokens.npy"))
+    trainer.load(directory / "state.safetensors")
+    model = checkpoint.load_model(directory, dtype="float32", progress=False)
+    assert checkpoint.load_tokenizer(directory).bos_token_id == 0
+    for name, weight in model.weights().items():
+        np.testing.assert_array_equal(weight, trainer.params[name].astype(jnp.bfloat16).astype(jnp.float32))
+    rows = jnp.asarray(np.asarray(trainer.stream[:129])[None].astype(np.int32))
+    logits, _ = model(rows[:, :-1], jnp.arange(128)[None], CausalAttention())
+    expected = jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(log_probabilities(trainer.config, trainer.params, rows)[0], expected, atol=0.1)
+
+    # Once completed, it stays.
+    state = (directory / "state.safetensors").stat().st_mtime_ns
+    code, out, _ = run(*command, "--json")
+    assert json.loads(out)["completed"] and (directory / "state.safetensors").stat().st_mtime_ns == state
+    command[command.index("--steps") + 1] = 3
+    fails(command, "--steps 3", "a run of 2 steps")
+
+
+def test_bad_input(fails, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    fails(["bench", "pretrain"], "--output")
+    fails(["bench", "pretrain", "--output", file, "--smoke"], file)
+    fails(["bench", "pretrain", "--output", file / "below", "--smoke"], file / "below")
+    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--minutes", -1], "--minutes")
+    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--steps", "many"], "--steps")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_it_needs_a_gpu(fails, tmp_path):
+    fails(["bench", "pretrain", "--output", tmp_path / "model"], "GPU", "--smoke")
+
+
+def test_it_needs_the_extra(fails, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    for name in ("bench.pretrain", "demo.train", "pretraining"):
+        monkeypatch.delitem(sys.modules, f"qspec_jax.{name}")
+    monkeypatch.delattr("qspec_jax.bench.pretrain")
+    fails(["bench", "pretrain", "--output", tmp_path / "model", "--smoke"], "optax", "qspec-jax[train]")
+
+
+def test_the_command_line_does_without_it():
+    """What trains is imported by the command that trains alone."""
+    code = "import sys, qspec_jax.cli; print(sorted({'qspec_jax.pretraining', 'qspec_jax.bench.pretrain'} & set(sys.modules)))"
+    root = str(Path(__file__).parents[1])
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True)
+    assert out.stdout.strip() == "[]"
