@@ -144,7 +144,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
 
 def test_json(run):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
-    flags = ["--simulate-ratio", 0.8, *(x for name in names for x in ("--method", name))]
+    flags = ["--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -174,6 +174,14 @@ def test_json(run):
     assert both["cache_bytes"] < baseline["cache_bytes"]
 
 
+def test_random_weights_need_no_more_than_a_config(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
+    flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
+    code, out, err = run("bench", "decode", "--model", tmp_path, *flags)
+    (row,) = json.loads(out)["rows"]
+    assert (code, err, row["status"]) == (0, "", "measured")
+
+
 def test_table_of_real_acceptance(run):
     code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only")
     assert code == 0
@@ -184,9 +192,9 @@ def test_table_of_real_acceptance(run):
 def test_a_simulation_says_so(run, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "decode.png"
-    code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
+    code, out, _ = run(*FAST, "--gamma", 1, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
     assert code == 0
-    assert "SIMULATED" in out and "(sim.)" in out
+    assert "SIMULATED" in out and out.count("(sim.)") == 2
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -202,7 +210,10 @@ def test_a_simulation_says_so(run, tmp_path):
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
+        (["--arch", "tiny", "--simulate-ratio", 0.5, "--gamma", 2, "--gamma", 3], ["--simulate-ratio", "--gamma"]),
+        (["--arch", "tiny", "--methods", "autoregressive,medusa"], ["medusa"]),
         (["--model", "no/such/folder"], ["no/such/folder"]),
+        (["--model", "no/such/folder", "--random-weights"], ["no/such/folder"]),
     ],
 )
 def test_bad_flags(fails, flags, words):

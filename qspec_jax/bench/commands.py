@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import drafts
+from qspec_jax import checkpoint, drafts
 from qspec_jax.bench import (
     attention,
     attention_report,
@@ -30,6 +30,11 @@ from qspec_jax.errors import InputError
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
+
+Gammas = Annotated[
+    list[int] | None,
+    typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round; may be given several times, to find the best."),
+]
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
 
@@ -133,9 +138,16 @@ def bench_decode(
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096.")] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of {', '.join(decode.METHODS)}; may be given several times: the baseline and quantspec, if not given."),
+        typer.Option(
+            "--method",
+            "--methods",
+            help=f"Of {', '.join(decode.METHODS)}, several with commas between them: the baseline and quantspec, if not given.",
+        ),
     ] = None,
-    num_speculative_tokens: Gamma = 6,
+    num_speculative_tokens: Gammas = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Of --model, read the shape alone. --arch has no others.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     simulate_acceptance: Annotated[
         float | None, typer.Option(min=0, max=1, help="Accept each draft with this chance, given those before it; random weights need it.")
@@ -154,15 +166,17 @@ def bench_decode(
         raise InputError("one of --arch and --model should be given")
     if simulate_acceptance is not None and simulate_ratio is not None:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
-    methods = decode.select_methods(method or [])
-    _check_gamma(num_speculative_tokens)
-    _check_rounds(max_new_tokens, num_speculative_tokens)
-    rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    methods = decode.select_methods(name for names in method or [] for name in names.split(","))
+    gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
+    if simulate_ratio is not None and len(gammas) > 1:
+        raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")
+    rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, gammas[0])
     if plot:
         check_plot(plot, output)
     with output_to(output) as write:
-        if arch is not None:
-            network = random_model(architecture(arch), seed=seed)
+        if arch is not None or random_weights:
+            shape = checkpoint.load_config(model) if arch is None else architecture(arch)
+            network = random_model(shape, seed=seed)
             make_draft = lambda: random_int4(network)
         else:
             network, _ = load(model, None, quiet=as_json)
@@ -174,7 +188,7 @@ def bench_decode(
             lambda is_int4: int4() if is_int4 else network,
             context or [4096],
             methods,
-            gamma=num_speculative_tokens,
+            gammas,
             max_new_tokens=max_new_tokens,
             rate=rate,
             repeats=repeats,
@@ -216,12 +230,7 @@ def bench_end_to_end(
         list[int] | None, typer.Option(min=1, help="Tokens of the prompts; may be given several times: 8k, 16k, 32k and 64k, if not given.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
-    num_speculative_tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--num-speculative-tokens", "--gamma", help="Most drafts of a round; may be given several times: 4 and 6, if not given."
-        ),
-    ] = None,
+    num_speculative_tokens: Gammas = None,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is not so much text.")] = 4,
     calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
@@ -231,10 +240,7 @@ def bench_end_to_end(
     as_json: Json = False,
 ):
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
-    gammas = list(dict.fromkeys(num_speculative_tokens or [4, 6]))
-    for gamma in gammas:
-        _check_gamma(gamma)
-        _check_rounds(max_new_tokens, gamma)
+    gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
     if plot:
         check_plot(plot, output)
     with output_to(output) as write:
@@ -257,9 +263,14 @@ def bench_end_to_end(
         end_to_end_report.plot(report, plot)
 
 
-def _check_rounds(max_new_tokens: int, gamma: int) -> None:
-    if max_new_tokens < 4 * (gamma + 1):
-        raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (gamma + 1)}")
+def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) -> list[int]:
+    """Those asked for, each once. Raises InputError for one that the kernels cannot verify, or that leaves no four rounds."""
+    gammas = list(dict.fromkeys(given or otherwise))
+    for gamma in gammas:
+        _check_gamma(gamma)
+        if max_new_tokens < 4 * (gamma + 1):
+            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (gamma + 1)}")
+    return gammas
 
 
 def _check_gamma(gamma: int) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report(Run):
-    """A row for every method and context. simulated_acceptance_rate: of each draft given those before it, and the ratio that it gives."""
+    """A row for every method, gamma and context. simulated_acceptance_rate: of each draft given those before it; simulated_ratio: what
+    that gives, where there is one gamma."""
 
     read_bandwidth_gb_per_s: float
     model: str
@@ -118,8 +119,9 @@ class Report(Run):
     rows: list[Row]
 
 
-def select_methods(names: Sequence[str]) -> list[Method]:
+def select_methods(names: Iterable[str]) -> list[Method]:
     """These methods; without any, the baseline and quantspec. Raises InputError for an unknown one."""
+    names = list(names)
     for name in names:
         if name not in METHODS:
             raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
@@ -132,28 +134,29 @@ def run(
     drafts: Callable[[bool], Llama],
     contexts: Sequence[int],
     methods: Sequence[Method],
+    gammas: Sequence[int],
     *,
-    gamma: int,
     max_new_tokens: int,
     rate: float | None,
     repeats: int = 20,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Report:
-    """Measures every method at every context, batch 1, greedy, on random prompts.
+    """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
     drafts(int4): the draft's model. rate: simulated acceptance; None verifies for real. progress: a bar on standard error; None where
     that is a terminal. A method that fails, for want of memory say, is a row that says so.
     """
     rows = []
-    with tqdm(total=1 + len(contexts) * len(methods), leave=False, disable=None if progress is None else not progress) as bar:
+    cases = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
+    with tqdm(total=1 + len(contexts) * len(cases), leave=False, disable=None if progress is None else not progress) as bar:
         bar.set_description("read bandwidth")
         bandwidth = read_bandwidth(repeats=repeats)
         bar.update()
         for context in contexts:
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             found = []
-            for method in methods:
+            for method, gamma in cases:
                 bar.set_description(f"{context:,} tokens: {method.name}")
                 settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
                 found.append(measure(model, drafts, method, prompt.tolist(), gamma, max_new_tokens, **settings))
@@ -165,7 +168,7 @@ def run(
         model=name,
         max_new_tokens=max_new_tokens,
         simulated_acceptance_rate=rate,
-        simulated_ratio=None if rate is None else ratio_of_rate(rate, gamma),
+        simulated_ratio=ratio_of_rate(rate, gammas[0]) if rate is not None and len(gammas) == 1 else None,
         rows=rows,
     )
 

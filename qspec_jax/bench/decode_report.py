@@ -55,7 +55,7 @@ def table(report: Report) -> Group:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Three panels against context: speed-up of each method, the time of a quantspec round by its steps, and memory.
+    """Three panels against context, of each method's best gamma: speed-up, the time of a quantspec round by its steps, and memory.
 
     Raises InputError if nothing was measured, or the file cannot be written.
     """
@@ -64,8 +64,11 @@ def plot(report: Report, path: Path) -> None:
     rows = [row for row in report.rows if row.status == "measured"]
     if not rows:
         raise InputError(f"--plot {path}: nothing was measured")
+    best = {}
+    for row in sorted(rows, key=lambda row: row.tokens_per_second):
+        best[row.method, row.context] = row
     lines = defaultdict(list)
-    for row in rows:
+    for row in best.values():
         lines[row.method].append(row)
     contexts = sorted({row.context for row in rows})
     figure = Figure(figsize=(15, 4.5), layout="constrained")
@@ -90,12 +93,14 @@ def plot(report: Report, path: Path) -> None:
     bottom = [0.0] * len(rounds)
     for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
         heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
-        time.bar([f"{row.context:,}" for row in rounds], heights, bottom=bottom, label=f"{step} x {times(rounds[0])}" if rounds else step)
+        time.bar([f"{row.context:,}, {row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
         bottom = [a + b for a, b in zip(bottom, heights)]
     time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
     for axes in (speed, time, memory):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-    simulated = "" if report.simulated_acceptance_rate is None else f"; acceptance SIMULATED at a ratio of {report.simulated_ratio:.3f}"
+    simulated = (
+        "" if report.simulated_acceptance_rate is None else f"; acceptance SIMULATED at a rate of {report.simulated_acceptance_rate:.3f}"
+    )
     figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
     save_plot(figure, path)
