@@ -27,11 +27,14 @@ CASES = {
     "T16-GQA7-128": long(16, 7, 1, 128, group_size=128),
     "T16-GQA4-256": long(16, 4, 1, 256, group_size=64),
     "T7-MHA-64": long(7, 2, 2, 64, group_size=128),
+    "T7-GQA4-64-G128": long(7, 8, 2, 64, group_size=128),
+    "T7-GQA4-256-G128": long(7, 8, 2, 256, group_size=128),
     "T1-GQA4-128-G64": long(1, 8, 2, 128, group_size=64),
 }
 KINDS = [
     *[(name, planes) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T1-GQA8-256") for planes in (1, 2, None)],
     *[(name, planes) for name in ("T16-GQA7-128", "T16-GQA4-256") for planes in (2, None)],
+    *[(name, planes) for name in ("T7-GQA4-64-G128", "T7-GQA4-256-G128") for planes in (1, 2)],
     ("T7-MHA-64", 2),
     ("T1-GQA4-128-G64", 1),
 ]

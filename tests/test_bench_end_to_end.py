@@ -96,7 +96,7 @@ def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, 
         assert expected.drafted > 0
 
 
-def test_free_running_tokens_are_those_of_generate(report, directory, stream, monkeypatch):
+def test_free_running_tokens_are_those_of_generate(report, directory, stream):
     """The same prompts, sampler and keys: the same share of repeated 8-grams and acceptance over the whole of a text."""
     model = checkpoint.load_model(directory, progress=False)
     prompts = [stream[:CONTEXT], stream[-CONTEXT - NEW : -NEW]]
@@ -146,6 +146,20 @@ def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
     assert {(row["status"], row["note"]) for row in report["rows"] + report["teacher_forced"]} == {("failed", "MemoryError: out of memory")}
     code, out, _ = run("bench", "end-to-end", *flags)
     assert code == 0 and "failed: MemoryError: out of memory" in out
+
+
+def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, file):
+    def fail(*args, **settings):
+        raise MemoryError("out of memory")
+
+    measured = lambda self, *args: decode.Row(self.method.name, self.context, self.gamma, "measured")
+    monkeypatch.setattr(decode._Measured, "row", measured)
+    monkeypatch.setattr(end_to_end.drafts, "quantspec", fail)
+    flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--temperature", 0, "--max-new-tokens", NEW]
+    code, out, err = run("bench", "end-to-end", *flags, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [row["status"] for row in report["rows"] + report["teacher_forced"]] == ["measured", "failed", "failed"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 pytest.importorskip("optax", reason="the extra train is not installed")
@@ -99,7 +100,7 @@ def test_timing_changes_nothing():
 def test_a_loss_that_is_not_finite_ends_it():
     trainer = begun()
     trainer.params["norm.weight"] = trainer.params["norm.weight"] * jnp.nan
-    with pytest.raises(FloatingPointError, match="step 0"):
+    with pytest.raises(InputError, match="step 0"):
         trained(trainer)
 
 
@@ -139,7 +140,7 @@ def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     assert report["recipe"]["model"] == pretrain.SMOKE.model
 
     # What was trained, in bfloat16, and to the model's code the same function.
-    trainer = Trainer(pretrain.SMOKE, np.load(directory / "tokens.npy"))
+    trainer = Trainer(pretrain.SMOKE, np.load(directory / "smoke.npy"))
     trainer.load(directory / "state.safetensors")
     model = checkpoint.load_model(directory, dtype="float32", progress=False)
     assert checkpoint.load_tokenizer(directory).bos_token_id == 0
@@ -188,3 +189,29 @@ def test_the_command_line_does_without_it():
     root = str(Path(__file__).parents[1])
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_full_run_does_not_read_the_small_corpus(tmp_path, monkeypatch):
+    tokenizer = Tokenizer.from_file(str(pretrain.TOKENIZER))
+    document = lambda text: corpus.Document("a", Path("a.py"), text)
+    read = lambda *args, most_bytes=None: corpus.Corpus([document("x = 1\n" * (1 if most_bytes else 50))], {"small": bool(most_bytes)})
+    monkeypatch.setattr(corpus, "read_corpus", read)
+    for _ in range(2):
+        (small, about), (full, about_full) = (pretrain._read_tokens(tmp_path, tokenizer, smoke=smoke) for smoke in (True, False))
+        assert len(full) > 20 * len(small) and (about, about_full) == ({"small": True}, {"small": False})
+    (tmp_path / "corpus.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match="not a whole file of tokens"):
+        pretrain._read_tokens(tmp_path, tokenizer, smoke=False)
+
+
+def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*args, **settings):
+        Path(args[1]).write_bytes(b"half")
+        raise OSError("no space left")
+
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(pretrain, "save_file", fail)
+    with pytest.raises(InputError, match="no space left"), pretrain._written(tmp_path):
+        begun().save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"

@@ -8,13 +8,11 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import mosaic_plan, triton
-from pallas_kernels.matmul import triton as triton_matmul
 
-CONFIGS = {mosaic_plan.KERNEL: mosaic_plan.Config, triton.KERNEL: triton.Config, triton_matmul.KERNEL: triton_matmul.Config}
+CONFIGS = {mosaic_plan.KERNEL: mosaic_plan.Config, triton.KERNEL: triton.Config}
 PROBLEMS = {
     mosaic_plan.KERNEL: {"planes", "head_dim", "group_size", "batch", "heads", "block_tiles"},
     triton.KERNEL: {"planes", "head_dim", "group_size", "programs", "block_rows"},
-    triton_matmul.KERNEL: {"block_rows", "groups", "outputs", "tile"},
 }
 plan = mosaic_plan.Plan(1, 32, 1, 1, 128, 128, 1024, 264, 1, block_tiles=1, blocks_of_rows=1)
 

@@ -105,7 +105,7 @@ class Ring:
         self.first, self.left = first + me.warp * 2, count - me.warp * 2
 
     def issue(self, tile, number: int, slot) -> None:
-        """The warp's groups of pass `number`, if the block has the tile and the slice the groups."""
+        """The warp's groups of pass `number`, if the team has the tile and the slice the groups."""
         plan, piece = self.plan, self.lane & 7
         with w.when((tile < self.upper) & (w.i32(number * 2 * TEAM) < self.left)):
             arrays, tile = arrays_of_tile(plan, self.at, tile)
@@ -131,7 +131,7 @@ class Parameters:
         self.first, self.count = first, count
 
     def issue(self, tile, slot) -> None:
-        """Copies those of a tile, if the block has it."""
+        """Copies those of a tile, if the team has it."""
         plan = self.plan
         words = plan.room // 2  # of an output, two groups each
         with w.when(tile < self.upper):

@@ -19,6 +19,8 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     rows = math.prod(x.shape[:-1])
     if not 1 <= rows <= MAX_ROWS:
         return f"supports up to {MAX_ROWS} rows, not {rows}"
+    if others := {weight.in_features for weight in weights} - {x.shape[-1]}:
+        return f"needs weights of as many inputs as there are activations, {x.shape[-1]}, not {', '.join(map(str, sorted(others)))}"
     for weight in weights:
         out, groups, half = weight.codes.shape
         if 2 * half != GROUP_SIZE or groups * GROUP_SIZE != weight.in_features:

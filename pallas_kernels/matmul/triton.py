@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuning
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
 from pallas_kernels.weight_format import Int4Weight
 
-KERNEL = "matmul.triton"
 MAX_WEIGHTS = 3  # of a launch: queries, keys and values
 RESIDENT_WARPS = 12  # of a multiprocessor, at most: more would lack registers
 
@@ -79,12 +77,6 @@ def int4_matmul(
     return support.separate(y, x, plan.outputs)
 
 
-def tunable(x: Array, weights: Sequence[Int4Weight]) -> tuple[str, dict, list[Config]]:
-    """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
-    plan = Plan.of(x, weights)
-    return KERNEL, plan.problem, plan.candidates()
-
-
 def most_warps(groups: int, tile: int) -> int:
     """That have two scales a thread to copy: one is too few bytes for a copy in the background."""
     return groups * tile // 64
@@ -104,10 +96,9 @@ class Plan:
         return cls(math.prod(x.shape[:-1]), weights[0].codes.shape[1], tuple(weight.shape[0] for weight in weights))
 
     def configured(self, config: Config | None) -> "Plan":
-        """With this configuration, or the one that measured best here, or a sane one."""
+        """With this configuration, or the default."""
         if config is None:
-            tuned = tuning.lookup(KERNEL, self.problem)
-            config = self.default() if tuned is None else Config(**tuned)
+            config = self.default()
         return dataclasses.replace(self, config=config)
 
     def default(self) -> Config:
@@ -138,11 +129,6 @@ class Plan:
     @property
     def possible_tiles(self) -> list[int]:
         return [tile for tile in (2 * OUTPUTS, OUTPUTS) if not any(out % tile for out in self.outputs)]
-
-    @property
-    def problem(self) -> dict[str, int]:
-        """What the best configuration depends on, for `tuning`. tile: the largest possible."""
-        return {"block_rows": self.block_rows, "groups": self.groups, "outputs": sum(self.outputs), "tile": self.possible_tiles[0]}
 
     @property
     def block_rows(self) -> int:

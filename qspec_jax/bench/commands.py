@@ -202,9 +202,11 @@ def bench_decode(
 
 @benchmarks.command("pretrain")
 def bench_pretrain(
-    output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 5 GB.")],
-    minutes: Annotated[float, typer.Option(min=0, help="Of all training steps; what compiles and saves comes on top.")] = 10,
-    segment_minutes: Annotated[float, typer.Option(min=0, help="Of this call, all in all; call again until training is completed.")] = 7.5,
+    output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 8 GB.")],
+    minutes: Annotated[float, typer.Option(min=0, max=10_000, help="Of all training steps; what compiles and saves comes on top.")] = 10,
+    segment_minutes: Annotated[
+        float, typer.Option(min=0, max=10_000, help="Of this call, all in all; call again until it is completed.")
+    ] = 7.5,
     steps: Annotated[int, typer.Option(min=0, help="Exactly so many steps, whatever they take; 0 goes by --minutes.")] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
@@ -212,7 +214,7 @@ def bench_pretrain(
     """Train a 413 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs a GPU of 80 GB."""
     try:
         from qspec_jax.bench import pretrain
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}: pip install 'qspec-jax[train]'") from None
     settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, smoke=smoke)
     report = pretrain.run(output, **settings, progress=False if as_json else None)

@@ -5,8 +5,9 @@ are walked (teacher-forced acceptance), and what is before them is the prompt of
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -83,10 +84,12 @@ def run(
     total = len(contexts) * len(temperatures) * (1 + 2 * len(gammas))
     with tqdm(total=total, leave=False, disable=None if progress is None else not progress) as bar:
         for context, found in cut.items():
-            bar.set_description(f"{context:,} tokens: make the draft")
+            bar.set_description(f"{context:,} tokens")
             prompts = [text[:-max_new_tokens] for text in found]
-            draft = drafts.quantspec(model, calibration=prompts if calibrate else None, progress=False)
-            make_draft = lambda int4, draft=draft: draft.model
+            calibration = prompts if calibrate else None
+            # Made where it is needed first: if that fails, rows say so.
+            draft = functools.cache(functools.partial(drafts.quantspec, model, calibration=calibration, progress=False))
+            make_draft = lambda int4, draft=draft: draft().model
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 decodes = []
@@ -131,10 +134,12 @@ def _cut(stream: Sequence[int], length: int, count: int) -> list[list[int]]:
     return [list(stream[start : start + length]) for start in starts]
 
 
-def _walk(model: Llama, draft: CachedModel, texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int) -> TeacherForced:
+def _walk(
+    model: Llama, draft: Callable[[], CachedModel], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
+) -> TeacherForced:
     context = len(texts[0]) - config.max_new_tokens
     row = TeacherForced(context, config.temperature, config.num_speculative_tokens, len(texts), "measured")
     try:
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft, texts, config, jax.random.key(seed)))
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft(), texts, config, jax.random.key(seed)))
     except Exception as error:  # one row of many
         return dataclasses.replace(row, status="failed", note=one_line(error))

@@ -5,13 +5,15 @@ as if nothing had come between. Most steps are at a short context; the last ones
 reads. Needs the extra `train`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +134,11 @@ def run(
     recipe = SMOKE if smoke else RECIPE
     if not smoke and jax.default_backend() != "gpu":
         raise InputError("training this model needs a GPU, and JAX finds none; --smoke runs anywhere")
-    try:
+    with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {directory}: cannot be made a folder ({error.strerror})") from None
+        # Before the minutes of training, and not after.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     stream, description = _read_tokens(directory, tokenizer, smoke=smoke)
     held_out = HeldOut(LlamaConfig.from_hf(recipe.model), recipe.short, tokenizer)
@@ -149,14 +152,16 @@ def run(
     if not trainer.progress.completed:
         with tqdm(total=trainer.progress.steps, unit="step", leave=False, disable=None if progress is None else not progress) as bar:
             trainer.train(until, held_out.sampled_bits_per_byte, bar)
-        trainer.save(state)
+        with _written(directory):
+            trainer.save(state)
     report = trainer.report(directory)
     if report.completed:
         report = dataclasses.replace(report, held_out_bits_per_byte=_bits_per_byte(trainer, held_out, tokenizer))
-        save_model(trainer.params, recipe.model, directory)
-        save_tokenizer(tokenizer, directory, max_length=recipe.model["max_position_embeddings"])
         history = {"train_nats_per_token": trainer.progress.train_nats, "corpus": description}
-        write_json(directory / "training.json", {"recipe": dataclasses.asdict(recipe)} | dataclasses.asdict(report) | history)
+        with _written(directory):
+            save_model(trainer.params, recipe.model, directory)
+            save_tokenizer(tokenizer, directory, max_length=recipe.model["max_position_embeddings"])
+            write_json(directory / "training.json", {"recipe": dataclasses.asdict(recipe)} | dataclasses.asdict(report) | history)
     return report
 
 
@@ -207,7 +212,7 @@ class Trainer:
             began = time.monotonic()
             nats = self._step(s, next(starts), scale)
             if not math.isfinite(nats):
-                raise FloatingPointError(f"step {p.step}: the loss is {nats}; what the segment before saved is still there")
+                raise InputError(f"step {p.step}: the loss is {nats}, so this segment is lost; what the one before saved is still there")
             p.step, p.seconds = p.step + 1, p.seconds + time.monotonic() - began
             p.train_nats.append(nats)
             bar.update()
@@ -244,9 +249,8 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Writes everything that `load` needs; a reader finds the old file or the new one, whole."""
         metadata = {"recipe": _recipe_json(self.recipe), "progress": json.dumps(dataclasses.asdict(self.progress))}
-        draft = path.with_name(f".{path.name}")
-        save_file(_named((self.params, self.state)), draft, metadata=metadata)
-        os.replace(draft, path)
+        with _whole(path) as draft:
+            save_file(_named((self.params, self.state)), draft, metadata=metadata)
 
     def load(self, path: Path) -> None:
         """Raises InputError for a file that `save` did not write, or wrote for another recipe."""
@@ -299,14 +303,38 @@ def table(report: Report) -> Table:
 
 def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple[np.ndarray, dict[str, Any]]:
     """The corpus as one stream of tokens, and what it is; read once and kept beside the run, whose segments must not differ in it."""
-    path, about = directory / "tokens.npy", directory / "corpus.json"
+    name = "smoke" if smoke else "corpus"
+    path, about = directory / f"{name}.npy", directory / f"{name}.json"
     if not path.exists():
         read = corpus.read_corpus((), most_bytes=2_000_000) if smoke else corpus.read_corpus()
-        write_json(about, read.description)
-        draft = directory / ".tokens.npy"
-        np.save(draft, np.concatenate(encode(tokenizer, [document.text for document in read.documents])))
+        tokens = np.concatenate(encode(tokenizer, [document.text for document in read.documents]))
+        with _written(directory), _whole(path) as draft:
+            write_json(about, read.description)
+            np.save(draft, tokens)
+    try:
+        return np.load(path), read_json(about)
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: not a whole file of tokens ({error}); delete it") from None
+
+
+@contextlib.contextmanager
+def _written(directory: Path) -> Iterator[None]:
+    """Raises InputError where what is written inside cannot be."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"--output {directory}: cannot be written ({' '.join(str(error).split())})") from None
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file that takes the place of `path` when it is written, and is gone if it cannot be."""
+    draft = path.with_name(f".{path.name}")
+    try:
+        yield draft
         os.replace(draft, path)
-    return np.load(path), read_json(about)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _bits_per_byte(trainer: Trainer, held_out: HeldOut, tokenizer: Tokenizer) -> dict[str, float]:
