@@ -66,15 +66,12 @@ def plot(found: Report, path: Path) -> None:
                 ours = label if "peer" in label else f"qspec-jax, {label}"
                 axes.plot(*zip(*line), style, label=ours)
         ticks = sorted({context for line in lines.values() for context in line})
-        axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xticks(ticks, [f"{context // 1024}k" if context >= 1024 else str(context) for context in ticks])
-        axes.minorticks_off()
+        report.context_axis(axes, ticks)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set(xlabel="context (tokens)", ylabel="latency (us)")
+        axes.set_ylabel("latency (us)")
         axes.set_title(f"T={tokens}, {heads} query and {kv_heads} KV heads of {head_dim}", fontsize=10)
-        axes.grid(alpha=0.3)
         if lines:
             axes.legend()
     figure.suptitle(f"Decode attention on {found.device}, {found.date}", fontsize=11)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qspec_jax.bench.decode import AUTOREGRESSIVE, METHODS, Report
-from qspec_jax.bench.report import save_plot
+from qspec_jax.bench.report import context_axis, save_plot
 from qspec_jax.errors import InputError
 
 
@@ -74,11 +74,7 @@ def plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     speed, time, memory = figure.subplots(1, 3)
     for axes in (speed, memory):
-        axes.set_xscale("log")
-        axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts])
-        axes.minorticks_off()
-        axes.set_xlabel("context (tokens)")
-        axes.grid(alpha=0.3)
+        context_axis(axes, contexts)
     for number, name in enumerate(METHODS):
         found = sorted(lines.get(name, []), key=lambda row: row.context)
         style = dict(color=f"C{number}", marker="o", label=name)

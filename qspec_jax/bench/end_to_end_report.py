@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qspec_jax.bench.end_to_end import Report, TeacherForced
-from qspec_jax.bench.report import save_plot
+from qspec_jax.bench.report import context_axis, save_plot
 from qspec_jax.errors import InputError
 
 Key = tuple[int, float, int]  # context, temperature, gamma
@@ -71,11 +71,7 @@ def plot(report: Report, path: Path) -> None:
             accepted.plot(*zip(*walked), **style)
         accepted.plot([row.context for row in line], [row.acceptance_ratio for row in line], color=f"C{number}", linestyle=":")
     for axes in (speed, accepted):
-        axes.set_xscale("log")
-        axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts])
-        axes.minorticks_off()
-        axes.set_xlabel("context (tokens)")
-        axes.grid(alpha=0.3)
+        context_axis(axes, contexts)
     speed.set(ylabel="speed-up over autoregressive", title="Speed-up", ylim=(0, None))
     accepted.set(ylabel="accepted / drafted", title="Acceptance: teacher-forced (dotted: free-running)")
     speed.legend(fontsize=8)

@@ -86,6 +86,16 @@ def check_plot(path: Path, output: Path | None) -> None:
         raise InputError(f"--output and --plot are the same file, {path}")
 
 
+def context_axis(axes, contexts: Sequence[int]) -> None:
+    """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
+    axes.set_xscale("log")
+    # Shapes of attention have a few tokens more, which are buffered.
+    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 else f"{n:,}" for n in contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context (tokens)")
+    axes.grid(alpha=0.3)
+
+
 def save_plot(figure, path: Path) -> None:
     """Writes a matplotlib figure. Raises InputError if the file cannot be written."""
     try:
