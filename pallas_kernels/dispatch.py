@@ -14,11 +14,14 @@ Implementation = Literal["auto", "reference", "mosaic_gpu", "triton"]
 log = logging.getLogger(__name__)
 
 
-def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, **settings) -> ModuleType:
+def choose(
+    kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, slow_reference: bool = True, **settings
+) -> ModuleType:
     """The module of package `pallas_kernels.<kernel>` to run, for the default device.
 
     candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
-    it cannot run on these arguments, or None if it can. The reference supports everything and comes last.
+    it cannot run on these arguments, or None if it can. The reference supports everything and comes last. slow_reference: to run it
+    on a GPU deserves a warning.
     Raises ValueError where the implementation asked for is unknown or unsupported.
     """
     module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
@@ -31,7 +34,8 @@ def choose(kernel: str, candidates: tuple[str, ...], implementation: Implementat
                 return module(name)
             _log_once(logging.INFO, f"{kernel}: {name} is passed over: it {reason}")
             reasons.append(f"{name} {reason}")
-        _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {'; '.join(reasons)}")
+        if slow_reference:
+            _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {'; '.join(reasons)}")
     elif implementation in candidates:
         if reason := module(implementation).unsupported(*args, **settings):
             raise ValueError(f"{kernel}: {implementation} {reason}")

@@ -2,17 +2,31 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
 
 
-def launch(name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, warpgroups: int, shared_bytes: int) -> dict:
-    """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own."""
+def launch(
+    name: str,
+    emit: Callable,
+    inputs: dict,
+    outputs: dict,
+    blocks: int,
+    warpgroups: int,
+    shared_bytes: int,
+    updated: dict | None = None,
+) -> dict:
+    """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own.
+
+    Returns the outputs, and the arrays of `updated`, which the kernel writes to where they lie.
+    """
     from jax.experimental.mosaic.gpu import core as mosaic
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    names = (*inputs, *outputs, "shared")
+    references = {name: jax.new_ref(array) for name, array in (updated or {}).items()}
+    names = (*inputs, *references, *outputs, "shared")
 
     def body(*refs):
         types = tuple(plgpu.RefType() for _ in refs)
@@ -28,5 +42,5 @@ def launch(name: str, emit: Callable, inputs: dict, outputs: dict, blocks: int, 
         scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
         kernel_name=name,
-    )(*inputs.values())
-    return dict(zip(outputs, results))
+    )(*inputs.values(), *references.values())
+    return dict(zip(outputs, results)) | {name: jax.freeze(ref) for name, ref in references.items()}

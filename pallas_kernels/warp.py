@@ -189,6 +189,11 @@ def store_global(at: Value, x: Value) -> None:
     ptx(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
 
 
+def store_global_words(at: Value, *x: Value) -> None:
+    """1, 2 or 4 words of 32 bits, as many as `at` is aligned to."""
+    ptx(f"st.global{_vector(len(x))}.b32 [${len(x)}], {_list(len(x))};", *x, at)
+
+
 def store_global_bf16(at: Value, x: Value) -> None:
     """A float32, rounded."""
     ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.global.b16 [$0], y; }", at, x)
@@ -368,6 +373,14 @@ def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], co
         for x, weight in zip(tile[column::2], pair):
             start = fma(x, weight, start)
     return start
+
+
+def add(a: Value, b: Value) -> Value:
+    return a + b
+
+
+def rsqrt(x: Value) -> Value:
+    return pure("rsqrt.approx.ftz.f32 $0, $1;", x, result="f")
 
 
 def exp2(x: Value) -> Value:

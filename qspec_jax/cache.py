@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.append import rotate_and_append
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.flush import flush
 from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, quantize_groups
@@ -62,9 +63,10 @@ class HierarchicalCache(_Cache):
         """Drafts a row may verify before one-by-one decoding would have flushed; with more, the target would read other codes."""
         return 2 * self.group_size - 1 - self.lengths.buffered
 
-    def attend(self, layer, q, k, v, *, planes):
+    def attend(self, layer, qkv, cos, sin, *, planes):
         old = self.layers[layer]
-        new = dataclasses.replace(old, buffer=old.buffer.append(k, v, self.lengths.buffered))
+        q, buffer = rotate_and_append(qkv, cos, sin, old.buffer, self.lengths.buffered)
+        new = dataclasses.replace(old, buffer=buffer)
         return decode_attention(q, new, _longer(self.lengths, q.shape[1]), planes=planes), new
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> HierarchicalLayer:
@@ -120,9 +122,8 @@ class FullCache(_Cache):
         """No limit: nothing is ever quantized."""
         return jnp.full_like(self.lengths.buffered, jnp.iinfo(jnp.int32).max)
 
-    def attend(self, layer, q, k, v, *, planes):
-        # Beyond the end, which is masked: there are num_speculative_tokens + 1 rows to spare.
-        new = self.layers[layer].append(_two_rows(k), _two_rows(v), self.lengths.buffered)
+    def attend(self, layer, qkv, cos, sin, *, planes):
+        q, new = rotate_and_append(qkv, cos, sin, self.layers[layer], self.lengths.buffered)
         return decode_attention(q, new, _longer(self.lengths, q.shape[1]), planes=None), new
 
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> FullLayer:
@@ -156,15 +157,6 @@ def empty_cache(model: LlamaConfig, config: CacheConfig, *, batch: int, capacity
     groups = max(0, capacity // G - 1)
     layer = lambda: HierarchicalLayer.zeros(**shape, groups=groups, group_size=G, buffer_rows=rows)
     return HierarchicalCache(tuple(layer() for _ in layers), lengths, config.scheme)
-
-
-def _two_rows(x: Float[Array, "B T K H"]) -> Float[Array, "B _ K H"]:
-    """x, and a row of zeros behind it where T is 1.
-
-    XLA on a CPU does the update of a full cache by a single row twice, once for attention to read and once to keep, and so copies
-    the layer several times in every step; with two rows it does not (seen in jax 0.10; two thirds of the speed were lost).
-    """
-    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] == 1 else x
 
 
 def _longer(lengths: Lengths, tokens: int) -> Lengths:

@@ -76,8 +76,7 @@ def _block(
     q, k, v = block.before_attention(x, cos, sin)
     attended = attend_prompt(q, k, v)
     found = {"attention": moments(block.input_norm(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
-    x = block.add_attention(x, attended)
-    h = block.post_attention_norm(x)
+    x, h = block.add_attention(x, attended)
     hidden = block.mlp_hidden(h)
     return x + block.down_proj(hidden), found | {"mlp": moments(h), "mlp_hidden": moments(hidden)}
 

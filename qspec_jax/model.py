@@ -14,8 +14,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.append import split_and_rotate
 from pallas_kernels.kv_format import accumulation_dtype
 from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.weight_format import Int4Weight
 from qspec_jax import rope
 from qspec_jax.config import LlamaConfig
@@ -28,9 +30,9 @@ class AttendingCache(Protocol):
     """What the model asks of a cache."""
 
     def attend(
-        self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], *, planes: int
+        self, layer: int, qkv: Float[Array, "B T channels"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"], *, planes: int
     ) -> tuple[Float[Array, "B T N H"], object]:
-        """Appends k and v to a layer; returns what the queries read and the layer's new cache."""
+        """Appends keys and values to a layer, after RoPE; returns what the queries read and the layer's new cache."""
         ...
 
     def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
@@ -46,7 +48,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        return _apply(x, self)[0]
+        return _apply(x, self)
 
 
 class RMSNorm(nnx.Module):
@@ -55,9 +57,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        wide = x.astype(accumulation_dtype(x.dtype))
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return self.weight.get_value() * wide.astype(x.dtype)
+        return self.add(x, None)[1]
+
+    def add(self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None) -> tuple[Array, Array]:
+        """x + added, the residual connection before the norm, and its norm."""
+        return add_rms_norm(x, added, self.weight.get_value(), eps=self.eps)
 
 
 class Block(nnx.Module):
@@ -65,7 +69,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, make: MakeWeight, path: str):
         c, D, H = config, config.hidden_size, config.head_dim
-        self.head_dim = H
+        self.head_dim, self.num_heads, self.num_kv_heads = H, c.num_heads, c.num_kv_heads
         self.input_norm = RMSNorm(make, f"{path}.input_norm", D, c.rms_norm_eps)
         self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
         self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
@@ -82,23 +86,28 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], cos: Array, sin: Array
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries and keys after RoPE, and values."""
-        h = self.input_norm(x)
-        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        q, k, v = map(heads, _apply(h, self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+        return split_and_rotate(self.qkv(self.input_norm(x)), cos, sin, kv_heads=self.num_kv_heads)
+
+    def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
+        """Heads of queries, then of keys and of values, without RoPE."""
+        y = _apply(h, self.q_proj, self.k_proj, self.v_proj)
+        if self.q_norm is None:
+            return y
+        heads = y.reshape(*h.shape[:2], -1, self.head_dim)
+        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        return jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2).reshape(y.shape)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Output projection and MLP, with their residual connections."""
-        x = self.add_attention(x, attended)
-        return x + self.down_proj(self.mlp_hidden(self.post_attention_norm(x)))
+        x, h = self.add_attention(x, attended)
+        return x + self.down_proj(self.mlp_hidden(h))
 
-    def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        return x + self.o_proj(attended.reshape(*attended.shape[:2], -1))
+    def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
+        """x with the output projection [B, T, D], and its norm, which the MLP reads."""
+        return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        gate, up = _apply(h, self.gate_proj, self.up_proj)
+        gate, up = jnp.split(_apply(h, self.gate_proj, self.up_proj), 2, axis=-1)
         return nnx.silu(gate) * up
 
 
@@ -126,15 +135,17 @@ class Llama(nnx.Module):
         planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target). lengths: see rope.py; by default
         position + 1.
         """
-        x = self.embed(tokens)
+        # What an MLP adds to x is added with the norm that follows, in one.
+        x, added = self.embed(tokens), None
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         layers = []
         for i, block in enumerate(self.layers):
-            q, k, v = block.before_attention(x, cos, sin)
-            attended, layer = cache.attend(i, q, k, v, planes=planes)
-            x = block.after_attention(x, attended)
+            x, h = block.input_norm.add(x, added)
+            attended, layer = cache.attend(i, block.qkv(h), cos, sin, planes=planes)
+            x, h = block.add_attention(x, attended)
+            added = block.down_proj(block.mlp_hidden(h))
             layers.append(layer)
-        return self.logits(x), cache.advance(tuple(layers), tokens.shape[1])
+        return self.logits(x, added), cache.advance(tuple(layers), tokens.shape[1])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -147,9 +158,10 @@ class Llama(nnx.Module):
         c = self.config
         return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
 
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
+        """Of the last hidden states, x or x + added."""
         head = self.embedding if self.head is None else self.head
-        return _matmul(self.norm(x), head.get_value(), accumulation_dtype(x.dtype))
+        return _matmul(self.norm.add(x, added)[1], head.get_value(), accumulation_dtype(x.dtype))
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by the path that `make` was asked for."""
@@ -161,14 +173,15 @@ def _name(key) -> str:
     return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
 
 
-def _apply(x: Float[Array, "B T in"], *linears: Linear) -> list[Float[Array, "B T _"]]:
-    """The outputs of linear layers with the same input; those with INT4 weights share a launch."""
+def _apply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
+    """The outputs of linear layers with the same input, one after the other; those with INT4 weights share a launch."""
     weights = [linear.weight.get_value() for linear in linears]
     if all(isinstance(weight, Int4Weight) for weight in weights):
-        outputs = int4_matmul(x, weights)
+        y = int4_matmul(x, weights)
     else:
-        outputs = [int4_matmul(x, [w])[0] if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights]
-    return [y if linear.bias is None else y + linear.bias.get_value() for y, linear in zip(outputs, linears)]
+        y = jnp.concatenate([int4_matmul(x, [w]) if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights], axis=-1)
+    biases = [linear.bias.get_value() for linear in linears if linear.bias is not None]
+    return y + jnp.concatenate(biases) if biases else y
 
 
 def _matmul(x: Array, weight: Array, dtype) -> Array:

@@ -21,13 +21,6 @@ def cos_sin(
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]) -> Float[Array, "B T N H"]:
-    """Rotates channel i with channel i + H/2 (Hugging Face's pairing)."""
-    cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     periods = np.float32(rope.rope_theta) ** exponents

@@ -14,10 +14,12 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of
 
-from pallas_kernels import attention, flush, matmul
+from pallas_kernels import append, attention, flush, matmul, norm
+from pallas_kernels.append import mosaic_gpu as mosaic_append
 from pallas_kernels.attention import mosaic_gpu as mosaic_attention
 from pallas_kernels.flush import mosaic_gpu as mosaic_flush
 from pallas_kernels.matmul import mosaic_gpu as mosaic_matmul
+from pallas_kernels.norm import mosaic_gpu as mosaic_norm
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -43,6 +45,8 @@ def main() -> None:
     attention.choose = lambda *args, **settings: mosaic_attention
     flush.choose = lambda *args, **settings: mosaic_flush
     matmul.choose = lambda *args, **settings: mosaic_matmul
+    append.choose = lambda *args, **settings: mosaic_append
+    norm.choose = lambda *args, **settings: mosaic_norm
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

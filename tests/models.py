@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.append import split_and_rotate
 from pallas_kernels.kv_format import dequantize_groups, parameter_dtype, quantize_groups
 from qspec_jax.model import Llama
 
@@ -25,8 +26,10 @@ class OnePass:
     n: Int[Array, "B"]
     group_size: int
     scheme: str | None
+    kv_heads: int
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, *, planes: int) -> tuple[Float[Array, "B T N H"], None]:
+    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, planes: int) -> tuple[Float[Array, "B T N H"], None]:
+        q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         G = self.group_size
         k, v, t = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.arange(T)
@@ -60,7 +63,7 @@ def target_logits(
     @jax.jit
     def run(tokens, n):
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        return model(tokens, positions, OnePass(n, group_size, scheme))[0]
+        return model(tokens, positions, OnePass(n, group_size, scheme, model.config.num_kv_heads))[0]
 
     logits = np.asarray(run(tokens, n))
     return [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in zip(logits, prompts, texts)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import CASES, GOLDENS, HEAD_DIMS, MODEL_TYPES, ROPE_TYPES, case_lengths, case_tokens, old_spelling, write_checkpoint
 
+from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax.checkpoint import load_model
@@ -19,7 +20,10 @@ from qspec_jax.model import Llama
 class OnePass:
     """The least that the model takes for a cache: one call holds the whole sequence, and nothing is kept."""
 
-    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, planes: int) -> tuple[jax.Array, None]:
+    kv_heads: int
+
+    def attend(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, planes: int) -> tuple[jax.Array, None]:
+        q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         empty = jnp.zeros(B, jnp.int32)
         whole = FullLayer.zeros(B, K, T, H, k.dtype).append(k, v, empty)
@@ -33,7 +37,7 @@ def one_pass(model: Llama, tokens: np.ndarray, length: int) -> jax.Array:
     """Logits of the first `length` tokens; the rope of each knows that length, as in one pass of transformers."""
     # All 48 tokens are computed, so that JAX compiles one shape: attention is causal, the first see nothing of the rest.
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    logits, _ = model(jnp.asarray(tokens), positions, OnePass(), lengths=jnp.full_like(positions, length))
+    logits, _ = model(jnp.asarray(tokens), positions, OnePass(model.config.num_kv_heads), lengths=jnp.full_like(positions, length))
     return logits[:, :length]
 
 

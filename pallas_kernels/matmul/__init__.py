@@ -12,8 +12,10 @@ GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
 def int4_matmul(
     x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, implementation: Implementation = "auto"
-) -> tuple[Float[Array, "*rows _"], ...]:
-    """x @ weight.T for each weight, accumulated in at least float32, in x's dtype. One launch, where a kernel runs.
+) -> Float[Array, "*rows out"]:
+    """x @ weight.T for each weight, one after the other in the last axis, accumulated in at least float32, in x's dtype.
+
+    One launch for all, where a kernel runs.
 
     Raises ValueError where the implementation asked for does not support the device or the shapes.
     """

@@ -41,12 +41,12 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     return None
 
 
-def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> tuple[Float[Array, "*rows _"], ...]:
+def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
     """See `pallas_kernels.matmul.int4_matmul`."""
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], weights[0].codes.shape[1], outputs), rows, weights)
-    return support.separate(y, x, outputs)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What the GPU kernels of INT4 matmul have in common: what they take, and one matrix for the outputs of all weights."""
+"""What the GPU kernels of INT4 matmul take."""
 
 import math
 from collections.abc import Sequence
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.weight_format import Int4Weight
 
@@ -28,9 +28,3 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
         if out % OUTPUTS:
             return f"supports outputs in multiples of {OUTPUTS}, not {out}"
     return None
-
-
-def separate(y: Float[Array, "M out"], x: Float[Array, "*rows in"], outputs: Sequence[int]) -> tuple[Float[Array, "*rows _"], ...]:
-    """The outputs of each weight, of which y has one after the other, with the leading dimensions of x."""
-    ends = [sum(outputs[: i + 1]) for i in range(len(outputs))]
-    return tuple(y[:, end - out : end].reshape(*x.shape[:-1], out) for out, end in zip(outputs, ends))

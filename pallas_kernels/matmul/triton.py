@@ -41,9 +41,7 @@ def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     return support.unsupported(x, weights)
 
 
-def int4_matmul(
-    x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None
-) -> tuple[Float[Array, "*rows _"], ...]:
+def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
     """See `pallas_kernels.matmul.int4_matmul`."""
     import jax_triton
 
@@ -74,7 +72,7 @@ def int4_matmul(
         STAGES=plan.config.num_stages,
     )
     y = y[0] if plan.slices == 1 else y.sum(0).astype(x.dtype)
-    return support.separate(y, x, plan.outputs)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def most_warps(groups: int, tile: int) -> int:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul
 from pallas_kernels.matmul.shapes import LARGE, LAYERS, ROWS, TINY, Shape, bf16_problem, random_problem
-from pallas_kernels.weight_format import Int4Weight
 from qspec_jax.bench import rows
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
 from qspec_jax.bench.rows import Report, Row, one_line
@@ -66,7 +64,7 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
 def _ours(shape: Shape, implementation: str, repeats: int) -> tuple[Timing, float]:
     if reason := unsupported(shape, implementation):
         raise Unavailable(reason)
-    multiply = functools.partial(_multiply, implementation=implementation)
+    multiply = functools.partial(int4_matmul, implementation=implementation)
     x, weights = random_problem(shape, 0)
     error = rows.relative_error(jax.jit(multiply)(x, weights), _reference(x.astype(jnp.float32), weights))
     inputs = [random_problem(shape, seed)[1:] for seed in range(input_count(shape.int4_bytes))]
@@ -84,12 +82,7 @@ def _peer(shape: Shape, name: str, repeats: int) -> tuple[Timing, float]:
     return peer.time(activations, inputs, repeats=repeats), error
 
 
-def _multiply(x: Float[Array, "M in"], weights: Sequence[Int4Weight], *, implementation: str) -> Float[Array, "M out"]:
-    """All outputs in one matrix, as peers have them, so that slices of what the kernel writes are not copied."""
-    return jnp.concatenate(int4_matmul(x, weights, implementation=implementation), axis=-1)
-
-
-_reference = jax.jit(functools.partial(_multiply, implementation="reference"))
+_reference = jax.jit(functools.partial(int4_matmul, implementation="reference"))
 _wide_product = jax.jit(lambda x, w: jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32).T, precision=lax.Precision.HIGHEST))
 
 

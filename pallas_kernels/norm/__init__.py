@@ -1,0 +1,24 @@
+"""Residual connection and RMSNorm in one."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, choose
+
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+
+
+def add_rms_norm(
+    x: Float[Array, "*rows D"],
+    added: Float[Array, "*rows D"] | None,
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """x + added (x itself where nothing is added), and its RMSNorm (Zhang and Sennrich, arXiv 1910.07467), both in x's dtype.
+
+    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    """
+    return choose("norm", GPU_IMPLEMENTATIONS, implementation, x, added, weight, slow_reference=False).add_rms_norm(
+        x, added, weight, eps=eps
+    )

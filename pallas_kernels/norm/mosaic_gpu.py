@@ -1,0 +1,83 @@
+"""Residual connection and RMSNorm on NVIDIA Hopper, for the few rows of a decode step: a block a row, 16 bytes of it a thread.
+
+XLA takes two launches, for it sums a row in one and divides by the sum in the other.
+"""
+
+import functools
+import math
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.launch import launch
+
+MAX_ROWS = 64  # for more, as in prefill, XLA does well
+MAX_WIDTH = 8192
+WARPGROUP = 128  # threads
+NUMBERS = 8  # of a thread
+
+
+def unsupported(x: Array, added: Array | None, weight: Array) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    if others := {a.dtype.name for a in (x, added, weight) if a is not None} - {"bfloat16"}:
+        return f"needs bfloat16, not {', '.join(sorted(others))}"
+    if (rows := math.prod(x.shape[:-1])) > MAX_ROWS:
+        return f"supports up to {MAX_ROWS} rows, not {rows}"
+    if (width := x.shape[-1]) % NUMBERS or width > MAX_WIDTH:
+        return f"supports widths in multiples of {NUMBERS} up to {MAX_WIDTH}, not {width}"
+    return None
+
+
+def add_rms_norm(
+    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, weight: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """See `pallas_kernels.norm.add_rms_norm`."""
+    flat = lambda a: a.reshape(-1, x.shape[-1])
+    total, normed = run(flat(x), None if added is None else flat(added), weight, eps=eps)
+    return x if added is None else total.reshape(x.shape), normed.reshape(x.shape)
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnames="eps")
+def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float[Array, "D"], *, eps: float) -> tuple[Array | None, Array]:
+    """The sum, None where nothing is added, and its norm."""
+    rows, width = x.shape
+    inputs = {"x": x, "weight": weight} | ({} if added is None else {"added": added})
+    outputs = {"normed": x} | ({} if added is None else {"total": x})
+    outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in outputs.items()}
+    warpgroups = math.ceil(width / NUMBERS / WARPGROUP)
+    emit = functools.partial(_emit_row, width, warpgroups * WARPGROUP // 32, eps)
+    found = launch("add_rms_norm", emit, inputs, outputs, rows, warpgroups, 128)
+    return found.get("total"), found["normed"]
+
+
+def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
+    from pallas_kernels import warp as w
+
+    at = {name: w.address(ref) for name, ref in refs.items()}
+    thread, row = w.thread_index(), w.block_index()
+    there = thread < width // NUMBERS
+    place = w.select(there, thread, w.i32(0)) * (2 * NUMBERS)
+    within = w.i64(row * (2 * width) + place)
+    words = w.load_global(at["x"] + within, NUMBERS // 2)
+    weights = w.load_global(at["weight"] + w.i64(place), NUMBERS // 2)
+    if "added" in at:
+        added = w.load_global(at["added"] + within, NUMBERS // 2)
+        words = [w.pair(*(a + b for a, b in zip(w.bf16_entries(x), w.bf16_entries(y))), "bf16") for x, y in zip(words, added)]
+        with w.when(there):
+            w.store_global_words(at["total"] + within, *words)
+    numbers = [x for word in words for x in w.bf16_entries(word)]
+    square = w.total([x * x for x in numbers])
+    square = w.all_rows(w.all_columns(w.select(there, square, w.f32(0.0)), w.add), w.add)
+    with w.when((thread & 31) == 0):
+        w.store_shared(at["shared"] + (thread >> 5) * 4, square)
+    w.synchronize(w.i32(0), warps)
+    mean = w.total(w.load_shared(at["shared"], warps, "f")) * (1 / width)
+    scale = w.rsqrt(mean + eps)
+    pairs = [w.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
+    normed = [w.pair(*(a * b for a, b in zip(w.bf16_entries(x), w.bf16_entries(weight))), "bf16") for x, weight in zip(pairs, weights)]
+    with w.when(there):
+        w.store_global_words(at["normed"] + within, *normed)

@@ -1,0 +1,67 @@
+"""The GPU kernel of RoPE and append against the reference, and what it does not take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.append import mosaic_gpu, reference, rotate_and_append
+from pallas_kernels.kv_format import FullLayer
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
+run = jax.jit(rotate_and_append, static_argnames="implementation")
+
+
+def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, rows: int = 40, dtype=jnp.bfloat16) -> tuple:
+    r = np.random.default_rng([batch, tokens, heads])
+    draw = lambda *shape: jnp.asarray(r.standard_normal(shape), dtype)
+    angles = r.uniform(0, 6.28, (batch, tokens, head_dim // 2)).astype(np.float32)
+    buffer = FullLayer(draw(batch, kv_heads, rows, head_dim), draw(batch, kv_heads, rows, head_dim))
+    offset = jnp.asarray(r.integers(0, rows - max(2, tokens), batch), jnp.int32)
+    return draw(batch, tokens, (heads + 2 * kv_heads) * head_dim), jnp.cos(angles), jnp.sin(angles), buffer, offset
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "head_dim"), [(1, 32, 8, 128), (3, 8, 8, 64), (2, 6, 1, 256), (4, 14, 2, 64), (1, 4, 2, 96)]
+)
+def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, head_dim, tokens):
+    qkv, cos, sin, buffer, offset = problem(batch, tokens, heads, kv_heads, head_dim)
+    q, new = run(qkv, cos, sin, buffer, offset, implementation="mosaic_gpu")
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+    wide = FullLayer(buffer.keys.astype(jnp.float32), buffer.values.astype(jnp.float32))
+    expected_q, expected = reference.rotate_and_append(qkv.astype(jnp.float32), rounded(cos), rounded(sin), wide, offset)
+    np.testing.assert_allclose(np.asarray(q, np.float32), np.asarray(expected_q), rtol=2**-8, atol=2**-8)
+    written = (np.arange(buffer.keys.shape[2]) >= np.asarray(offset)[:, None]) & (
+        np.arange(buffer.keys.shape[2]) < np.asarray(offset)[:, None] + tokens
+    )
+    for ours, theirs, old, tolerance in (
+        (new.keys, expected.keys, buffer.keys, 2**-8),
+        (new.values, expected.values, buffer.values, 0),
+    ):
+        ours, theirs, old = (np.asarray(x, np.float32).swapaxes(1, 2) for x in (ours, theirs, old))
+        np.testing.assert_allclose(ours[written], theirs[written], rtol=tolerance, atol=tolerance)
+        np.testing.assert_array_equal(ours[~written], old[~written])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "dtype", "reason"),
+    [
+        (257, 64, jnp.bfloat16, "up to 256 tokens, not 257"),
+        (1, 6, jnp.bfloat16, "multiples of 4"),
+        (1, 64, jnp.float32, "bfloat16, not float32"),
+    ],
+)
+def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, reason):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    args = problem(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
+    assert reason in mosaic_gpu.unsupported(*args)
+    q, new = run(*args)
+    assert q.shape == (1, tokens, 2, head_dim) and new.keys.shape == (1, 1, 300, head_dim)
+
+
+def test_the_kernel_takes_the_shapes_of_a_decode_step(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    assert mosaic_gpu.unsupported(*problem(8, 7, 32, 8, 128)) is None
