@@ -236,6 +236,48 @@ def wait_for_copies(pending: int) -> None:
     ptx(f"cp.async.wait_group {pending};")
 
 
+def copy_bulk(shared: Value, source: Value, size: Value, arrival: Value) -> None:
+    """`size` bytes, a multiple of 16, to shared memory in the background, whole lines at a time; they count towards `arrival`."""
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    ptx(code, shared, source, size, arrival)
+
+
+def arrivals_init(arrival: Value, arrivals: int) -> None:
+    """Makes 8 bytes of shared memory a barrier that so many arrive at; then all must meet."""
+    ptx(f"mbarrier.init.shared.b64 [$0], {arrivals}; fence.mbarrier_init.release.cluster;", arrival)
+
+
+def arrive(arrival: Value) -> None:
+    ptx("mbarrier.arrive.shared.b64 _, [$0];", arrival)
+
+
+def arrive_with(arrival: Value, size: Value) -> None:
+    """Arrives; the barrier also waits for so many bytes of `copy_bulk`."""
+    ptx("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", arrival, size)
+
+
+def arrive_after_copies(arrival: Value) -> None:
+    """Arrives once this lane's copies so far are there."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", arrival)
+
+
+def wait_for_arrivals(arrival: Value, parity: Value) -> None:
+    """Waits for all to have arrived; parity: 0 the first time, then 1, then 0. With 1 the first time it does not wait."""
+    code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra again; }"
+    ptx(code, arrival, parity)
+
+
+def add_released(at: Value, x: Value) -> None:
+    """Adds to an i32 in global memory; who sees it sees what the block wrote before it met."""
+    ptx("red.release.gpu.global.add.u32 [$0], $1;", at, x)
+
+
+def wait_acquired(at: Value, least: Value) -> None:
+    """Waits until an i32 in global memory is no less."""
+    code = "{ .reg .pred wait; .reg .b32 x; again: ld.acquire.gpu.global.u32 x, [$0]; setp.lt.u32 wait, x, $1; @wait bra again; }"
+    ptx(code, at, least)
+
+
 def synchronize(barrier: Value, warps: int) -> None:
     """Waits for the lanes of this warp, or of the `warps` warps that name the same barrier."""
     if warps == 1:
@@ -303,6 +345,10 @@ def load_matrices(at: Value, *, transposed: bool) -> tuple[Value, ...]:
 def pair(low: Value, high: Value, kind: str) -> Value:
     """Two float32 rounded to 16 bits."""
     return pure(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", high, low)
+
+
+def round_bf16(x: Value) -> Value:
+    return bf16_entries(pair(x, x, "bf16"))[0]
 
 
 def bf16_entries(x: Value) -> tuple[Value, Value]:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append import split_and_rotate
+from pallas_kernels.between import between_attentions
 from pallas_kernels.kv_format import accumulation_dtype
 from pallas_kernels.matmul import int4_matmul
 from pallas_kernels.norm import add_rms_norm
@@ -90,10 +91,13 @@ class Block(nnx.Module):
 
     def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
         """Heads of queries, then of keys and of values, without RoPE."""
-        y = _apply(h, self.q_proj, self.k_proj, self.v_proj)
+        return self._finish_qkv(_apply(h, self.q_proj, self.k_proj, self.v_proj))
+
+    def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
+        """The heads' norms, in models that have them."""
         if self.q_norm is None:
             return y
-        heads = y.reshape(*h.shape[:2], -1, self.head_dim)
+        heads = y.reshape(*y.shape[:2], -1, self.head_dim)
         q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
         return jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2).reshape(y.shape)
 
@@ -101,6 +105,29 @@ class Block(nnx.Module):
         """Output projection and MLP, with their residual connections."""
         x, h = self.add_attention(x, attended)
         return x + self.down_proj(self.mlp_hidden(h))
+
+    def until(self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
+        """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
+
+        Without one: x before the MLP, and what the MLP adds.
+        """
+        following_linears = [following.q_proj, following.k_proj, following.v_proj] if following else []
+        linears = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj, *following_linears]
+        weights = [linear.weight.get_value() for linear in linears]
+        if all(isinstance(weight, Int4Weight) for weight in weights) and all(linear.bias is None for linear in linears):
+            o, gate, up, down, *qkv = weights
+            norm = self.post_attention_norm.weight.get_value()
+            following_norm = following.input_norm.weight.get_value() if following else None
+            attended = attended.reshape(*attended.shape[:2], -1)
+            eps = self.input_norm.eps
+            x, y = between_attentions(x, attended, o, norm, gate, up, down, following_norm, qkv, eps=eps)
+            return x, following._finish_qkv(y) if following else y
+        x, h = self.add_attention(x, attended)
+        added = self.down_proj(self.mlp_hidden(h))
+        if following is None:
+            return x, added
+        x, h = following.input_norm.add(x, added)
+        return x, following.qkv(h)
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
         """x with the output projection [B, T, D], and its norm, which the MLP reads."""
@@ -135,17 +162,15 @@ class Llama(nnx.Module):
         planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target). lengths: see rope.py; by default
         position + 1.
         """
-        # What an MLP adds to x is added with the norm that follows, in one.
-        x, added = self.embed(tokens), None
+        x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
+        y = self.layers[0].qkv(self.layers[0].input_norm(x))
         layers = []
-        for i, block in enumerate(self.layers):
-            x, h = block.input_norm.add(x, added)
-            attended, layer = cache.attend(i, block.qkv(h), cos, sin, planes=planes)
-            x, h = block.add_attention(x, attended)
-            added = block.down_proj(block.mlp_hidden(h))
+        for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
+            attended, layer = cache.attend(i, y, cos, sin, planes=planes)
+            x, y = block.until(following, x, attended)
             layers.append(layer)
-        return self.logits(x, added), cache.advance(tuple(layers), tokens.shape[1])
+        return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -14,9 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of
 
-from pallas_kernels import append, attention, flush, matmul, norm
+from pallas_kernels import append, attention, between, flush, matmul, norm
 from pallas_kernels.append import mosaic_gpu as mosaic_append
 from pallas_kernels.attention import mosaic_gpu as mosaic_attention
+from pallas_kernels.between import mosaic_gpu as mosaic_between
 from pallas_kernels.flush import mosaic_gpu as mosaic_flush
 from pallas_kernels.matmul import mosaic_gpu as mosaic_matmul
 from pallas_kernels.norm import mosaic_gpu as mosaic_norm
@@ -44,6 +45,7 @@ def main() -> None:
     # No GPU is there to be asked.
     attention.choose = lambda *args, **settings: mosaic_attention
     flush.choose = lambda *args, **settings: mosaic_flush
+    between.choose = lambda *args, **settings: mosaic_between
     matmul.choose = lambda *args, **settings: mosaic_matmul
     append.choose = lambda *args, **settings: mosaic_append
     norm.choose = lambda *args, **settings: mosaic_norm

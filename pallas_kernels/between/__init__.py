@@ -1,0 +1,35 @@
+"""All that a layer with INT4 weights does between its attention and the next layer's."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.weight_format import Int4Weight
+
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+
+
+def between_attentions(
+    x: Float[Array, "*rows D"],
+    attended: Float[Array, "*rows channels"],
+    o: Int4Weight,
+    norm: Float[Array, "D"],
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    following_norm: Float[Array, "D"] | None = None,
+    following: Sequence[Int4Weight] = (),
+    *,
+    eps: float,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"]]:
+    """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
+
+    x: the residual stream. attended: what attention read. Returns the new residual stream and the projections, one after the other in
+    the last axis; without `following`, the stream before the MLP and what the MLP adds to it.
+
+    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    """
+    args = x, attended, o, norm, gate, up, down, following_norm, following
+    return choose("between", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, eps=eps).between_attentions(*args, eps=eps)

@@ -1,0 +1,109 @@
+"""All between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
+
+Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
+memory idle whenever one ends and the next begins.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
+from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, Plan, Stage
+from pallas_kernels.weight_format import Int4Weight
+
+MAX_WIDTH = 8192  # of the residual stream, which the threads keep in registers
+
+
+def unsupported(
+    x: Array,
+    attended: Array,
+    o: Int4Weight,
+    norm: Array,
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    following_norm: Array | None,
+    following: Sequence[Int4Weight],
+    *,
+    eps: float,
+) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0]), x.dtype)
+    for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
+        if reason := unsupported_stage(inputs, weights):
+            return reason
+    if others := {a.dtype.name for a in (norm, following_norm) if a is not None} - {"bfloat16"}:
+        return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
+    if (width := x.shape[-1]) > MAX_WIDTH:
+        return f"supports widths up to {MAX_WIDTH}, not {width}"
+    if plan_for(rows := math.prod(x.shape[:-1]), o, gate, down, following, eps).slots < LEAST_SLOTS:
+        return f"has no place for the activations of {rows} rows beside weights"
+    return None
+
+
+def plan_for(rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float) -> Plan:
+    groups = lambda weight: weight.codes.shape[1]
+    stages = [
+        Stage(groups(o), o.shape[:1]),
+        Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
+        Stage(groups(down), down.shape[:1]),
+    ]
+    if following:
+        stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
+    return Plan(rows, tuple(stages), multiprocessors(), eps=eps)
+
+
+def between_attentions(
+    x: Float[Array, "*rows D"],
+    attended: Float[Array, "*rows channels"],
+    o: Int4Weight,
+    norm: Float[Array, "D"],
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    following_norm: Float[Array, "D"] | None,
+    following: Sequence[Int4Weight],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"]]:
+    """See `pallas_kernels.between.between_attentions`."""
+    rows = math.prod(x.shape[:-1])
+    plan = plan_for(rows, o, gate, down, following, eps)
+    norms = [norm, following_norm] if following else [norm]
+    weights = [[o], [gate, up], [down], following][: len(plan.stages)]
+    flat = lambda a: a.reshape(rows, -1)
+    found = run(plan, flat(x), flat(attended), norms, weights)
+    return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def run(
+    plan: Plan,
+    x: Float[Array, "M D"],
+    attended: Float[Array, "M channels"],
+    norms: Sequence[Float[Array, "D"]],
+    weights: Sequence[Sequence[Int4Weight]],
+) -> tuple[Array, Array]:
+    """norms: of the stages that have one. weights: of every stage."""
+    from pallas_kernels.matmul import mosaic_block
+
+    inputs = {"residual0": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
+    for number, several in enumerate(weights):
+        inputs |= weight_inputs(number, several)
+    outputs = {f"residual{i + 1}": x.shape for i in range(len(norms))}
+    outputs |= {f"y{number}": (plan.rows, stage.width) for number, stage in enumerate(plan.stages)}
+    outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in outputs.items()}
+    updated = {"arrivals": jnp.zeros(len(plan.stages) - 1, jnp.int32)}
+    emit = functools.partial(mosaic_block.emit_block, plan)
+    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, updated)
+    return found[f"residual{len(norms)}"], found[f"y{len(plan.stages) - 1}"]
