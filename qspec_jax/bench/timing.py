@@ -2,7 +2,7 @@
 
 A program calls the kernel once on each of several inputs, so that none is in the L2 cache from the call before, and each call's query is
 the output of the one before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs are
-enqueued without waiting.
+enqueued without waiting; what a batch of one takes is subtracted, and with it the host's time to launch the first and to see the last end.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_TRIPS = 16
 
-JAX_METHOD = "chained calls on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
-LOOP_METHOD = "calls in a compiled loop that keeps its arrays in place, loops enqueued in batches, one block_until_ready"
-CALLS_METHOD = "calls one after the other on rotated inputs in one jitted program, programs enqueued in batches, one block_until_ready"
+BATCHES = "programs enqueued in batches, one block_until_ready, a batch of one subtracted"
+JAX_METHOD = f"chained calls on rotated inputs in one jitted program, {BATCHES}"
+LOOP_METHOD = f"calls in a compiled loop that keeps its arrays in place, {BATCHES}"
+CALLS_METHOD = f"calls one after the other on rotated inputs in one jitted program, {BATCHES}"
 TORCH_METHOD = "chained calls on rotated inputs, enqueued in batches between two CUDA events"
 TORCH_CALLS_METHOD = "calls one after the other on rotated inputs, enqueued in batches between two CUDA events"
 
@@ -69,7 +70,7 @@ def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, r
         jax.block_until_ready(out)
         return time.perf_counter() - began
 
-    return _measure(batch, len(inputs), repeats, JAX_METHOD)
+    return _measure(_without_host(batch, repeats), len(inputs), repeats, JAX_METHOD)
 
 
 def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
@@ -100,7 +101,7 @@ def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, rep
         jax.block_until_ready(out)
         return time.perf_counter() - began
 
-    return _measure(batch, laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
+    return _measure(_without_host(batch, repeats), laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
 
 
 def _laps(inputs: Sequence[tuple]) -> int:
@@ -125,7 +126,7 @@ def time_loop(function: Callable, carry, *inputs, repeats: int) -> tuple[Timing,
         jax.block_until_ready(carry)
         return time.perf_counter() - began
 
-    timing = _measure(batch, LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
+    timing = _measure(_without_host(batch, repeats), LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
     return timing, carry
 
 
@@ -149,13 +150,21 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
         return _measure(batch, len(inputs), repeats, TORCH_METHOD if chained else TORCH_CALLS_METHOD)
 
 
+def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int], float]:
+    """The seconds of n programs, without the time that the host adds to a batch of any size: milliseconds, where a program has a
+    whole model as its arguments."""
+    batch(1)  # compiles
+    one = min(batch(1) for _ in range(repeats))
+    return lambda programs: batch(programs + 1) - one
+
+
 def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: str, *, inputs: int | None = None) -> Timing:
     """batch(n): seconds of n programs of so many calls, over as many inputs unless said."""
     batch(1)  # compiles
     programs = 1
     # Until a batch is long enough: a warm-up too.
     while (seconds := batch(programs)) < BATCH_SECONDS:
-        programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / seconds))
+        programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / max(seconds, BATCH_SECONDS / 100)))
     each = np.array([batch(programs) for _ in range(repeats)]) / (programs * calls) * 1e6
     lower, median, upper = np.percentile(each, [25, 50, 75])
     return Timing(float(median), float(lower), float(upper), repeats, programs * calls, inputs or calls, method)
