@@ -356,6 +356,11 @@ def bf16_entries(x: Value) -> tuple[Value, Value]:
     return as_float(x << 16), as_float(x & 0xFFFF0000)
 
 
+def combine_bf16(combine: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
+    """Pairs of bfloat16, combined in float32 and rounded."""
+    return pair(*map(combine, bf16_entries(a), bf16_entries(b)), "bf16")
+
+
 def multiply_pairs(a: Value, b: Value) -> Value:
     return pure("mul.rn.f16x2 $0, $1, $2;", a, b)
 
@@ -423,6 +428,10 @@ def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], co
 
 def add(a: Value, b: Value) -> Value:
     return a + b
+
+
+def multiply(a: Value, b: Value) -> Value:
+    return a * b
 
 
 def rsqrt(x: Value) -> Value:

@@ -91,10 +91,11 @@ class Block(nnx.Module):
 
     def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
         """Heads of queries, then of keys and of values, without RoPE."""
-        return self._finish_qkv(_apply(h, self.q_proj, self.k_proj, self.v_proj))
+        return self._finish_qkv(_multiply(h, self.q_proj, self.k_proj, self.v_proj))
 
     def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
-        """The heads' norms, in models that have them."""
+        """Biases and the heads' norms, in models that have them."""
+        y = _add_biases(y, self.q_proj, self.k_proj, self.v_proj)
         if self.q_norm is None:
             return y
         heads = y.reshape(*y.shape[:2], -1, self.head_dim)
@@ -111,16 +112,15 @@ class Block(nnx.Module):
 
         Without one: x before the MLP, and what the MLP adds.
         """
-        following_linears = [following.q_proj, following.k_proj, following.v_proj] if following else []
-        linears = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj, *following_linears]
+        own = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
+        linears = own + ([following.q_proj, following.k_proj, following.v_proj] if following else [])
         weights = [linear.weight.get_value() for linear in linears]
-        if all(isinstance(weight, Int4Weight) for weight in weights) and all(linear.bias is None for linear in linears):
+        if all(isinstance(weight, Int4Weight) for weight in weights) and all(linear.bias is None for linear in own):
             o, gate, up, down, *qkv = weights
-            norm = self.post_attention_norm.weight.get_value()
+            norm = self.post_attention_norm
             following_norm = following.input_norm.weight.get_value() if following else None
             attended = attended.reshape(*attended.shape[:2], -1)
-            eps = self.input_norm.eps
-            x, y = between_attentions(x, attended, o, norm, gate, up, down, following_norm, qkv, eps=eps)
+            x, y = between_attentions(x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, qkv, eps=norm.eps)
             return x, following._finish_qkv(y) if following else y
         x, h = self.add_attention(x, attended)
         added = self.down_proj(self.mlp_hidden(h))
@@ -199,12 +199,20 @@ def _name(key) -> str:
 
 
 def _apply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
-    """The outputs of linear layers with the same input, one after the other; those with INT4 weights share a launch."""
+    """The outputs of linear layers with the same input, one after the other."""
+    return _add_biases(_multiply(x, *linears), *linears)
+
+
+def _multiply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
+    """Their outputs without biases; those with INT4 weights share a launch."""
     weights = [linear.weight.get_value() for linear in linears]
     if all(isinstance(weight, Int4Weight) for weight in weights):
-        y = int4_matmul(x, weights)
-    else:
-        y = jnp.concatenate([int4_matmul(x, [w]) if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights], axis=-1)
+        return int4_matmul(x, weights)
+    return jnp.concatenate([int4_matmul(x, [w]) if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights], axis=-1)
+
+
+def _add_biases(y: Float[Array, "B T out"], *linears: Linear) -> Float[Array, "B T out"]:
+    """Linear layers with the same input have all a bias, or none."""
     biases = [linear.bias.get_value() for linear in linears if linear.bias is not None]
     return y + jnp.concatenate(biases) if biases else y
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.flax import save_file
 
+from pallas_kernels.append import split_and_rotate
 from qspec_jax.checkpoint import hf_name
 from qspec_jax.config import LlamaConfig
 from qspec_jax.demo import corpus
@@ -59,14 +60,18 @@ class _Trunk(Llama):
     def embed(self, tokens):
         return super().embed(tokens).astype(jnp.bfloat16)
 
-    def logits(self, x):
-        return self.norm(x)
+    def logits(self, x, added=None):
+        return self.norm.add(x, added)[1]
 
 
+@dataclasses.dataclass(frozen=True)
 class CausalAttention:
     """The cache that caches nothing: attention within the call's own tokens."""
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array, *, planes: int) -> tuple[Array, None]:
+    kv_heads: int
+
+    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, planes: int) -> tuple[Array, None]:
+        q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla"), None
 
@@ -92,7 +97,7 @@ def log_probabilities(config: LlamaConfig, params: Params, rows: Int[Array, "B T
     trunk = _Trunk(config, lambda path, shape: params[path] if path == "embedding" else params[path].astype(jnp.bfloat16))
     tokens, targets = rows[:, :-1], rows[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = trunk(tokens, positions, CausalAttention())
+    hidden, _ = trunk(tokens, positions, CausalAttention(config.num_kv_heads))
     logits = _head(hidden, params["embedding"].astype(jnp.bfloat16))
     log_z = jax.nn.logsumexp(logits, -1)
     # A masked sum instead of a gather, whose derivative would be scattered into an array of the logits' size.

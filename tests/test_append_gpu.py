@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import skip_or_fail
 
 from pallas_kernels.append import mosaic_gpu, reference, rotate_and_append
 from pallas_kernels.kv_format import FullLayer
@@ -18,7 +19,7 @@ def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, r
     draw = lambda *shape: jnp.asarray(r.standard_normal(shape), dtype)
     angles = r.uniform(0, 6.28, (batch, tokens, head_dim // 2)).astype(np.float32)
     buffer = FullLayer(draw(batch, kv_heads, rows, head_dim), draw(batch, kv_heads, rows, head_dim))
-    offset = jnp.asarray(r.integers(0, rows - max(2, tokens), batch), jnp.int32)
+    offset = jnp.asarray(r.integers(0, rows - max(2, tokens), batch, endpoint=True), jnp.int32)
     return draw(batch, tokens, (heads + 2 * kv_heads) * head_dim), jnp.cos(angles), jnp.sin(angles), buffer, offset
 
 
@@ -29,6 +30,7 @@ def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, r
 )
 def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, head_dim, tokens):
     qkv, cos, sin, buffer, offset = problem(batch, tokens, heads, kv_heads, head_dim)
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(qkv, cos, sin, buffer, offset))
     q, new = run(qkv, cos, sin, buffer, offset, implementation="mosaic_gpu")
     rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
     wide = FullLayer(buffer.keys.astype(jnp.float32), buffer.values.astype(jnp.float32))

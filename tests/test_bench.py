@@ -102,6 +102,21 @@ def test_xla_is_not_asked_for_logits_that_do_not_fit():
         peers.xla(dataclasses.replace(SHAPES["bf16-T7-gqa-128k"], tokens=512))
 
 
+def test_what_the_host_adds_to_a_batch_is_not_counted():
+    batch = lambda programs: 0.003 + 0.01 * programs
+    timed = timing._measure(timing._without_host(batch, 3), 5, 3, "")
+    assert timed.lower_us == pytest.approx(2000) and timed.upper_us == pytest.approx(2000)
+
+
+def test_a_loop_is_as_long_as_the_host_needs(monkeypatch):
+    trips = []
+    monkeypatch.setattr(timing, "LOOP_SECONDS", 1.0)
+    monkeypatch.setattr(timing, "LOOP_TRIPS", (2, 8))
+    monkeypatch.setattr(timing.lax, "fori_loop", lambda lower, upper, body, carry: trips.append(upper) or body(lower, carry))
+    timed, carry = timing.time_loop(lambda carry, x: carry + x, jnp.zeros(3), jnp.ones(3), repeats=2)
+    assert trips == [2, 8] and timed.calls % 8 == 0 and carry.shape == (3,)
+
+
 def test_every_call_is_timed_on_an_input_of_its_own():
     calls = []
 

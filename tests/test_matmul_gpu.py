@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gpus import skip_or_fail
 
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, mosaic_gpu, triton
+from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, mosaic_gpu, mosaic_plan, triton
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -121,7 +121,7 @@ def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
 @pytest.mark.parametrize("groups", [2, 6, 32, 64, 86, 112, 128, 256])
 def test_mosaic_plans_cover_every_group_and_fit(groups, rows):
     plan = mosaic_gpu.plan_for(rows, groups, (4096, 1024))
-    assert plan.slots >= 4 and plan.shared_bytes <= 227 * 1024 and plan.slices * plan.blocks <= 132
+    assert plan.slots >= mosaic_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.slices * plan.blocks <= 132
     (stage,) = plan.stages
     assert plan.slice_groups(stage) % 2 == 0 and plan.slice_groups(stage) <= plan.room
     assert (plan.slices - 1) * plan.slice_groups(stage) < groups <= plan.slices * plan.slice_groups(stage)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import CASES, GOLDENS, HEAD_DIMS, MODEL_TYPES, ROPE_TYPES, case_lengths, case_tokens, old_spelling, write_checkpoint
+from runs import random_model
 
 from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
@@ -14,6 +15,7 @@ from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax.checkpoint import load_model
 from qspec_jax.config import LlamaConfig
 from qspec_jax.model import Llama
+from qspec_jax.quantize import quantize_linears
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +68,36 @@ def test_cases_cover(architecture):
     assert {c.head_dim for c in configs} >= set(HEAD_DIMS)
     assert {c.tie_word_embeddings for c in configs} == {True, False}
     assert {c.num_heads == c.num_kv_heads for c in configs} == {True, False}
+
+
+@pytest.mark.parametrize("weights", ["full", "int4", "mixed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"architecture": "Qwen2ForCausalLM"},
+        {"architecture": "Qwen3ForCausalLM"},
+        {"architecture": "Qwen3ForCausalLM", "attention_bias": True},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "llama",
+)
+def test_from_one_attention_to_the_next(settings, weights):
+    """In one step or by the parts that prefill uses, which transformers' logits are the measure of."""
+    model = random_model(jnp.float32, **settings)
+    if weights != "full":
+        quantized, full = quantize_linears(model).weights(), model.weights()
+        mixed = lambda path: weights == "mixed" and path.endswith(("k_proj.weight", "up_proj.weight", "o_proj.weight"))
+        model = Llama(model.config, lambda path, shape: full[path] if mixed(path) else quantized[path])
+    block, following = model.layers
+    assert (following.q_norm is not None) == ("Qwen3" in settings.get("architecture", ""))
+    assert (following.q_proj.bias is not None) == ("Qwen2" in settings.get("architecture", "") or "attention_bias" in settings)
+    r = np.random.default_rng(0)
+    x = jnp.asarray(r.standard_normal((2, 3, model.config.hidden_size)), jnp.float32)
+    attended = jnp.asarray(r.standard_normal((2, 3, block.num_heads, block.head_dim)), jnp.float32)
+    expected = block.after_attention(x, attended)
+    after, y = block.until(following, x, attended)
+    np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, following.qkv(following.input_norm(expected)), rtol=1e-4, atol=1e-4)
+    before, added = block.until(None, x, attended)
+    np.testing.assert_allclose(before + added, expected, rtol=1e-5, atol=1e-5)

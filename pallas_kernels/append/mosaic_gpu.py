@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.kv_format import FullLayer
 from pallas_kernels.launch import launch
 
-THREADS = 128  # of a block
+THREADS = 128  # of a block: a warpgroup
 MAX_TOKENS = 256  # of all rows together
 
 
@@ -54,7 +54,7 @@ def run(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array
     inputs = {"qkv": qkv, "cos": cos, "sin": sin, "offset": offset}
     outputs = {"q": jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16)}
     updated = {"keys": buffer.keys, "values": buffer.values}
-    found = launch("rotate_and_append", emit, inputs, outputs, B * T * parts, THREADS // 128, 128, updated)
+    found = launch("rotate_and_append", emit, inputs, outputs, B * T * parts, 1, 128, updated)
     return found["q"], FullLayer(found["keys"], found["values"])
 
 

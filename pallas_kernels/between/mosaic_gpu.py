@@ -2,6 +2,9 @@
 
 Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
 memory idle whenever one ends and the next begins.
+
+All blocks must be on the device at once, for they wait for each other: other kernels may run beside this one, since they end, but two
+of these that do not depend on each other must not. The layers of a model depend on each other.
 """
 
 import functools
@@ -15,10 +18,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, NUMBERS, ROWS, WARPS, Plan, Stage
 from pallas_kernels.weight_format import Int4Weight
 
-MAX_WIDTH = 8192  # of the residual stream, which the threads keep in registers
+MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
 
 
 def unsupported(
@@ -37,15 +40,20 @@ def unsupported(
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
+    width, rows = x.shape[-1], math.prod(x.shape[:-1])
+    norms = [norm, following_norm] if following else [norm]
+    if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:
+        return "needs as many rows attended as there are in x, and gate and up of one shape"
+    if others := {o.shape[0], down.shape[0], *(a.size for a in norms)} - {width}:
+        return f"needs output projections and norms as wide as x, {width}, not {', '.join(map(str, sorted(others)))}"
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0]), x.dtype)
     for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
         if reason := unsupported_stage(inputs, weights):
             return reason
-    if others := {a.dtype.name for a in (norm, following_norm) if a is not None} - {"bfloat16"}:
+    if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
-    if (width := x.shape[-1]) > MAX_WIDTH:
-        return f"supports widths up to {MAX_WIDTH}, not {width}"
-    if plan_for(rows := math.prod(x.shape[:-1]), o, gate, down, following, eps).slots < LEAST_SLOTS:
+    pieces = rows * math.ceil(width / (NUMBERS * 32 * WARPS))
+    if rows > ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 

@@ -239,7 +239,7 @@ class Activations:
         found = [self.load(added, stage, *piece) for piece in pieces]
         totals, squares = [], [w.f32(0.0)] * plan.rows
         for (row, piece), words, (x, _) in zip(pieces, found, residual):
-            words = [w.pair(*(a + b for a, b in zip(w.bf16_entries(a), w.bf16_entries(b))), "bf16") for a, b in zip(x, words)]
+            words = [w.combine_bf16(w.add, a, b) for a, b in zip(x, words)]
             with w.when((self.share.block == 0) & (piece < width // NUMBERS)):
                 w.store_global_words(self.at[f"residual{norm + 1}"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
             squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
@@ -253,8 +253,7 @@ class Activations:
         scales = [w.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            product = lambda x, weight: w.pair(*(a * b for a, b in zip(w.bf16_entries(x), w.bf16_entries(weight))), "bf16")
-            self.put(stage, row, piece, list(map(product, rounded, weights)))
+            self.put(stage, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
 
     def operands(self, number, n: int) -> tuple[list, tuple]:
         """Of the warp's group in a pass, row tile n: [half][step] a pair of words for each word of codes (word s of a lane's codes holds

@@ -66,7 +66,7 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     weights = w.load_global(at["weight"] + w.i64(place), NUMBERS // 2)
     if "added" in at:
         added = w.load_global(at["added"] + within, NUMBERS // 2)
-        words = [w.pair(*(a + b for a, b in zip(w.bf16_entries(x), w.bf16_entries(y))), "bf16") for x, y in zip(words, added)]
+        words = [w.combine_bf16(w.add, x, y) for x, y in zip(words, added)]
         with w.when(there):
             w.store_global_words(at["total"] + within, *words)
     numbers = [x for word in words for x in w.bf16_entries(word)]
@@ -78,6 +78,6 @@ def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
     mean = w.total(w.load_shared(at["shared"], warps, "f")) * (1 / width)
     scale = w.rsqrt(mean + eps)
     pairs = [w.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
-    normed = [w.pair(*(a * b for a, b in zip(w.bf16_entries(x), w.bf16_entries(weight))), "bf16") for x, weight in zip(pairs, weights)]
+    normed = [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(pairs, weights)]
     with w.when(there):
         w.store_global_words(at["normed"] + within, *normed)

@@ -20,7 +20,7 @@ from jax import lax
 ROTATED_BYTES = 1.5e9
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
-LOOP_TRIPS = 16
+LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
 
 BATCHES = "programs enqueued in batches, one block_until_ready, a batch of one subtracted"
 JAX_METHOD = f"chained calls on rotated inputs in one jitted program, {BATCHES}"
@@ -114,19 +114,22 @@ def _laps(inputs: Sequence[tuple]) -> int:
 def time_loop(function: Callable, carry, *inputs, repeats: int) -> tuple[Timing, object]:
     """Times carry = function(carry, *inputs), where the carry is a pytree that is updated in place; also returns the last one."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def program(carry, inputs):
-        return lax.fori_loop(0, LOOP_TRIPS, lambda _, carry: function(carry, *inputs), carry)
+    @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+    def program(carry, inputs, trips):
+        return lax.fori_loop(0, trips, lambda _, carry: function(carry, *inputs), carry)
 
-    def batch(programs: int) -> float:
+    def batch(programs: int, trips: int) -> float:
         nonlocal carry
         began = time.perf_counter()
         for _ in range(programs):
-            carry = program(carry, inputs)
+            carry = program(carry, inputs, trips)
         jax.block_until_ready(carry)
         return time.perf_counter() - began
 
-    timing = _measure(_without_host(batch, repeats), LOOP_TRIPS, repeats, LOOP_METHOD, inputs=1)
+    trips, most = LOOP_TRIPS
+    batch(1, trips)  # compiles
+    trips = min(most, trips * math.ceil(LOOP_SECONDS / batch(1, trips)))
+    timing = _measure(_without_host(functools.partial(batch, trips=trips), repeats), trips, repeats, LOOP_METHOD, inputs=1)
     return timing, carry
 
 
@@ -152,8 +155,9 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
 
 def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int], float]:
     """The seconds of n programs, without the time that the host adds to a batch of any size: milliseconds, where a program has a
-    whole model as its arguments."""
+    whole model as its arguments. It holds where the device takes longer for a program than the host for its launch."""
     batch(1)  # compiles
+    # The shortest, for a hiccup of the host would make others look too fast.
     one = min(batch(1) for _ in range(repeats))
     return lambda programs: batch(programs + 1) - one
 
