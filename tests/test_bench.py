@@ -24,6 +24,7 @@ def bandwidth(monkeypatch):
     """The read bandwidth is measured in one test alone, and short batches will do."""
     monkeypatch.setattr(rows, "read_bandwidth", lambda *, repeats: 20.0)
     monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
+    monkeypatch.setattr(timing, "LOOP_TRIPS", (2, 2))
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

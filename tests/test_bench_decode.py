@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax.bench import decode
+from qspec_jax.bench import decode, timing
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
@@ -20,7 +20,10 @@ FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens
 
 @pytest.fixture(autouse=True)
 def bandwidth(monkeypatch):
+    """The read bandwidth is measured elsewhere, and short loops will do."""
     monkeypatch.setattr(decode, "read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr(timing, "LOOP_TRIPS", (2, 2))
+    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +177,19 @@ def test_json(run):
     assert both["cache_bytes"] < baseline["cache_bytes"]
 
 
+def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
+    def measured(model, drafts, method, prompts, gamma, *args, **settings):
+        return decode.Row(method.name, len(prompts[0]), gamma if method.speculative else 0, "failed", "no room", 0.0)
+
+    monkeypatch.setattr(decode, "measure", measured)
+    flags = ["--gamma", 1, "--context", 64, "--methods", "autoregressive,quantspec", "--simulate-acceptance", 0.9, "--json"]
+    code, out, _ = run(*FAST, *flags)
+    report = json.loads(out)
+    methods = [("autoregressive", 0), ("quantspec", 3), ("quantspec", 1)]
+    assert code == 0 and report["simulated_ratio"] is None
+    assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
+
+
 def test_random_weights_need_no_more_than_a_config(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
@@ -192,9 +208,9 @@ def test_table_of_real_acceptance(run):
 def test_a_simulation_says_so(run, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "decode.png"
-    code, out, _ = run(*FAST, "--gamma", 1, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
+    code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
     assert code == 0
-    assert "SIMULATED" in out and out.count("(sim.)") == 2
+    assert "SIMULATED" in out and out.count("(sim.)") == 1
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
