@@ -116,20 +116,21 @@ def test_many_in_a_row_meet_each_time():
     _, _, *second = problem(2048, 2048, 5632, (2048,), 2)
 
     @functools.partial(jax.jit, static_argnames=("times", "call"))
-    def loop(x, times=100, call=run):
+    def loop(x, layers, times=100, call=run):
         def body(_, x):
-            for layer in (first, second):
+            for layer in layers:
                 x = sum(call(x, x, *layer))
                 x = x / jnp.abs(x).max()  # or the layers would make it infinite
             return x
 
         return jax.lax.fori_loop(0, times, body, x)
 
-    assert relative_error(loop(x, 2), loop(x.astype(jnp.float32), 2, exact)) <= 0.1
-    found = np.asarray(loop(x), np.float32)
+    layers = first, second
+    assert relative_error(loop(x, layers, 2), loop(x.astype(jnp.float32), layers, 2, exact)) <= 0.1
+    found = np.asarray(loop(x, layers), np.float32)
     assert np.isfinite(found).all()
     for _ in range(20):
-        np.testing.assert_array_equal(np.asarray(loop(x), np.float32), found)
+        np.testing.assert_array_equal(np.asarray(loop(x, layers), np.float32), found)
 
 
 @gpu
