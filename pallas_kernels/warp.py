@@ -299,6 +299,12 @@ def mma(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str)
     return ptx(code, *a, *b, *acc, results="ffff", effects=False, collective=True)
 
 
+def mma_bytes(acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> tuple[Value, ...]:
+    """acc [16, 8] int32 + a [16, 32] @ b [32, 8], unsigned and signed bytes, four in a register, where `mma` has pairs."""
+    code = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    return ptx(code, *a, *b, *acc, results="rrrr", effects=False, collective=True)
+
+
 def mma_warpgroup(a: Sequence[Sequence[Value]], b: Value, tiles: int, tile_bytes: int) -> list[tuple[Value, ...]]:
     """The sum over i of a[i] [64, 16] @ b[i] [16, 8 tiles], float16: for each tile the registers of `mma`.
 
@@ -397,13 +403,10 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
 
 
-def unpack_bf16(codes: Value, mask: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """The nibbles of 4 bytes as bfloat16 128 + code. mask: the first of `nibble_masks`.
-
-    Pairs of bytes (0, 2) and (1, 3), first of the low nibbles, then of the high ones.
-    """
-    take = lambda shift: pure("lop3.b32 $0, $1, $2, 0x43004300, 0xEA;", codes >> shift if shift else codes, mask)  # x & mask | 0x4300...
-    return (take(0), take(8)), (take(4), take(12))
+def gather_bytes(words: Sequence[Value], byte: int) -> Value:
+    """That byte of four words."""
+    halves = (pure(f"prmt.b32 $0, $1, $2, {byte | (4 + byte) << 4};", *words[i : i + 2]) for i in (0, 2))
+    return pure("prmt.b32 $0, $1, $2, 0x5410;", *halves)
 
 
 def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:
@@ -432,6 +435,15 @@ def add(a: Value, b: Value) -> Value:
 
 def multiply(a: Value, b: Value) -> Value:
     return a * b
+
+
+def to_float(x: Value) -> Value:
+    """A signed integer."""
+    return pure("cvt.rn.f32.s32 $0, $1;", x, result="f")
+
+
+def reciprocal(x: Value) -> Value:
+    return pure("rcp.approx.ftz.f32 $0, $1;", x, result="f")
 
 
 def rsqrt(x: Value) -> Value:

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, NUMBERS, ROWS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
 from pallas_kernels.weight_format import Int4Weight
 
+MAX_ROWS = 8
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
 
 
@@ -53,7 +54,7 @@ def unsupported(
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * WARPS))
-    if rows > ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 

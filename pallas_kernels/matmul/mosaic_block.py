@@ -1,8 +1,11 @@
 """What a block of the Mosaic GPU INT4 matmul does, stage after stage.
 
-Codes enter the tensor cores as 128 + code in bfloat16, which costs no arithmetic. What is too much is 128 times the sum of the
-activations, and goes with the zero: y = scale (sum x (128 + code)) + (zero - 128 scale) sum x, group by group.
+Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones. Activations enter as
+integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products are exact. What is lost is no
+more than 2^-16 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x), group
+by group in float32.
 
+Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep.
 Between two stages all blocks wait for each other, at a counter in global memory, for a stage's inputs are all of the outputs before.
 The ring does not wait: weights of the next stage are on their way already.
 """
@@ -12,6 +15,7 @@ from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
     COPIERS,
+    FINISHERS,
     GROUP_SIZE,
     MOST_SLOTS,
     NUMBERS,
@@ -19,14 +23,18 @@ from pallas_kernels.matmul.mosaic_plan import (
     PASS,
     ROWS,
     SLOT_BYTES,
+    SUMS_SLOTS,
     TILE,
     WARPS,
     Plan,
     Stage,
 )
 
-EXCESS = 128.0
+LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
+LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite
+INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
+COPIES = 4  # passes on their way at once: with more, what blocks tell each other waits behind them
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations
 THREADS = 32 * WARPS  # that compute
 LOG2_E = 1.4426950408889634
@@ -37,16 +45,19 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread = w.thread_index()
     warp = w.uniform(thread >> 5)
     share = Share(plan, w.block_index())
-    ring = Ring(plan, at["shared"])
+    shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
+    ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
+    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, arrivals + 2 * 8 * plan.slots)
     with w.when(thread == 0):
-        for slot in range(plan.slots):
-            w.arrivals_init(ring.filled(w.i32(slot)), 33 * COPIERS)
-            w.arrivals_init(ring.emptied(w.i32(slot)), WARPS)
-    w.synchronize(w.i32(0), WARPS + COPIERS)
+        ring.start(33 * COPIERS, WARPS)
+        sums.start(WARPS, FINISHERS)
+    w.synchronize(w.i32(0), WARPS + COPIERS + FINISHERS)
     with w.when(warp < WARPS):
-        compute(plan, at, share, ring, warp, thread)
-    with w.when(w.i32(WARPS - 1) < warp):
+        compute(plan, at, share, ring, sums, warp, thread)
+    with w.when((w.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
         copy(plan, at, share, ring, warp - WARPS, thread & 31)
+    with w.when(w.i32(WARPS + COPIERS - 1) < warp):
+        finish(plan, at, share, sums, thread - 32 * (WARPS + COPIERS))
 
 
 class Share:
@@ -67,19 +78,29 @@ class Share:
 
 
 class Ring:
-    """Slots for passes: of each the codes [output][group][64 bytes], then scales and zeros [array][output][group]."""
+    """Slots that some warps fill and others empty, one after the other.
 
-    def __init__(self, plan: Plan, shared):
-        self.slots, self.start, self.arrivals = plan.slots, shared + plan.ring_start, shared + plan.arrivals_start
+    A slot for a pass has codes [output][group][64 bytes], then scales and zeros [array][output][group]; one for the sums of a tile has
+    [warp][row tile][lane][2 outputs], see `add_group`.
+    """
+
+    def __init__(self, slots: int, first, size: int, arrivals):
+        self.slots, self.first, self.size, self.arrivals = slots, first, size, arrivals
+
+    def start(self, fillers: int, emptiers: int) -> None:
+        """How many arrivals fill a slot, and how many empty it."""
+        for slot in range(self.slots):
+            w.arrivals_init(self.filled(w.i32(slot)), fillers)
+            w.arrivals_init(self.emptied(w.i32(slot)), emptiers)
 
     def slot(self, slot):
-        return self.start + slot * SLOT_BYTES
+        return self.first + slot * self.size
 
     def filled(self, slot):
         return self.arrivals + 8 * slot
 
     def emptied(self, slot):
-        return self.arrivals + 8 * (slot + MOST_SLOTS)
+        return self.arrivals + 8 * (slot + self.slots)
 
     def following(self, slot, parity) -> tuple:
         """The next slot, and its parity."""
@@ -92,23 +113,24 @@ class Ring:
 
 def copy(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
-    carry = (w.i32(0), w.i32(1))
+    carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
     for number in range(len(plan.stages)):
         carry = copy_stage(plan, number, at, share, ring, warp, lane, carry)
 
 
 def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """carry: slot of the ring, and its parity."""
+    """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
     stage = plan.stages[number]
     passes, groups = plan.passes(stage), share.groups(stage)
     lower, upper = share.tiles(stage)
 
     def step(unit, carry):
-        slot, parity = carry
+        slot, parity, *earlier = carry
+        w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
         w.wait_for_arrivals(ring.emptied(slot), parity)
         source = lambda name, output: weight_row(stage, number, at, name, unit // passes, output)
         copy_pass(stage, groups, unit % passes * PASS, source, ring.slot(slot), ring.filled(slot), warp, lane)
-        return ring.following(slot, parity)
+        return *ring.following(slot, parity), *ring.following(*earlier)
 
     return w.loop(lower * passes, upper * passes, carry, step)
 
@@ -155,23 +177,24 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
 # The warps that compute ----------------------------------------------------------------------------------------------------
 
 
-def compute(plan: Plan, at: dict, share: Share, ring: Ring, warp, thread) -> None:
+def compute(plan: Plan, at: dict, share: Share, ring: Ring, sums: Ring, warp, thread) -> None:
     x = Activations(plan, at, share, warp, thread)
-    carry = (w.i32(0), w.i32(0), w.i32(0))
-    mask, _ = w.nibble_masks(thread >> 31)
+    carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
     norms = 0
     for number, stage in enumerate(plan.stages):
         before = at[f"y{number - 1}"] if number else at["x"]
         residual = x.fetch_residual(stage, norms) if stage.normed else None
         if number:
-            meet(plan, at["arrivals"] + 4 * (number - 1), thread)
+            with w.when(thread == 0):
+                w.wait_acquired(at["arrivals"] + 4 * (number - 1), w.i32(plan.blocks))
+            everyone()
         if stage.normed:
             x.place_normed(stage, norms, before, residual)
             norms += 1
         else:
             x.place(stage, before)
         everyone()
-        carry = multiply(plan, stage, at[f"y{number}"], share, ring, x, mask, carry)
+        carry = multiply(plan, stage, share, ring, sums, x, carry)
 
 
 def everyone() -> None:
@@ -179,18 +202,9 @@ def everyone() -> None:
     w.synchronize(w.i32(1), WARPS)
 
 
-def meet(plan: Plan, counter, thread) -> None:
-    """Waits for all blocks to have come here, and sees what they have written."""
-    everyone()
-    with w.when(thread == 0):
-        w.add_released(counter, w.i32(1))
-        w.wait_acquired(counter, w.i32(plan.blocks))
-    everyone()
-
-
 class Activations:
-    """In shared memory: the inputs of a stage [row][input], in pairs (0, 2) and (1, 3) of every four, 0 for groups that are not there;
-    their sums over groups [group][row]."""
+    """In shared memory: the inputs of a stage [row][upper or lower byte][input], 0 for groups that are not there; their sums over groups
+    and their scales [group][row][sum or scale]."""
 
     def __init__(self, plan: Plan, at: dict, share: Share, warp, thread):
         self.plan, self.at, self.share, self.warp, self.thread, self.lane = plan, at, share, warp, thread, thread & 31
@@ -219,14 +233,23 @@ class Activations:
             self.put(stage, row, piece, words)
 
     def put(self, stage: Stage, row: int, piece, words: list) -> None:
-        total = w.total([x for word in words for x in w.bf16_entries(word)])
+        numbers = [x for word in words for x in w.bf16_entries(word)]
+        total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
-            total = total + w.shuffle("bfly", total, bit)
+            total, most = total + w.shuffle("bfly", total, bit), w.maximum(most, w.shuffle("bfly", most, bit))
+        most = w.maximum(most, w.f32(LEAST_SCALED))
+        factor = w.reciprocal(most) * LARGEST
+        # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
+        integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
+        upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
         with w.when(piece < self.plan.passes(stage) * (PASS * PIECES)):
-            to = self.x + row * self.plan.x_pitch + piece * (2 * NUMBERS)
-            w.store_shared(to, *w.swap_neighbours(*words[:2]), *w.swap_neighbours(*words[2:]))
+            to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
+            w.store_shared(to, *upper)
+            w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
             with w.when((self.lane & (PIECES - 1)) == 0):
-                w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 4, total)
+                # The products of high nibbles are 16 times as large, and those of low ones are made so.
+                scale = most * (1 / (16 * LARGEST))
+                w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
     def fetch_residual(self, stage: Stage, norm: int) -> list:
         """The residual stream and the norm's weight, where this thread's pieces are."""
@@ -255,29 +278,27 @@ class Activations:
             rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
             self.put(stage, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
 
-    def operands(self, number, n: int) -> tuple[list, tuple]:
-        """Of the warp's group in a pass, row tile n: [half][step] a pair of words for each word of codes (word s of a lane's codes holds
-        inputs 4 (STEPS t + s) .. + 3 of a group's first half in the low nibbles, of its second half in the high ones), and the sums of rows
-        2 t and 2 t + 1. Rows that are not there repeat the last."""
+    def operands(self, number, n: int) -> tuple:
+        """Of the warp's group in a pass, row tile n: [half of the group][step] a word of bytes for each word of codes, and the sum and
+        scale of row t. Columns that are not there repeat the last."""
         g, t = self.lane >> 2, self.lane & 3
         group = number * PASS + self.warp
-        row = w.minimum(g + n * ROWS, w.i32(self.plan.rows - 1))
-        at = self.x + row * self.plan.x_pitch + group * (2 * GROUP_SIZE) + t * (8 * STEPS)
-        halves = [w.load_shared(at + half * GROUP_SIZE, 2 * STEPS) for half in (0, 1)]
-        sums = w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + 2 * t) * 4, 2, "f")
-        return [[words[2 * s : 2 * s + 2] for s in range(STEPS)] for words in halves], sums
+        column = w.minimum(g + 2 * ROWS * n, w.i32(2 * self.plan.rows - 1))
+        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
+        halves = [w.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
+        return halves, w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
-def multiply(plan: Plan, stage: Stage, y, share: Share, ring: Ring, x: Activations, mask, carry: tuple) -> tuple:
-    """The block's tiles of a stage. carry: slot of the ring, its parity, and which of the buffers of sums."""
+def multiply(plan: Plan, stage: Stage, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
+    """The block's tiles of a stage. carry: slots of both rings with their parities."""
     lane, warp = x.lane, x.warp
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
     parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (warp >> 1) * 4
     shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
-    def step(tile, carry):
-        slot, parity, buffer = carry
+    def step(_, carry):
+        slot, parity, sums_slot, sums_parity = carry
 
         def one_pass(number, carry):
             slot, parity, totals = carry
@@ -287,56 +308,79 @@ def multiply(plan: Plan, stage: Stage, y, share: Share, ring: Ring, x: Activatio
             codes = [w.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
             one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
             parameters = [(one(row), one(TILE + row)) for row in (0, 8)]
-            totals = add_group(totals, codes, parameters, *zip(*operands), mask)
+            totals = add_group(totals, codes, parameters, *zip(*operands))
             w.synchronize(None, 1)
             with w.when(lane == 0):
                 w.arrive(ring.emptied(slot))
             return *ring.following(slot, parity), totals
 
-        totals = [[w.f32(0.0)] * 4 for _ in range(plan.row_tiles)]
+        totals = [[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)]
         slot, parity, totals = w.loop(w.i32(0), w.i32(plan.passes(stage)), (slot, parity, totals), one_pass)
-        sums = x.x + plan.sums_start + buffer * (WARPS * plan.tile_bytes)
+        w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
         for n, total in enumerate(totals):
-            w.store_shared(sums + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 16, *total)
-        # All are there, and all are done with the other buffer.
-        everyone()
-        finish_tile(plan, stage, sums, y, x.thread, tile, share.part)
-        return slot, parity, buffer ^ 1
+            w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *total)
+        w.synchronize(None, 1)
+        with w.when(lane == 0):
+            w.arrive(sums.filled(sums_slot))
+        return slot, parity, *sums.following(sums_slot, sums_parity)
 
     return w.loop(*share.tiles(stage), carry, step)
 
 
-def add_group(totals: list, codes: list, parameters: list, x: list, sums: list, mask) -> list:
-    """totals [row tile][2 i + c], outputs g + 8 i and rows 2 t + c, and the products of one more group."""
-    # A chain for each half, for a product waits for the one before it.
-    acc = [[(w.f32(0.0),) * 4 for _ in totals] for half in (0, 1)]
-    for s in range(STEPS):
-        a, b = (w.unpack_bf16(row[s], mask) for row in codes)
-        for half in (0, 1):
-            fragment = (a[half][0], b[half][0], a[half][1], b[half][1])
-            acc[half] = [w.mma(old, fragment, x[n][half][s], "bf16") for n, old in enumerate(acc[half])]
+def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
+    """totals [row tile][i], output g + 8 i and row t, and the products of one more group."""
+    masks = 0x0F0F0F0F, 0xF0F0F0F0
+    acc = [[(w.i32(0),) * 4 for _ in totals] for _ in masks]
+    for s in range(0, STEPS, 2):
+        for half, mask in enumerate(masks):
+            fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
+            acc[half] = [w.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
     new = []
-    for n, total in enumerate(totals):
-        products = [low + high for low, high in zip(acc[0][n], acc[1][n])]
+    for n, (total, (sum_x, scale_x)) in enumerate(zip(totals, sums)):
+        upper_and_lower = [low * 16 + high for low, high in zip(acc[0][n], acc[1][n])]
         new.append([])
         for i, (scale, zero) in enumerate(parameters):
-            zero = zero - scale * EXCESS
-            new[n] += [w.fma(products[2 * i + c], scale, w.fma(sums[n][c], zero, total[2 * i + c])) for c in (0, 1)]
+            product = w.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
+            new[n].append(w.fma(product, scale * scale_x, w.fma(sum_x, zero, total[i])))
     return new
 
 
-def finish_tile(plan: Plan, stage: Stage, sums, y, thread, tile, part) -> None:
-    """Adds what the warps found of a tile, a number a thread, and writes it."""
+# The warps that finish tiles -----------------------------------------------------------------------------------------------
+
+
+def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
+    carry = (w.i32(0), w.i32(0))
+    for number, stage in enumerate(plan.stages):
+
+        def step(tile, carry):
+            slot, parity = carry
+            w.wait_for_arrivals(sums.filled(slot), parity)
+            for first in range(0, plan.rows * stage.tile_outputs, 32 * FINISHERS):
+                finish_tile(plan, stage, sums.slot(slot), at[f"y{number}"], thread + first, tile, share.part)
+            w.synchronize(None, 1)
+            with w.when((thread & 31) == 0):
+                w.arrive(sums.emptied(slot))
+            return sums.following(slot, parity)
+
+        carry = w.loop(*share.tiles(stage), carry, step)
+        if number + 1 < len(plan.stages):
+            w.synchronize(w.i32(2), FINISHERS)
+            with w.when(thread == 0):
+                w.add_released(at["arrivals"] + 4 * number, w.i32(1))
+
+
+def finish_tile(plan: Plan, stage: Stage, sums, y, number, tile, part) -> None:
+    """Adds what the warps found of a tile, for one row and output, and writes it."""
     outputs = stage.tile_outputs
-    with w.when(thread < plan.rows * outputs):
-        row, output = thread // outputs, thread % outputs
+    with w.when(number < plan.rows * outputs):
+        row, output = number // outputs, number % outputs
         # Where `totals` of this row and output lie, and those of output + 8.
-        lane, register = (output & 7) * 4 + (row >> 1 & 3), (output >> 3) * 2 + (row & 1)
-        at = sums + ((row >> 3) * (TILE * ROWS) + lane * 4 + register) * 4
+        lane = (output & 7) * 4 + row % ROWS
+        at = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
         total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
         found = total(at)
         if stage.gated:
-            gate, up = w.round_bf16(found), w.round_bf16(total(at + 8))
+            gate, up = w.round_bf16(found), w.round_bf16(total(at + 4))
             found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
         place = w.i64(part * plan.rows + row) * stage.width + w.i64(tile * outputs + output)
         if plan.slices == 1:

@@ -1,9 +1,9 @@
 """INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory.
 
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
-in shared memory, a thousand bytes of a row at a time. The others divide the groups of inputs among them: codes become the first
-operand of the tensor cores, where activations, 8 rows a tile, are the second. The warps' sums meet in shared memory, once a tile. Where
-there are more activations than a block can keep, several blocks share the outputs, and XLA adds what they found.
+in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
+of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
+warps add them. Where there are more activations than a block can keep, several blocks share the outputs, and XLA adds what they found.
 """
 
 import functools
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, LEAST_SLOTS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, LEAST_SLOTS, WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 from pallas_kernels.weight_format import Int4Weight
 
-WARPGROUPS = (WARPS + COPIERS) // 4
+WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:

@@ -8,9 +8,10 @@ from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 TILE = support.OUTPUTS
-ROWS = 8  # of activations in a tile
+ROWS = 4  # of activations in a tile of the tensor cores: two columns each
 WARPS = 16  # that compute: each takes a group of a pass
 COPIERS = 4  # more warps, which copy: each rows of a tile of its own
+FINISHERS = 4  # more warps, which add what the others found of a tile
 PASS = WARPS  # groups that a block takes at once
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # From one output to the next in shared memory: neighbours lie in different banks.
@@ -19,6 +20,7 @@ PARAMETER_PITCH = 2 * PASS + 4
 SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
 # Of the ring: fewer leave the memory idle, and more are of no use.
 LEAST_SLOTS, MOST_SLOTS = 4, 12
+SUMS_SLOTS = 2  # tiles whose sums there is place for
 NUMBERS = 8  # of a row of activations that a thread moves at once
 
 
@@ -76,20 +78,20 @@ class Plan:
 
     @property
     def x_pitch(self) -> int:
-        """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks."""
-        return 2 * GROUP_SIZE * self.room + 16
+        """Bytes from one column of activations to the next in shared memory: neighbours lie in different banks."""
+        return GROUP_SIZE * self.room + 64
 
-    # In shared memory lie: activations, their sums over groups, the warps' sums of squares of rows, the warps' sums of two tiles, who has
-    # arrived at the ring, and the ring.
+    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
+    # who has arrived at the two rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
-        return self.rows * self.x_pitch
+        return 2 * self.rows * self.x_pitch
 
     @property
     def group_pitch(self) -> int:
-        """Bytes from the sums of activations over one group to those over the next."""
-        return 4 * ROWS * self.row_tiles
+        """Bytes from the sums and scales of activations of one group to those of the next."""
+        return 8 * ROWS * self.row_tiles
 
     @property
     def tile_bytes(self) -> int:
@@ -103,15 +105,15 @@ class Plan:
 
     @property
     def arrivals_start(self) -> int:
-        return self.sums_start + 2 * WARPS * self.tile_bytes
+        return self.sums_start + SUMS_SLOTS * WARPS * self.tile_bytes
 
     @property
     def ring_start(self) -> int:
-        return self.arrivals_start + 2 * 8 * MOST_SLOTS
+        return self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS)
 
     @property
     def slots(self) -> int:
-        """Of the ring, as many as there is place for."""
+        """Of the ring of codes, as many as there is place for."""
         return max(0, min(MOST_SLOTS, (SHARED_BYTES - 2048 - self.ring_start) // SLOT_BYTES))
 
     @property
