@@ -14,6 +14,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+ABSENT = 0xFFFF  # bits of a bfloat16 that nobody has handed over yet: a NaN that no conversion gives
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -199,6 +201,26 @@ def store_global_bf16(at: Value, x: Value) -> None:
     ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.global.b16 [$0], y; }", at, x)
 
 
+def hand_over_bf16(at: Value, x: Value) -> None:
+    """A float32, rounded, for another block: a NaN is 0x7FFF, never `ABSENT`."""
+    ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.relaxed.gpu.global.b16 [$0], y; }", at, x)
+
+
+def take_over_bf16(at: Sequence[Value]) -> list[tuple[Value, ...]]:
+    """Four words of pairs at each address, once no entry is `ABSENT` any more: other blocks hand them over."""
+    count = 4 * len(at)
+    loads, checks = [], []
+    for i in range(len(at)):
+        words = [f"${4 * i + j}" for j in range(4)]
+        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, [${count + i}];")
+        checks += [f"max.u16x2 most, most, {word};" for word in words]
+    code = f"""{{ .reg .pred absent, upper; .reg .b32 most, low; again: {" ".join(loads)} mov.b32 most, 0; {" ".join(checks)}
+        and.b32 low, most, 0xFFFF; setp.eq.u32 absent, low, {ABSENT}; setp.ge.u32 upper, most, {ABSENT << 16};
+        or.pred absent, absent, upper; @absent bra again; }}"""
+    out = ptx(code, *at, results="r" * count)
+    return [out[i : i + 4] for i in range(0, count, 4)]
+
+
 def store_shared(at: Value, *x: Value) -> None:
     """1, 2 or 4 values of 32 bits."""
     code = f"st.shared{_vector(len(x))}.{'f32' if x[0].is_float else 'b32'} [${len(x)}], {_list(len(x))};"
@@ -265,17 +287,6 @@ def wait_for_arrivals(arrival: Value, parity: Value) -> None:
     """Waits for all to have arrived; parity: 0 the first time, then 1, then 0. With 1 the first time it does not wait."""
     code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra again; }"
     ptx(code, arrival, parity)
-
-
-def add_released(at: Value, x: Value) -> None:
-    """Adds to an i32 in global memory; who sees it sees what the block wrote before it met."""
-    ptx("red.release.gpu.global.add.u32 [$0], $1;", at, x)
-
-
-def wait_acquired(at: Value, least: Value) -> None:
-    """Waits until an i32 in global memory is no less."""
-    code = "{ .reg .pred wait; .reg .b32 x; again: ld.acquire.gpu.global.u32 x, [$0]; setp.lt.u32 wait, x, $1; @wait bra again; }"
-    ptx(code, at, least)
 
 
 def synchronize(barrier: Value, warps: int) -> None:

@@ -105,14 +105,14 @@ def run(
 ) -> tuple[Array, Array]:
     """norms: of the stages that have one. weights: of every stage."""
     from pallas_kernels.matmul import mosaic_block
+    from pallas_kernels.warp import ABSENT
 
-    inputs = {"residual0": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
+    inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
     for number, several in enumerate(weights):
         inputs |= weight_inputs(number, several)
-    outputs = {f"residual{i + 1}": x.shape for i in range(len(norms))}
-    outputs |= {f"y{number}": (plan.rows, stage.width) for number, stage in enumerate(plan.stages)}
-    outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in outputs.items()}
-    updated = {"arrivals": jnp.zeros(len(plan.stages) - 1, jnp.int32)}
+    shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
+    outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
+    updated = {"handed_over": jnp.full(plan.handed_over, ABSENT, jnp.uint16)}
     emit = functools.partial(mosaic_block.emit_block, plan)
     found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, updated)
-    return found[f"residual{len(norms)}"], found[f"y{len(plan.stages) - 1}"]
+    return found["residual_out"], found["y"]

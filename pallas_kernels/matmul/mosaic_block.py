@@ -6,8 +6,9 @@ more than 2^-16 of the largest of a group, a small part of what bfloat16 loses o
 by group in float32.
 
 Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep.
-Between two stages all blocks wait for each other, at a counter in global memory, for a stage's inputs are all of the outputs before.
-The ring does not wait: weights of the next stage are on their way already.
+A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
+kind that no stage writes, and who needs a number reads until it is another. The ring does not wait: weights of the next stage are on
+their way already.
 """
 
 from pallas_kernels import warp as w
@@ -34,7 +35,8 @@ LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at mo
 LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
-COPIES = 4  # passes on their way at once: with more, what blocks tell each other waits behind them
+COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
+PIECES_AT_ONCE = 4  # of activations that a thread has in registers
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations
 THREADS = 32 * WARPS  # that compute
 LOG2_E = 1.4426950408889634
@@ -180,21 +182,24 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
 def compute(plan: Plan, at: dict, share: Share, ring: Ring, sums: Ring, warp, thread) -> None:
     x = Activations(plan, at, share, warp, thread)
     carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
-    norms = 0
     for number, stage in enumerate(plan.stages):
-        before = at[f"y{number - 1}"] if number else at["x"]
-        residual = x.fetch_residual(stage, norms) if stage.normed else None
-        if number:
-            with w.when(thread == 0):
-                w.wait_acquired(at["arrivals"] + 4 * (number - 1), w.i32(plan.blocks))
-            everyone()
+        residual = x.fetch_residual(number) if stage.normed else None
+        everyone()  # is done with the activations of the stage before
         if stage.normed:
-            x.place_normed(stage, norms, before, residual)
-            norms += 1
+            x.place_normed(number, residual)
         else:
-            x.place(stage, before)
+            x.place(number)
         everyone()
         carry = multiply(plan, stage, share, ring, sums, x, carry)
+
+
+def outputs_of(plan: Plan, at: dict, number: int):
+    """Where a stage's outputs go, unless it is the last."""
+    return at["handed_over"] + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number])
+
+
+def read_all(addresses: list) -> list:
+    return [w.load_global(at, NUMBERS // 2) for at in addresses]
 
 
 def everyone() -> None:
@@ -217,20 +222,29 @@ class Activations:
         count = self.plan.passes(stage) * PASS * PIECES
         return [(row, self.thread + start) for row in range(self.plan.rows) for start in range(0, count, THREADS)]
 
-    def load(self, array, stage: Stage, row: int, piece) -> list:
-        """A piece of a row, 0 where there is none."""
+    def load(self, array, stage: Stage, pieces: list, read) -> list:
+        """Pieces of rows, 0 where there are none."""
         first, count = self.share.groups(stage)
-        there = piece < count * PIECES
-        place = first * PIECES + w.select(there, piece, w.i32(0))
-        words = w.load_global(array + w.i64(place * (2 * NUMBERS)) + row * (2 * GROUP_SIZE * stage.groups), NUMBERS // 2)
-        return [w.select(there, word, w.i32(0)) for word in words]
+        there = [piece < count * PIECES for _, piece in pieces]
+        place = lambda piece, there: w.i64((first * PIECES + w.select(there, piece, w.i32(0))) * (2 * NUMBERS))
+        found = read([array + place(piece, is_there) + row * (2 * GROUP_SIZE * stage.groups) for (row, piece), is_there in zip(pieces, there)])
+        return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
-    def place(self, stage: Stage, array) -> None:
+    def inputs(self, number: int, pieces: list) -> list:
+        """Of a stage, before any norm."""
+        stage = self.plan.stages[number]
+        if number == 0:
+            return self.load(self.at["x"], stage, pieces, read_all)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.take_over_bf16)
+
+    def place(self, number: int) -> None:
         """Copies a stage's inputs."""
+        stage = self.plan.stages[number]
         pieces = self.pieces(stage)
-        found = [self.load(array, stage, *piece) for piece in pieces]
-        for (row, piece), words in zip(pieces, found):
-            self.put(stage, row, piece, words)
+        for start in range(0, len(pieces), PIECES_AT_ONCE):
+            some = pieces[start : start + PIECES_AT_ONCE]
+            for (row, piece), words in zip(some, self.inputs(number, some)):
+                self.put(stage, row, piece, words)
 
     def put(self, stage: Stage, row: int, piece, words: list) -> None:
         numbers = [x for word in words for x in w.bf16_entries(word)]
@@ -251,22 +265,30 @@ class Activations:
                 scale = most * (1 / (16 * LARGEST))
                 w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
-    def fetch_residual(self, stage: Stage, norm: int) -> list:
-        """The residual stream and the norm's weight, where this thread's pieces are."""
-        x, weight = self.at[f"residual{norm}"], self.at[f"norm{norm}"]
-        return [(self.load(x, stage, row, piece), self.load(weight, stage, 0, piece)) for row, piece in self.pieces(stage)]
+    def fetch_residual(self, number: int) -> list:
+        """The residual stream before the stage, and the norm's weight, where this thread's pieces are."""
+        stage = self.plan.stages[number]
+        pieces = self.pieces(stage)
+        earlier = [i for i in range(number) if self.plan.stages[i].normed]
+        residual = self.load(self.at["residual"], stage, pieces, read_all)
+        for before in earlier:
+            residual = self.sums_of(residual, self.inputs(before, pieces))
+        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, [(0, piece) for _, piece in pieces], read_all)))
 
-    def place_normed(self, stage: Stage, norm: int, added, residual: list) -> None:
-        """The residual stream with what is added, which the first block writes, and its norm."""
-        plan, pieces, width = self.plan, self.pieces(stage), stage.groups * GROUP_SIZE
-        found = [self.load(added, stage, *piece) for piece in pieces]
-        totals, squares = [], [w.f32(0.0)] * plan.rows
-        for (row, piece), words, (x, _) in zip(pieces, found, residual):
-            words = [w.combine_bf16(w.add, a, b) for a, b in zip(x, words)]
-            with w.when((self.share.block == 0) & (piece < width // NUMBERS)):
-                w.store_global_words(self.at[f"residual{norm + 1}"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
+    def sums_of(self, residual: list, added: list) -> list:
+        return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
+
+    def place_normed(self, number: int, residual: list) -> None:
+        """The norm of the residual stream with what is added. What follows the last norm, the first block writes."""
+        plan, stage = self.plan, self.plan.stages[number]
+        pieces, width = self.pieces(stage), stage.groups * GROUP_SIZE
+        totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
+        squares = [w.f32(0.0)] * plan.rows
+        for (row, piece), words in zip(pieces, totals):
+            if not any(later.normed for later in plan.stages[number + 1 :]):
+                with w.when((self.share.block == 0) & (piece < width // NUMBERS)):
+                    w.store_global_words(self.at["residual_out"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
             squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
-            totals.append(words)
         for row, square in enumerate(squares):
             square = w.all_rows(w.all_columns(square, w.add), w.add)
             with w.when(self.lane == 0):
@@ -356,34 +378,33 @@ def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
             slot, parity = carry
             w.wait_for_arrivals(sums.filled(slot), parity)
             for first in range(0, plan.rows * stage.tile_outputs, 32 * FINISHERS):
-                finish_tile(plan, stage, sums.slot(slot), at[f"y{number}"], thread + first, tile, share.part)
+                finish_tile(plan, number, at, sums.slot(slot), thread + first, tile, share.part)
             w.synchronize(None, 1)
             with w.when((thread & 31) == 0):
                 w.arrive(sums.emptied(slot))
             return sums.following(slot, parity)
 
         carry = w.loop(*share.tiles(stage), carry, step)
-        if number + 1 < len(plan.stages):
-            w.synchronize(w.i32(2), FINISHERS)
-            with w.when(thread == 0):
-                w.add_released(at["arrivals"] + 4 * number, w.i32(1))
 
 
-def finish_tile(plan: Plan, stage: Stage, sums, y, number, tile, part) -> None:
+def finish_tile(plan: Plan, stage_number: int, at: dict, sums, number, tile, part) -> None:
     """Adds what the warps found of a tile, for one row and output, and writes it."""
+    stage = plan.stages[stage_number]
     outputs = stage.tile_outputs
     with w.when(number < plan.rows * outputs):
         row, output = number // outputs, number % outputs
         # Where `totals` of this row and output lie, and those of output + 8.
         lane = (output & 7) * 4 + row % ROWS
-        at = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
+        start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
         total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
-        found = total(at)
+        found = total(start)
         if stage.gated:
-            gate, up = w.round_bf16(found), w.round_bf16(total(at + 4))
+            gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
             found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
         place = w.i64(part * plan.rows + row) * stage.width + w.i64(tile * outputs + output)
-        if plan.slices == 1:
-            w.store_global_bf16(y + place * 2, found)
+        if stage_number + 1 < len(plan.stages):
+            w.hand_over_bf16(outputs_of(plan, at, stage_number) + place * 2, found)
+        elif plan.slices == 1:
+            w.store_global_bf16(at["y"] + place * 2, found)
         else:
-            w.store_global(y + place * 4, found)
+            w.store_global(at["y"] + place * 4, found)

@@ -70,6 +70,6 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     if plan.slices > 1:
         shape, dtype = (plan.slices, *shape), jnp.float32
     emit = functools.partial(mosaic_block.emit_block, plan)
-    inputs, outputs = {"x": x} | weight_inputs(0, weights), {"y0": jax.ShapeDtypeStruct(shape, dtype)}
-    y = launch("int4_matmul", emit, inputs, outputs, plan.slices * plan.blocks, WARPGROUPS, plan.shared_bytes)["y0"]
+    inputs, outputs = {"x": x} | weight_inputs(0, weights), {"y": jax.ShapeDtypeStruct(shape, dtype)}
+    y = launch("int4_matmul", emit, inputs, outputs, plan.slices * plan.blocks, WARPGROUPS, plan.shared_bytes)["y"]
     return y if plan.slices == 1 else y.sum(0).astype(x.dtype)

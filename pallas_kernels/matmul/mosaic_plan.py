@@ -81,6 +81,11 @@ class Plan:
         """Bytes from one column of activations to the next in shared memory: neighbours lie in different banks."""
         return GROUP_SIZE * self.room + 64
 
+    @property
+    def handed_over(self) -> int:
+        """Numbers that stages hand to those after them."""
+        return self.rows * sum(stage.width for stage in self.stages[:-1])
+
     # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
     # who has arrived at the two rings, and the ring of codes.
 
