@@ -66,8 +66,15 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
 
 def _by_chunks(function: Callable, *args: Array):
     """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
-    B, S = args[0].shape[:2]
+    S = args[0].shape[1]
     chunk = min(CHUNK_TOKENS, S & -S)
-    split = lambda x: jnp.moveaxis(x.reshape(B, S // chunk, chunk, *x.shape[2:]), 1, 0)
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, S, *x.shape[3:])
-    return jax.tree.map(join, lax.map(lambda part: function(*part), jax.tree.map(split, args)))
+    # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
+    args, zero = lax.optimization_barrier((args, jnp.int32(0)))
+    take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]
+    room = lambda x: jnp.full((x.shape[0], S, *x.shape[2:]), zero, x.dtype)
+
+    def step(i, results):
+        put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=1)
+        return jax.tree.map(put, results, function(*take(i)))
+
+    return lax.fori_loop(0, S // chunk, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))

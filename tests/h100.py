@@ -1,6 +1,7 @@
-"""Compiles the decode loop with its kernels for an H100, on a machine without one: a script, for jax must not look for a GPU.
+"""Compiles prefill and the decode loop with its kernels for an H100, on a machine without one: a script, for jax must not look for a GPU.
 
-python tests/h100.py        a JSON object for each method: what is wrong (see loops.py), and how many kernels it calls
+python tests/h100.py        a JSON object for each method: what is wrong (see loops.py), how many kernels it calls, and what prefill of
+                            two and of five layers takes beside weights and cache
 """
 
 import json
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
-from loops import compiled_loop, faults_of
+from loops import compiled_loop, faults_of, prefill_temporaries
 
 from pallas_kernels import append, attention, between, flush, matmul, norm
 from pallas_kernels.append import mosaic_gpu as mosaic_append
@@ -57,8 +58,9 @@ def main() -> None:
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             settings = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
             compiled, state = compiled_loop(kind, 2, gamma, dtype=jnp.bfloat16, temperature=1.0, place=place, **settings)
+            prefill = [prefill_temporaries(kind, layers, dtype=jnp.bfloat16, place=place) for layers in (2, 5)]
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
-        print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels}), flush=True)
+        print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels, "prefill": prefill}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The compiled decode loop, and whether it copies, converts or transposes anything of the cache's size."""
+"""The compiled decode loop, and whether it copies, converts or transposes anything of the cache's size; prefill, and what it keeps."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from qspec_jax.cache import FullCache, empty_cache
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, decode, start
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import make_limits
+from qspec_jax.generate import PREPARE, make_limits
 from qspec_jax.sampling import make_sampler, prompt_keys
 
 CAPACITY = 1 << 16
@@ -67,3 +67,15 @@ def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
     if memory.alias_size_in_bytes < size:
         found.append(f"only {memory.alias_size_in_bytes} bytes are given back in place, of a cache of {size}")
     return found
+
+
+def prefill_temporaries(kind: str, layers: int, *, tokens: int = 1 << 14, dtype=jnp.float32, place=lambda x: x, **model_settings: int) -> int:
+    """Bytes that prefill of a model with so many layers takes beside its weights and the cache."""
+    model = random_model(dtype, head_dim=64, num_hidden_layers=layers, **model_settings)
+    config = GenerationConfig(method="quantspec" if kind == "int8" else "autoregressive", cache=kind, num_speculative_tokens=4, group_size=64)
+    gamma = config.num_speculative_tokens if kind == "int8" else 0
+    shapes = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(1, jnp.int32)
+    args = (model, *shapes, make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config, 1))
+    static = dict(cache=config.cache_config, capacity=tokens + 256, max_new_tokens=256, gamma=gamma)
+    executable, _ = PREPARE.compile(*jax.tree.map(place, args), **static)
+    return executable.memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""The decode loop with its kernels, compiled ahead of time for an H100 (tests/h100.py), where jax's CUDA plugin is installed."""
+"""Prefill and the decode loop with its kernels, compiled ahead of time for an H100 (tests/h100.py), where jax's CUDA plugin is installed."""
 
 import importlib.util
 import json
@@ -15,12 +15,22 @@ pytestmark = [
 ]
 
 
-def test_the_loop_with_kernels_makes_nothing_of_cache_size():
+@pytest.fixture(scope="module")
+def methods() -> dict:
     script = Path(__file__).with_name("h100.py")
     root = str(script.parents[1])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    methods = {found["method"]: found for found in map(json.loads, run.stdout.splitlines())}
+    return {found["method"]: found for found in map(json.loads, run.stdout.splitlines())}
+
+
+def test_prefill_keeps_one_layer_in_full_precision(methods):
+    for found in methods.values():
+        few, many = found["prefill"]
+        assert many <= 1.02 * few, found
+
+
+def test_the_loop_with_kernels_makes_nothing_of_cache_size(methods):
     assert {name: found["faults"] for name, found in methods.items()} == {name: [] for name in methods}
     # Two layers, of draft and target each: attention (parts and their merging) and RoPE with append; all between attentions in one
     # in the draft, two norms in the target; a flush; and before and after the layers a norm of the draft and a matmul, a norm of each.
