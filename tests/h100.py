@@ -58,7 +58,7 @@ def main() -> None:
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             settings = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
             compiled, state = compiled_loop(kind, 2, gamma, dtype=jnp.bfloat16, temperature=1.0, place=place, **settings)
-            prefill = [prefill_temporaries(kind, layers, dtype=jnp.bfloat16, place=place) for layers in (2, 5)]
+            prefill = [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)]
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
         print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels, "prefill": prefill}), flush=True)
 

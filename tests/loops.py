@@ -69,11 +69,11 @@ def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
     return found
 
 
-def prefill_temporaries(kind: str, layers: int, *, tokens: int = 1 << 14, dtype=jnp.float32, place=lambda x: x, **model_settings: int) -> int:
-    """Bytes that prefill of a model with so many layers takes beside its weights and the cache."""
-    model = random_model(dtype, head_dim=64, num_hidden_layers=layers, **model_settings)
-    config = GenerationConfig(method="quantspec" if kind == "int8" else "autoregressive", cache=kind, num_speculative_tokens=4, group_size=64)
-    gamma = config.num_speculative_tokens if kind == "int8" else 0
+def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14) -> int:
+    """Bytes that prefill of a model in bfloat16 with so many layers takes beside its weights and the cache."""
+    model = random_model(jnp.bfloat16, head_dim=64, num_hidden_layers=layers)
+    method, gamma = ("quantspec", 4) if kind == "int8" else ("autoregressive", 0)
+    config = GenerationConfig(method=method, cache=kind, num_speculative_tokens=4, group_size=64)
     shapes = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(1, jnp.int32)
     args = (model, *shapes, make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config, 1))
     static = dict(cache=config.cache_config, capacity=tokens + 256, max_new_tokens=256, gamma=gamma)

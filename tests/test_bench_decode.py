@@ -1,6 +1,8 @@
 """`qspec bench decode` on a model that a CPU decodes at once: what it simulates, counts and reports. No figure of speed is tested."""
 
+import importlib.util
 import json
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax.bench import decode, timing
+from qspec_jax.bench import decode, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
@@ -190,6 +192,40 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
 
 
+def test_transformers_beside(run, monkeypatch):
+    """Rows of a process that is not started here; those of a failed one say why."""
+    asked = []
+
+    def start(command, *, input, **_):
+        request = json.loads(input)
+        asked.append((request["source"], request["contexts"]))
+        if fails:
+            return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no room\n")
+        found = {"status": "measured", "prefill_s": 0.5, "compile_s": 1.0, "decode_s": 2.0, "ms_per_token": 1e3, "new_tokens": 2}
+        return subprocess.CompletedProcess(command, 0, json.dumps([{"context": n, **found} for n in request["contexts"]]), "")
+
+    monkeypatch.setattr(transformers_decode, "check", lambda: None)
+    monkeypatch.setattr(transformers_decode.subprocess, "run", start)
+    baseline = decode.Row("autoregressive", 200, 0, "measured", ms_per_token=2.0)
+    monkeypatch.setattr(decode, "measure", lambda *args, **settings: baseline)
+    for fails in (False, True):
+        code, out, _ = run(*FAST, "--methods", "autoregressive", "--transformers", "--json")
+        ours, theirs = json.loads(out)["rows"]
+        assert code == 0 and (ours["method"], theirs["method"], theirs["context"]) == ("autoregressive", "transformers", 200)
+        if fails:
+            assert (theirs["status"], theirs["note"]) == ("failed", "RuntimeError: no room")
+        else:
+            assert theirs["speedup"] == pytest.approx(2e-3)
+    assert asked == [("tiny", [200])] * 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_transformers_tokens_are_timed():
+    model = transformers_decode.load("tiny", "float32")
+    prefill_s, decode_s, tokens = transformers_decode.decode_times(model, [1, 2, 3], 5, static=True)
+    assert prefill_s > 0 and decode_s > 0 and len(tokens) == 5
+
+
 def test_random_weights_need_no_more_than_a_config(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
@@ -230,7 +266,13 @@ def test_a_simulation_says_so(run, tmp_path):
         (["--arch", "tiny", "--methods", "autoregressive,medusa"], ["medusa"]),
         (["--model", "no/such/folder"], ["no/such/folder"]),
         (["--model", "no/such/folder", "--random-weights"], ["no/such/folder"]),
+        (["--model", "no/such/folder", "--random-weights", "--transformers"], ["--transformers", "--random-weights"]),
     ],
 )
 def test_bad_flags(fails, flags, words):
     fails(["bench", "decode", *flags], *words)
+
+
+def test_transformers_needs_torch(fails, monkeypatch):
+    monkeypatch.setattr(transformers_decode.importlib.util, "find_spec", lambda name: None)
+    fails(["bench", "decode", "--arch", "tiny", "--transformers"], "pip install torch")

@@ -1,4 +1,4 @@
-"""Prefill and the decode loop with its kernels, compiled ahead of time for an H100 (tests/h100.py), where jax's CUDA plugin is installed."""
+"""Prefill and the decode loop, compiled ahead of time for an H100 (tests/h100.py), where jax's CUDA plugin is installed."""
 
 import importlib.util
 import json

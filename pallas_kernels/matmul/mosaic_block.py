@@ -18,7 +18,6 @@ from pallas_kernels.matmul.mosaic_plan import (
     COPIERS,
     FINISHERS,
     GROUP_SIZE,
-    MOST_SLOTS,
     NUMBERS,
     PARAMETER_PITCH,
     PASS,
@@ -226,8 +225,10 @@ class Activations:
         """Pieces of rows, 0 where there are none."""
         first, count = self.share.groups(stage)
         there = [piece < count * PIECES for _, piece in pieces]
-        place = lambda piece, there: w.i64((first * PIECES + w.select(there, piece, w.i32(0))) * (2 * NUMBERS))
-        found = read([array + place(piece, is_there) + row * (2 * GROUP_SIZE * stage.groups) for (row, piece), is_there in zip(pieces, there)])
+        within = [
+            w.i64((first * PIECES + w.select(is_there, piece, w.i32(0))) * (2 * NUMBERS)) for (_, piece), is_there in zip(pieces, there)
+        ]
+        found = read([array + at + row * (2 * GROUP_SIZE * stage.groups) for (row, _), at in zip(pieces, within)])
         return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
     def inputs(self, number: int, pieces: list) -> list:
@@ -371,28 +372,35 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 
 
 def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
+    """Writes the outputs of all tiles of all stages."""
     carry = (w.i32(0), w.i32(0))
-    for number, stage in enumerate(plan.stages):
-
-        def step(tile, carry):
-            slot, parity = carry
-            w.wait_for_arrivals(sums.filled(slot), parity)
-            for first in range(0, plan.rows * stage.tile_outputs, 32 * FINISHERS):
-                finish_tile(plan, number, at, sums.slot(slot), thread + first, tile, share.part)
-            w.synchronize(None, 1)
-            with w.when((thread & 31) == 0):
-                w.arrive(sums.emptied(slot))
-            return sums.following(slot, parity)
-
-        carry = w.loop(*share.tiles(stage), carry, step)
+    for number in range(len(plan.stages)):
+        carry = finish_stage(plan, number, at, share, sums, thread, carry)
 
 
-def finish_tile(plan: Plan, stage_number: int, at: dict, sums, number, tile, part) -> None:
-    """Adds what the warps found of a tile, for one row and output, and writes it."""
-    stage = plan.stages[stage_number]
+def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
+    """carry: slot of the ring of sums, and its parity."""
+    stage = plan.stages[number]
+
+    def step(tile, carry):
+        slot, parity = carry
+        w.wait_for_arrivals(sums.filled(slot), parity)
+        for first in range(0, plan.rows * stage.tile_outputs, 32 * FINISHERS):
+            finish_output(plan, number, at, sums.slot(slot), thread + first, tile, share.part)
+        w.synchronize(None, 1)
+        with w.when((thread & 31) == 0):
+            w.arrive(sums.emptied(slot))
+        return sums.following(slot, parity)
+
+    return w.loop(*share.tiles(stage), carry, step)
+
+
+def finish_output(plan: Plan, number: int, at: dict, sums, which, tile, part) -> None:
+    """Adds what the warps found, for one of the tile's rows and outputs, and writes it."""
+    stage = plan.stages[number]
     outputs = stage.tile_outputs
-    with w.when(number < plan.rows * outputs):
-        row, output = number // outputs, number % outputs
+    with w.when(which < plan.rows * outputs):
+        row, output = which // outputs, which % outputs
         # Where `totals` of this row and output lie, and those of output + 8.
         lane = (output & 7) * 4 + row % ROWS
         start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
@@ -402,8 +410,8 @@ def finish_tile(plan: Plan, stage_number: int, at: dict, sums, number, tile, par
             gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
             found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
         place = w.i64(part * plan.rows + row) * stage.width + w.i64(tile * outputs + output)
-        if stage_number + 1 < len(plan.stages):
-            w.hand_over_bf16(outputs_of(plan, at, stage_number) + place * 2, found)
+        if number + 1 < len(plan.stages):
+            w.hand_over_bf16(outputs_of(plan, at, number) + place * 2, found)
         elif plan.slices == 1:
             w.store_global_bf16(at["y"] + place * 2, found)
         else:

@@ -20,6 +20,7 @@ from qspec_jax.bench import (
     flush,
     matmul,
     matmul_report,
+    transformers_decode,
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.report import check_plot
@@ -155,6 +156,9 @@ def bench_decode(
     simulate_ratio: Annotated[
         float | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
     ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
+    ] = False,
     seed: Seed = 0,
     repeats: Repeats = 10,
     output: Output = None,
@@ -171,9 +175,16 @@ def bench_decode(
     if simulate_ratio is not None and len(gammas) > 1:
         raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")
     rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, gammas[0])
+    if transformers:
+        if random_weights:
+            raise InputError("--transformers goes with --arch or a whole checkpoint, not with --random-weights")
+        transformers_decode.check()
     if plot:
         check_plot(plot, output)
+    contexts = context or [4096]
     with output_to(output) as write:
+        # Before jax takes the GPU's memory.
+        beside = transformers_decode.measure(arch or str(model), contexts, new_tokens=128, repeats=3, seed=seed) if transformers else []
         if arch is not None or random_weights:
             shape = checkpoint.load_config(model) if arch is None else architecture(arch)
             network = random_model(shape, seed=seed)
@@ -186,11 +197,12 @@ def bench_decode(
             arch or str(model),
             network,
             lambda is_int4: int4() if is_int4 else network,
-            context or [4096],
+            contexts,
             methods,
             gammas,
             max_new_tokens=max_new_tokens,
             rate=rate,
+            beside=beside,
             repeats=repeats,
             seed=seed,
             progress=False if as_json else None,

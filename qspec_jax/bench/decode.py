@@ -138,14 +138,15 @@ def run(
     *,
     max_new_tokens: int,
     rate: float | None,
+    beside: Sequence[Row] = (),
     repeats: int = 20,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Report:
     """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
-    drafts(int4): the draft's model. rate: simulated acceptance; None verifies for real. progress: a bar on standard error; None where
-    that is a terminal. A method that fails, for want of memory say, is a row that says so.
+    drafts(int4): the draft's model. rate: simulated acceptance; None verifies for real. beside: rows of others, to compare. progress: a
+    bar on standard error; None where that is a terminal. A method that fails, for want of memory say, is a row that says so.
     """
     rows = []
     cases = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -161,7 +162,7 @@ def run(
                 settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
                 found.append(measure(model, drafts, method, prompt.tolist(), gamma, max_new_tokens, **settings))
                 bar.update()
-            rows += compared(found)
+            rows += compared(found + [row for row in beside if row.context == context])
     return Report(
         **this_run(),
         read_bandwidth_gb_per_s=bandwidth,

@@ -39,8 +39,10 @@ def table(report: Report) -> Group:
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         figures = [number(row.tokens_per_second, ",.1f"), number(row.ms_per_token, ",.2f"), speedup]
         figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
-        figures += [f"{row.cache_bytes / 1e9:.2f}", f"{row.peak_memory_bytes / 1e9:.2f}", str(len(row.large_operations))]
-        whole.add_row(*name, str(row.gamma), accepted, *figures)
+        gigabytes = lambda size: "-" if size is None else f"{size / 1e9:.2f}"
+        figures += [gigabytes(row.cache_bytes), gigabytes(row.peak_memory_bytes)]
+        copies = "-" if row.cache_bytes is None else str(len(row.large_operations))
+        whole.add_row(*name, str(row.gamma), accepted, *figures, copies, row.note)
         for step, found in row.steps.items():
             t = found.timing
             floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]

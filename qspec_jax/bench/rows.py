@@ -15,7 +15,7 @@ from tqdm import tqdm
 from qspec_jax.bench.timing import Timing, read_bandwidth
 from qspec_jax.errors import InputError
 
-PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "transformers", "flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,18 +2,16 @@
 
     python -m qspec_jax.bench.transformers_generate [--model DIR] [--dtype float32] [--prompt-tokens 512] [--max-new-tokens 128]
 
-Needs torch, which the project itself does not: pip install torch. Tokens per second leave prefill and compilation out on both
-sides: transformers' are the difference of two runs, of one new token and of all.
+Needs torch, which the project itself does not: pip install torch. Tokens per second leave prefill and compilation out on both sides.
 """
 
 import argparse
 import importlib.resources
 import json
 import statistics
-import time
-from collections.abc import Callable
 
 from qspec_jax import checkpoint
+from qspec_jax.bench import transformers_decode
 from qspec_jax.config import GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.generate import generate
@@ -29,25 +27,9 @@ def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats
 
 def theirs(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
     """Tokens per second of each run, and the tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
-    ids = torch.tensor([prompt])
-
-    @torch.inference_mode()
-    def run(count: int):
-        return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count)
-
-    run(8)
-    rates = [(new_tokens - 1) / (seconds(lambda: run(new_tokens)) - seconds(lambda: run(1))) for _ in range(repeats)]
-    return rates, run(new_tokens)[0, len(prompt) :].tolist()
-
-
-def seconds(function: Callable) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+    model = transformers_decode.load(directory, dtype)
+    runs = [transformers_decode.decode_times(model, prompt, new_tokens, static=False) for _ in range(repeats + 1)][1:]
+    return [(new_tokens - 1) / decode_s for _, decode_s, _ in runs], runs[-1][2]
 
 
 def main() -> None:
