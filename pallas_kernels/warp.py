@@ -1,7 +1,7 @@
 """What one warp of an NVIDIA GPU does, for kernels in Mosaic GPU that place every register themselves.
 
 Pallas' own operations belong to a warpgroup of four warps, which then wait for each other in every step. These functions emit
-MLIR for a single warp: tensor core products of fragments (PTX ISA, "mma.m16n8k16"), copies that run in the background, and
+MLIR for a single warp: tensor core products of fragments (PTX ISA, "mma.m16n8k16", "mma.m16n8k32"), copies that run in the background, and
 arithmetic on values that each of its 32 lanes holds. They are for the bodies of `plgpu.inline_mgpu`.
 """
 
@@ -207,7 +207,11 @@ def hand_over_bf16(at: Value, x: Value) -> None:
 
 
 def take_over_bf16(at: Sequence[Value]) -> list[tuple[Value, ...]]:
-    """Four words of pairs at each address, once no entry is `ABSENT` any more: other blocks hand them over."""
+    """Four words of pairs at each address, once no entry is `ABSENT` any more: other blocks hand them over.
+
+    Each entry says itself whether it is there. That a wide load finds entries whole which were stored alone is how the GPU works; PTX's
+    memory model leaves it open.
+    """
     count = 4 * len(at)
     loads, checks = [], []
     for i in range(len(at)):

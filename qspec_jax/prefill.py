@@ -1,6 +1,7 @@
 """Prefill: full-precision attention over the prompt, layer by layer, so that one layer's keys and values are alive at a time.
 
-Within a layer the prompt is worked on in chunks: memory grows linearly with its length (a few hidden states and one layer's K/V).
+Within a layer the prompt is worked on in chunks: memory grows linearly with its length (a few hidden states and one layer's K/V). That
+is so on a GPU; for a CPU XLA orders the layers' operations otherwise, and keeps several alive.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,10 @@ python tests/h100.py        a JSON object for each method: what is wrong (see lo
                             two and of five layers takes beside weights and cache
 """
 
+import importlib
 import json
 import os
+from types import ModuleType
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
@@ -15,13 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of, prefill_temporaries
 
-from pallas_kernels import append, attention, between, flush, matmul, norm
-from pallas_kernels.append import mosaic_gpu as mosaic_append
-from pallas_kernels.attention import mosaic_gpu as mosaic_attention
-from pallas_kernels.between import mosaic_gpu as mosaic_between
-from pallas_kernels.flush import mosaic_gpu as mosaic_flush
-from pallas_kernels.matmul import mosaic_gpu as mosaic_matmul
-from pallas_kernels.norm import mosaic_gpu as mosaic_norm
+from pallas_kernels import append, attention, between, dispatch, flush, matmul, norm
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -44,12 +40,9 @@ METHODS = {"quantspec": ("int8", 4), "autoregressive, int8": ("int8", 0), "autor
 
 def main() -> None:
     # No GPU is there to be asked.
-    attention.choose = lambda *args, **settings: mosaic_attention
-    flush.choose = lambda *args, **settings: mosaic_flush
-    between.choose = lambda *args, **settings: mosaic_between
-    matmul.choose = lambda *args, **settings: mosaic_matmul
-    append.choose = lambda *args, **settings: mosaic_append
-    norm.choose = lambda *args, **settings: mosaic_norm
+    dispatch.compute_capability = lambda: 9.0
+    for package in (append, attention, between, flush, matmul, norm):
+        package.choose = choose
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -61,6 +54,12 @@ def main() -> None:
             prefill = [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)]
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
         print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels, "prefill": prefill}), flush=True)
+
+
+def choose(kernel: str, candidates: tuple[str, ...], implementation: str, *args, slow_reference: bool = True, **settings) -> ModuleType:
+    module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
+    possible = implementation == "auto" and not module("mosaic_gpu").unsupported(*args, **settings)
+    return module("mosaic_gpu" if possible else "reference")
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 @gpu
-def test_many_in_a_row_meet_each_time():
-    # A block that went on before all others were there would read what the layer before left.
+def test_many_in_a_row_wait_for_each_number():
+    # A block that went on too early would take what is not there for a number.
     x, _, *first = problem_here(2048, 2048, 5632, (2048,), 1)
     _, _, *second = problem(2048, 2048, 5632, (2048,), 2)
 

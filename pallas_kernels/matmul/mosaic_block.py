@@ -2,8 +2,8 @@
 
 Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones. Activations enter as
 integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products are exact. What is lost is no
-more than 2^-16 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x), group
-by group in float32.
+more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x),
+group by group in float32.
 
 Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep.
 A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
@@ -31,7 +31,7 @@ from pallas_kernels.matmul.mosaic_plan import (
 )
 
 LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
-LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite
+LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
@@ -50,7 +50,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
     sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, arrivals + 2 * 8 * plan.slots)
     with w.when(thread == 0):
-        ring.start(33 * COPIERS, WARPS)
+        ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
         sums.start(WARPS, FINISHERS)
     w.synchronize(w.i32(0), WARPS + COPIERS + FINISHERS)
     with w.when(warp < WARPS):
@@ -274,7 +274,9 @@ class Activations:
         residual = self.load(self.at["residual"], stage, pieces, read_all)
         for before in earlier:
             residual = self.sums_of(residual, self.inputs(before, pieces))
-        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, [(0, piece) for _, piece in pieces], read_all)))
+        of_row = pieces[: len(pieces) // self.plan.rows]
+        weight = self.load(self.at[f"norm{len(earlier)}"], stage, of_row, read_all)
+        return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import checkpoint, drafts
@@ -181,12 +182,15 @@ def bench_decode(
         transformers_decode.check()
     if plot:
         check_plot(plot, output)
-    contexts = context or [4096]
+    contexts = list(dict.fromkeys(context or [4096]))
+    shape = checkpoint.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
-        # Before jax takes the GPU's memory.
-        beside = transformers_decode.measure(arch or str(model), contexts, new_tokens=128, repeats=3, seed=seed) if transformers else []
+        beside = []
+        if transformers:  # before jax takes the GPU's memory
+            dtype, source = checkpoint.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
+            each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
+            beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
         if arch is not None or random_weights:
-            shape = checkpoint.load_config(model) if arch is None else architecture(arch)
             network = random_model(shape, seed=seed)
             make_draft = lambda: random_int4(network)
         else:

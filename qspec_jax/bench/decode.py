@@ -108,8 +108,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report(Run):
-    """A row for every method, gamma and context. simulated_acceptance_rate: of each draft given those before it; simulated_ratio: what
-    that gives, where there is one gamma."""
+    """A row for every method, gamma and context, and rows of others. simulated_acceptance_rate: of each draft given those before it;
+    simulated_ratio: what that gives, where there is one gamma."""
 
     read_bandwidth_gb_per_s: float
     model: str

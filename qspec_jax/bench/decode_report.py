@@ -42,16 +42,18 @@ def table(report: Report) -> Group:
         gigabytes = lambda size: "-" if size is None else f"{size / 1e9:.2f}"
         figures += [gigabytes(row.cache_bytes), gigabytes(row.peak_memory_bytes)]
         copies = "-" if row.cache_bytes is None else str(len(row.large_operations))
-        whole.add_row(*name, str(row.gamma), accepted, *figures, copies, row.note)
+        whole.add_row(*name, str(row.gamma), accepted, *figures, copies)
         for step, found in row.steps.items():
             t = found.timing
             floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
             steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
+    others = {f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}
     notes = [
         "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
         "byte limit: the speed-up if every step took as long as reading its weights and cache.",
         "peak: weights, cache and what prefill or decode need besides. copies: operations of the size of a cache or more in the loop.",
         "of its floor: time over that of reading the bytes.",
+        *sorted(others),
     ]
     return Group(head, whole, Text(), steps, Text("\n" + " ".join(notes), "dim"))
 
@@ -77,14 +79,15 @@ def plot(report: Report, path: Path) -> None:
     speed, time, memory = figure.subplots(1, 3)
     for axes in (speed, memory):
         context_axis(axes, contexts)
-    for number, name in enumerate(METHODS):
+    for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]):
         found = sorted(lines.get(name, []), key=lambda row: row.context)
         style = dict(color=f"C{number}", marker="o", label=name)
         if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
             speed.plot(*zip(*speedups), **style)
-            speed.plot(*zip(*((row.context, row.byte_limit) for row in found)), color=f"C{number}", linestyle=":")
-        if found:
-            memory.plot(*zip(*((row.context, row.peak_memory_bytes / 1e9) for row in found)), **style)
+            limits = [(row.context, row.byte_limit) for row in found if row.byte_limit]
+            speed.plot(*zip(*limits), color=f"C{number}", linestyle=":") if limits else None
+        if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
+            memory.plot(*zip(*peaks), **style)
     speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
     memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
     rounds = sorted(lines.get("quantspec", []), key=lambda row: row.context)

@@ -1,10 +1,12 @@
 """transformers' `generate` beside our decoding: the same shape or checkpoint, batch 1, greedy, timed token by token.
 
-It runs in a process of its own, for two frameworks that each keep the memory of a GPU do not share one. That process is this module's
-`main`: a request on standard input, a list of results on standard output, both JSON. Needs torch, which the project itself does not.
+Each context runs in a process of its own: two frameworks that each keep the memory of a GPU do not share one, and transformers keeps the
+size of the largest static cache that it has made. That process is this module's `main`: a request on standard input, the figures on
+standard output, both JSON. Needs torch, which the project itself does not.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -12,12 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from qspec_jax.bench.architectures import ARCHITECTURES
 from qspec_jax.bench.decode import Row
+from qspec_jax.bench.rows import one_line
 from qspec_jax.errors import InputError
 
 NAME = "transformers"
+NEW_TOKENS, REPEATS = 128, 3
 
 
 def check() -> None:
@@ -26,78 +31,77 @@ def check() -> None:
         raise InputError("--transformers needs torch: pip install torch")
 
 
-def measure(source: str, contexts: Sequence[int], *, new_tokens: int, repeats: int, seed: int = 0) -> list[Row]:
-    """A row for each context, with a static cache and, on a GPU, compiled; where it fails, rows that say so.
+def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, seed: int = 0) -> Row:
+    """The row of a context, with a static cache and, on a GPU, compiled; where it fails, one that says so.
 
-    source: a name of ARCHITECTURES, for random weights, or a checkpoint directory. new_tokens: of each of `repeats` runs.
+    source: the settings of a config.json, for random weights, or a checkpoint directory. The figures are of REPEATS runs of NEW_TOKENS
+    each: medians of prefill and of the time between two tokens.
     """
-    request = {"source": source, "contexts": list(contexts), "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    shape = {"config": source} if isinstance(source, dict) else {"directory": str(source.resolve())}
+    request = json.dumps(shape | {"context": context, "dtype": dtype, "seed": seed})
     # jax, which comes along with the imports, is to leave the GPU alone.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], input=json.dumps(request), capture_output=True, text=True, env=environment, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode < 0:
+        return Row(NAME, context, 0, "failed", f"killed by signal {-done.returncode}")
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [Row(NAME, context, 0, "failed", reason) for context in contexts]
-    return [Row(NAME, gamma=0, **found) for found in json.loads(done.stdout)]
+        return Row(NAME, context, 0, "failed", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return Row(NAME, context, 0, **json.loads(done.stdout))
 
 
 def main() -> None:
+    # What libraries print is not to come between.
+    output, sys.stdout = sys.stdout, sys.stderr
     request = json.load(sys.stdin)
-    model = load(request["source"])
-    found = [_row(model, context, request) for context in request["contexts"]]
-    json.dump(found, sys.stdout)
+    try:
+        found = _figures(load(request.get("config") or request["directory"], request["dtype"]), request["context"], request["seed"])
+    except Exception as error:
+        found = {"status": "failed", "note": one_line(error)}
+    json.dump(found, output)
 
 
-def load(source: str, dtype: str = "bfloat16"):
-    """A model in torch, on the GPU if there is one: with random weights, or of a checkpoint directory."""
+def load(source: dict[str, Any] | str, dtype: str, device: str | None = None):
+    """A model in torch, by default on the GPU if there is one: with random weights, or of a checkpoint directory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, dtype)
-    if source not in ARCHITECTURES:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
-    settings = dict(ARCHITECTURES[source])
-    config = AutoConfig.for_model("llama", **settings)
+    if not isinstance(source, dict):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True).to(device).eval()
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **source), dtype=dtype).eval()
 
 
-def _row(model, context: int, request: dict) -> dict:
+def _figures(model, context: int, seed: int) -> dict:
     import torch
 
-    torch.manual_seed(request["seed"])
+    torch.manual_seed(seed)
     prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    try:
-        decode_times(model, prompt, request["new_tokens"], static=True)  # to warm up, and to compile
-        warm_s = time.perf_counter() - began
-        runs = [decode_times(model, prompt, request["new_tokens"], static=True)[:2] for _ in range(request["repeats"])]
-    except Exception as error:  # one context of several
-        return {"context": context, "status": "failed", "note": f"{type(error).__name__}: {error}".splitlines()[0]}
-    prefill_s, decode_s = (statistics.median(times) for times in zip(*runs))
-    new = request["new_tokens"] - 1
+    decode_times(model, prompt, NEW_TOKENS, static=True)  # to warm up, and to compile
+    warm_s = time.perf_counter() - began
+    runs = [decode_times(model, prompt, NEW_TOKENS, static=True) for _ in range(REPEATS)]
+    prefill_s = statistics.median(prefill_s for prefill_s, *_ in runs)
+    # Not the sum: a run may begin with recording graphs anew.
+    token_s = statistics.median(interval for _, intervals, _ in runs for interval in intervals)
+    cuda = model.device.type == "cuda"
     return {
-        "context": context,
         "status": "measured",
-        "note": "static cache" + (", compiled" if model.device.type == "cuda" else ""),
+        "note": f"static cache{', compiled' if cuda else ''}, {NEW_TOKENS} tokens, medians of {REPEATS} runs",
         "prefill_s": prefill_s,
-        "compile_s": warm_s - prefill_s - decode_s,
-        "decode_s": decode_s,
-        "new_tokens": new,
-        "rounds": new,
-        "tokens_per_second": new / decode_s,
-        "ms_per_token": 1e3 * decode_s / new,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "compile_s": warm_s - prefill_s - token_s * (NEW_TOKENS - 1),
+        "decode_s": token_s * (NEW_TOKENS - 1),
+        "new_tokens": NEW_TOKENS - 1,
+        "rounds": NEW_TOKENS - 1,
+        "tokens_per_second": 1 / token_s,
+        "ms_per_token": 1e3 * token_s,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
     }
 
 
-def decode_times(model, prompt: Sequence[int], new_tokens: int, *, static: bool) -> tuple[float, float, list[int]]:
-    """Seconds until the first new token and from there to the last, and the tokens."""
+def decode_times(model, prompt: Sequence[int], new_tokens: int, *, static: bool) -> tuple[float, list[float], list[int]]:
+    """Seconds until the first new token, seconds from each token to the next, and the tokens."""
     import torch
     from transformers.generation.streamers import BaseStreamer
 
@@ -114,11 +118,11 @@ def decode_times(model, prompt: Sequence[int], new_tokens: int, *, static: bool)
             pass
 
     clock, ids = Clock(), torch.tensor([prompt], device=model.device)
-    settings = dict(do_sample=False, eos_token_id=None, min_new_tokens=new_tokens, max_new_tokens=new_tokens, streamer=clock)
+    settings = dict(do_sample=False, eos_token_id=None, max_new_tokens=new_tokens, streamer=clock)
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **({"cache_implementation": "static"} if static else {}))
-    began, first, *_, last = clock.times
-    return first - began, last - first, out[0, len(prompt) :].tolist()
+    prefill_s, *intervals = (after - before for before, after in itertools.pairwise(clock.times))
+    return prefill_s, intervals, out[0, len(prompt) :].tolist()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Autoregressive decoding against transformers' `generate`: the same checkpoint, prompt, dtype and machine, batch 1, greedy.
+"""Autoregressive decoding on a CPU against transformers' `generate`: the same checkpoint, prompt, dtype and machine, batch 1, greedy.
 
     python -m qspec_jax.bench.transformers_generate [--model DIR] [--dtype float32] [--prompt-tokens 512] [--max-new-tokens 128]
 
@@ -9,6 +9,8 @@ import argparse
 import importlib.resources
 import json
 import statistics
+
+import jax
 
 from qspec_jax import checkpoint
 from qspec_jax.bench import transformers_decode
@@ -27,9 +29,9 @@ def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats
 
 def theirs(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
     """Tokens per second of each run, and the tokens."""
-    model = transformers_decode.load(directory, dtype)
+    model = transformers_decode.load(directory, dtype, "cpu")
     runs = [transformers_decode.decode_times(model, prompt, new_tokens, static=False) for _ in range(repeats + 1)][1:]
-    return [(new_tokens - 1) / decode_s for _, decode_s, _ in runs], runs[-1][2]
+    return [len(intervals) / sum(intervals) for _, intervals, _ in runs], runs[-1][2]
 
 
 def main() -> None:
@@ -40,6 +42,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
+    if args.max_new_tokens < 2:
+        parser.error(f"--max-new-tokens {args.max_new_tokens} should be 2 or more")
+    if jax.default_backend() != "cpu":
+        parser.error("set JAX_PLATFORMS=cpu: this compares two CPU decoders; on a GPU there is `qspec bench decode --transformers`")
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
     prompt = checkpoint.load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
     settings = (args.model, args.dtype, prompt, args.max_new_tokens, args.repeats)
