@@ -274,9 +274,7 @@ class Activations:
         residual = self.load(self.at["residual"], stage, pieces, read_all)
         for before in earlier:
             residual = self.sums_of(residual, self.inputs(before, pieces))
-        of_row = pieces[: len(pieces) // self.plan.rows]
-        weight = self.load(self.at[f"norm{len(earlier)}"], stage, of_row, read_all)
-        return list(zip(residual, weight * self.plan.rows))
+        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, [(0, piece) for _, piece in pieces], read_all)))
 
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
