@@ -37,7 +37,8 @@ def compiled_loop(
         group_size=head_dim,
         temperature=temperature,
     )
-    sampler, limits, draft = make_sampler(config), make_limits(model, config, batch), quantspec(model) if gamma else None
+    sampler, limits = make_sampler(config), make_limits(model, config, batch)
+    draft = jax.eval_shape(quantspec, model) if gamma else None
 
     def begin():
         settings = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)

@@ -1,6 +1,7 @@
 """What the target must compute, written down a second way: a whole text in one pass, with no cache, no rounds and no flushes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +60,11 @@ def target_logits(
     length = -(-max(map(len, texts)) // group_size) * group_size
     tokens = jnp.array([text + [0] * (length - len(text)) for text in texts], jnp.int32)
     n = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-
-    @jax.jit
-    def run(tokens, n):
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        return model(tokens, positions, OnePass(n, group_size, scheme, model.config.num_kv_heads))[0]
-
-    logits = np.asarray(run(tokens, n))
+    logits = np.asarray(_logits(model, tokens, n, group_size, scheme))
     return [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in zip(logits, prompts, texts)]
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _logits(model: Llama, tokens: Array, n: Array, group_size: int, scheme: str | None) -> Float[Array, "B T V"]:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return model(tokens, positions, OnePass(n, group_size, scheme, model.config.num_kv_heads))[0]

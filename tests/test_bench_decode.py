@@ -34,6 +34,12 @@ def model():
     return random_model(architecture("tiny"))
 
 
+@pytest.fixture
+def one_layer(monkeypatch):
+    """The tiny architecture with one layer of its two, which compiles in half the time."""
+    monkeypatch.setitem(ARCHITECTURES, "tiny", ARCHITECTURES["tiny"] | {"num_hidden_layers": 1})
+
+
 @pytest.mark.parametrize("gamma", [1, 4, 7])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.912, 1.0])
 def test_the_rate_gives_the_ratio(ratio, gamma):
@@ -45,15 +51,18 @@ def test_a_rate_of_one_half():
     assert ratio_of_rate(0.5, 3) == pytest.approx((1 / 2 + 1 / 4 + 1 / 8) / 3)
 
 
+verify = jax.jit(lambda sampler, *args: sampler.verify(*args))
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
 def test_simulated_acceptance(rate):
     B, gamma, V = 2000, 3, 11
-    logits = jax.random.normal(jax.random.key(0), (B, gamma + 1, V))
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((B, gamma + 1, V)), jnp.float32)
     drafts = jnp.zeros((B, gamma), jnp.int32)
     eligible = jnp.where(jnp.arange(B) % 2, gamma, 1)
     positions = jnp.broadcast_to(jnp.arange(gamma + 1), (B, gamma + 1))
     rest = (jnp.zeros((B, gamma, 0)), eligible, prompt_keys(jax.random.key(1), B), positions)
-    accepted, after = SimulatedGreedy(jnp.float32(rate)).verify(logits, drafts, *rest)
+    accepted, after = verify(SimulatedGreedy(jnp.float32(rate)), logits, drafts, *rest)
     best = jnp.argmax(logits, -1)
     np.testing.assert_array_equal(after, jnp.take_along_axis(best, accepted[:, None], 1)[:, 0])
     odd, even = (np.asarray(accepted)[1::2], np.asarray(accepted)[::2])
@@ -62,9 +71,7 @@ def test_simulated_acceptance(rate):
     assert abs(odd.mean() - gamma * ratio_of_rate(rate, gamma)) < 0.12
     # Without drafts it is greedy decoding.
     nothing = (drafts[:, :0], rest[0][:, :0], eligible, rest[2], positions[:, :1])
-    for simulated, greedy in zip(
-        SimulatedGreedy(jnp.float32(rate)).verify(logits[:, :1], *nothing), Greedy().verify(logits[:, :1], *nothing)
-    ):
+    for simulated, greedy in zip(*(verify(s, logits[:, :1], *nothing) for s in (SimulatedGreedy(jnp.float32(rate)), Greedy()))):
         np.testing.assert_array_equal(simulated, greedy)
 
 
@@ -148,7 +155,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
     assert large_operations(fusion, 4097) == []
 
 
-def test_json(run):
+def test_json(run, one_layer):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
     flags = ["--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")
@@ -237,7 +244,7 @@ def test_transformers_tokens_are_timed():
     assert prefill_s > 0 and len(intervals) == 4 and min(intervals) > 0 and len(tokens) == 5
 
 
-def test_random_weights_need_no_more_than_a_config(run, tmp_path):
+def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURES["tiny"]), encoding="utf-8")
     flags = ["--random-weights", "--method", "autoregressive", "--context", 64, "--max-new-tokens", 32, "--repeats", 1, "--json"]
     code, out, err = run("bench", "decode", "--model", tmp_path, *flags)
@@ -245,19 +252,30 @@ def test_random_weights_need_no_more_than_a_config(run, tmp_path):
     assert (code, err, row["status"]) == (0, "", "measured")
 
 
-def test_table_of_real_acceptance(run):
-    code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only")
-    assert code == 0
+def test_table_of_real_acceptance(run, one_layer, tmp_path):
+    path = tmp_path / "decode.png"
+    plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []
+    code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only", *plot)
+    assert code == 0 and path.exists() == bool(plot)
     assert "SIMULATED" not in out and "(sim.)" not in out
     assert "quantspec-kv-only" in out and "flush not due" in out and "1.00x" in out
 
 
-def test_a_simulation_says_so(run, tmp_path):
+def test_a_simulation_says_so(run, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
+    steps = {name: decode.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode.Step(timed, 0, 0.0)}
+
+    def measured(model, drafts, method, prompts, gamma, *args, rate, **settings):
+        figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
+        figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
+        return decode.Row(method.name, len(prompts[0]), gamma, "measured", simulated=rate is not None, **figures)
+
+    monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"
     code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
     assert code == 0
-    assert "SIMULATED" in out and out.count("(sim.)") == 1
+    assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -80,14 +80,16 @@ def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0):
     return np.array(out).reshape(np.shape(logits))
 
 
-def two_tokens(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None)):
+# Two functions, since jit remembers what it has traced: the second is for tests that plant an error in `sampling.residual`.
+LOOP, WRONG = (jax.jit(lambda *args: decode(*args)) for _ in range(2))
+
+
+def two_tokens(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP):
     """Counts [V, V] of the two tokens emitted after token 0, over ROWS rows or some of them."""
     nothing = jnp.zeros(ROWS, jnp.int32)
     cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
     limits = Limits(jnp.full(ROWS, 4, jnp.int32), jnp.full(ROWS, gamma, jnp.int32), jnp.array([-1], jnp.int32))
     state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=4, gamma=gamma)
-    # A fresh function, since jit remembers what it has traced and the tests plant errors.
-    loop = jax.jit(lambda *args: decode(*args))
     state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
     tokens = np.asarray(state.tokens)[rows]
     assert (np.asarray(state.emitted) == 4).all()
@@ -114,7 +116,7 @@ def test_two_tokens_have_the_targets_distribution(options, draft):
 def test_a_wrong_residual_is_seen(monkeypatch, draft):
     monkeypatch.setattr(sampling, "residual", lambda p, q: p)
     p = filtered(TABLE)
-    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(temperature=1.0)))
+    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(temperature=1.0)), loop=WRONG)
     # After the draft that always errs, drawing from p and from the residual differ by nothing.
     expected_to_fail = draft != "one-hot wrong" or p.min(-1).max() > 1e-3
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == expected_to_fail
@@ -162,22 +164,26 @@ def test_the_whole_path_on_a_real_cache():
     assert np.abs(full - expected).max() > 1e-5  # the quantized cache matters
 
 
+@jax.jit
+def forward(model, tokens, cache):
+    return CachedModel(model, 2)(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1]), cache)
+
+
 def enumerated(model, prompt, cache="int8"):
     """Probabilities of all three-token continuations, one token at a time over the target's cache."""
     config = GenerationConfig(method="autoregressive", cache=cache, max_new_tokens=3, group_size=2, ignore_eos=True)
     kv = prepared(model, [prompt] * V * V, config)[0].cache
-    target = jax.jit(lambda tokens, kv: CachedModel(model, 2)(tokens, kv.lengths.total[:, None], kv))
     tokens = jnp.asarray([prompt], jnp.int32)
     empty = FullCache(
         tuple(FullLayer.zeros(1, 2, len(prompt), 16, model.dtype) for _ in model.layers), Lengths(*jnp.zeros((2, 1), jnp.int32))
     )
-    logits, _ = model(tokens, jnp.arange(len(prompt))[None], empty)
+    logits, _ = forward(model, tokens, empty)
     first, second = np.divmod(np.arange(V * V), V)
     chance = filtered(logits[:, -1])[0][first]
-    logits, kv = target(jnp.asarray(first, jnp.int32)[:, None], kv)
-    kv, _ = kv.flush()
+    logits, kv = forward(model, jnp.asarray(first, jnp.int32)[:, None], kv)
+    kv, _ = jax.jit(lambda kv: kv.flush())(kv)
     chance = chance * filtered(logits[:, 0])[np.arange(V * V), second]
-    logits, _ = target(jnp.asarray(second, jnp.int32)[:, None], kv)
+    logits, _ = forward(model, jnp.asarray(second, jnp.int32)[:, None], kv)
     return (chance[:, None] * filtered(logits[:, 0])).reshape(-1)
 
 
