@@ -155,7 +155,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
     assert large_operations(fusion, 4097) == []
 
 
-def test_json(run, one_layer):
+def test_json(run):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
     flags = ["--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")

@@ -85,8 +85,8 @@ def test_float64_runs_in_a_process_of_its_own(directory):
         "--prompt",
         "ab",
         *SETTINGS,
-        *("--dtype", "float64"),
-        *("--method", "autoregressive"),  # which compiles faster; float64 with drafts: test_exactness.py
+        "--dtype",
+        "float64",
         "--json",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

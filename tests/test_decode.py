@@ -69,7 +69,7 @@ def check_lengths(prompts, run) -> None:
 # The target ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["int8_first", "one_bit"])
+@pytest.mark.parametrize("scheme", ["int8_first", "paper", "one_bit"])
 def test_one_by_one_decoding_is_the_int8_target(float64, scheme):
     model, _ = model_and_draft("float64")
     prompts = prompts_of(LENGTHS)

@@ -84,8 +84,8 @@ def plot(report: Report, path: Path) -> None:
         style = dict(color=f"C{number}", marker="o", label=name)
         if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
             speed.plot(*zip(*speedups), **style)
-            limits = [(row.context, row.byte_limit) for row in found if row.byte_limit]
-            speed.plot(*zip(*limits), color=f"C{number}", linestyle=":") if limits else None
+            if limits := [(row.context, row.byte_limit) for row in found if row.byte_limit]:
+                speed.plot(*zip(*limits), color=f"C{number}", linestyle=":")
         if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
             memory.plot(*zip(*peaks), **style)
     speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
