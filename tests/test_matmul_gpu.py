@@ -121,10 +121,10 @@ def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
 @pytest.mark.parametrize("groups", [2, 6, 32, 64, 86, 112, 128, 256])
 def test_mosaic_plans_cover_every_group_and_fit(groups, rows):
     plan = mosaic_gpu.plan_for(rows, groups, (4096, 1024))
-    assert plan.slots >= mosaic_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.slices * plan.blocks <= 132
+    assert plan.slots >= mosaic_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks == 132
     (stage,) = plan.stages
-    assert plan.slice_groups(stage) % 2 == 0 and plan.slice_groups(stage) <= plan.room
-    assert (plan.slices - 1) * plan.slice_groups(stage) < groups <= plan.slices * plan.slice_groups(stage)
+    assert [group for part in plan.slices(stage) for group in range(part.first, part.first + part.count)] == list(range(groups))
+    assert all(part.first % 2 == 0 and part.passes * mosaic_plan.PASS <= plan.room for part in plan.slices(stage))
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])

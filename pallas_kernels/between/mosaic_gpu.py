@@ -68,7 +68,7 @@ def plan_for(rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, follo
     ]
     if following:
         stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
-    return Plan(rows, tuple(stages), multiprocessors(), eps=eps)
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps)
 
 
 def between_attentions(

@@ -27,6 +27,7 @@ from pallas_kernels.matmul.mosaic_plan import (
     TILE,
     WARPS,
     Plan,
+    Slice,
     Stage,
 )
 
@@ -62,20 +63,14 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 
 class Share:
-    """What of a stage is a block's: tiles of outputs, and a slice of the inputs."""
+    """The tiles of outputs that are a block's."""
 
     def __init__(self, plan: Plan, block):
-        self.plan, self.part, self.block = plan, block // plan.blocks, block % plan.blocks
+        self.plan, self.block = plan, block
 
     def tiles(self, stage: Stage) -> tuple:
         """First and last + 1."""
         return self.block * stage.tiles // self.plan.blocks, (self.block + 1) * stage.tiles // self.plan.blocks
-
-    def groups(self, stage: Stage) -> tuple:
-        """First and how many."""
-        size = self.plan.slice_groups(stage)
-        first = self.part * size
-        return first, w.minimum(w.i32(stage.groups) - first, w.i32(size))
 
 
 class Ring:
@@ -115,14 +110,14 @@ class Ring:
 def copy(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
     carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
-    for number in range(len(plan.stages)):
-        carry = copy_stage(plan, number, at, share, ring, warp, lane, carry)
+    for number, stage in enumerate(plan.stages):
+        for part in plan.slices(stage):
+            carry = copy_slice(plan, number, part, at, share, ring, warp, lane, carry)
 
 
-def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
+def copy_slice(plan: Plan, number: int, part: Slice, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
     """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
-    stage = plan.stages[number]
-    passes, groups = plan.passes(stage), share.groups(stage)
+    stage, passes = plan.stages[number], part.passes
     lower, upper = share.tiles(stage)
 
     def step(unit, carry):
@@ -130,29 +125,28 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
         w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
         w.wait_for_arrivals(ring.emptied(slot), parity)
         source = lambda name, output: weight_row(stage, number, at, name, unit // passes, output)
-        copy_pass(stage, groups, unit % passes * PASS, source, ring.slot(slot), ring.filled(slot), warp, lane)
+        copy_pass(stage, part, unit % passes * PASS, source, ring.slot(slot), ring.filled(slot), warp, lane)
         return *ring.following(slot, parity), *ring.following(*earlier)
 
     return w.loop(lower * passes, upper * passes, carry, step)
 
 
-def copy_pass(stage: Stage, groups: tuple, before, source, slot, arrival, warp, lane) -> None:
+def copy_pass(stage: Stage, part: Slice, before, source, slot, arrival, warp, lane) -> None:
     """A warp's rows of a tile in a pass, which begins `before` groups into the slice; scales and zeros are 0 for groups that are not
     there."""
     rows, words = TILE // COPIERS, PASS // 2  # words of scales hold two groups each
-    first, count = groups
-    left = w.minimum(w.maximum(count - before, w.i32(0)), w.i32(PASS))
+    left = w.minimum(w.i32(part.count) - before, w.i32(PASS))
     row_bytes = left * CODE_BYTES
     with w.when(lane == 0):
         w.arrive_with(arrival, row_bytes * rows)
-    with w.when((lane < rows) & (w.i32(0) < left)):
+    with w.when(lane < rows):
         output = warp * rows + lane
         array, row = source("codes", output)
-        place = w.i64(row) * stage.groups + w.i64(first + before)
+        place = w.i64(row) * stage.groups + w.i64(before + part.first)
         w.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
     output, pair = warp * rows + lane // words, lane % words * 2
     there = pair < left
-    group = w.i64(first + w.select(there, before + pair, w.i32(0)))
+    group = w.i64(w.select(there, before + pair, w.i32(0)) + part.first)
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
         to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH + pair * 2
@@ -183,13 +177,14 @@ def compute(plan: Plan, at: dict, share: Share, ring: Ring, sums: Ring, warp, th
     carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
     for number, stage in enumerate(plan.stages):
         residual = x.fetch_residual(number) if stage.normed else None
-        everyone()  # is done with the activations of the stage before
-        if stage.normed:
-            x.place_normed(number, residual)
-        else:
-            x.place(number)
-        everyone()
-        carry = multiply(plan, stage, share, ring, sums, x, carry)
+        for part in plan.slices(stage):
+            everyone()  # is done with the activations before
+            if stage.normed:
+                x.place_normed(number, residual)
+            else:
+                x.place(number, part)
+            everyone()
+            carry = multiply(plan, stage, part, share, ring, sums, x, carry)
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
@@ -207,8 +202,8 @@ def everyone() -> None:
 
 
 class Activations:
-    """In shared memory: the inputs of a stage [row][upper or lower byte][input], 0 for groups that are not there; their sums over groups
-    and their scales [group][row][sum or scale]."""
+    """In shared memory: a slice of a stage's inputs [row][upper or lower byte][input], 0 for groups that are not there; their sums over
+    groups and their scales [group][row][sum or scale]."""
 
     def __init__(self, plan: Plan, at: dict, share: Share, warp, thread):
         self.plan, self.at, self.share, self.warp, self.thread, self.lane = plan, at, share, warp, thread, thread & 31
@@ -216,38 +211,35 @@ class Activations:
         self.sums = self.x + plan.x_bytes
         self.squares = self.sums + plan.room * plan.group_pitch
 
-    def pieces(self, stage: Stage) -> list:
+    def pieces(self, part: Slice) -> list:
         """(row, piece of the row in the slice) of this thread, wherever there is room."""
-        count = self.plan.passes(stage) * PASS * PIECES
+        count = part.passes * PASS * PIECES
         return [(row, self.thread + start) for row in range(self.plan.rows) for start in range(0, count, THREADS)]
 
-    def load(self, array, stage: Stage, pieces: list, read) -> list:
+    def load(self, array, stage: Stage, part: Slice, pieces: list, read) -> list:
         """Pieces of rows, 0 where there are none."""
-        first, count = self.share.groups(stage)
-        there = [piece < count * PIECES for _, piece in pieces]
-        within = [
-            w.i64((first * PIECES + w.select(is_there, piece, w.i32(0))) * (2 * NUMBERS)) for (_, piece), is_there in zip(pieces, there)
-        ]
-        found = read([array + at + row * (2 * GROUP_SIZE * stage.groups) for (row, _), at in zip(pieces, within)])
+        there = [piece < part.count * PIECES for _, piece in pieces]
+        place = lambda piece, is_there: w.i64(w.select(is_there, piece, w.i32(0)) + part.first * PIECES) * (2 * NUMBERS)
+        row_bytes = 2 * GROUP_SIZE * stage.groups
+        found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
         return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
-    def inputs(self, number: int, pieces: list) -> list:
+    def inputs(self, number: int, part: Slice, pieces: list) -> list:
         """Of a stage, before any norm."""
         stage = self.plan.stages[number]
         if number == 0:
-            return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.take_over_bf16)
+            return self.load(self.at["x"], stage, part, pieces, read_all)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, part, pieces, w.take_over_bf16)
 
-    def place(self, number: int) -> None:
-        """Copies a stage's inputs."""
-        stage = self.plan.stages[number]
-        pieces = self.pieces(stage)
+    def place(self, number: int, part: Slice) -> None:
+        """Copies a slice of a stage's inputs."""
+        pieces = self.pieces(part)
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
-            for (row, piece), words in zip(some, self.inputs(number, some)):
-                self.put(stage, row, piece, words)
+            for (row, piece), words in zip(some, self.inputs(number, part, some)):
+                self.put(part, row, piece, words)
 
-    def put(self, stage: Stage, row: int, piece, words: list) -> None:
+    def put(self, part: Slice, row: int, piece, words: list) -> None:
         numbers = [x for word in words for x in w.bf16_entries(word)]
         total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
@@ -257,7 +249,7 @@ class Activations:
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
         upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with w.when(piece < self.plan.passes(stage) * (PASS * PIECES)):
+        with w.when(piece < part.passes * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
             w.store_shared(to, *upper)
             w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
@@ -269,12 +261,13 @@ class Activations:
     def fetch_residual(self, number: int) -> list:
         """The residual stream before the stage, and the norm's weight, where this thread's pieces are."""
         stage = self.plan.stages[number]
-        pieces = self.pieces(stage)
+        (part,) = self.plan.slices(stage)
+        pieces = self.pieces(part)
         earlier = [i for i in range(number) if self.plan.stages[i].normed]
-        residual = self.load(self.at["residual"], stage, pieces, read_all)
+        residual = self.load(self.at["residual"], stage, part, pieces, read_all)
         for before in earlier:
-            residual = self.sums_of(residual, self.inputs(before, pieces))
-        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, [(0, piece) for _, piece in pieces], read_all)))
+            residual = self.sums_of(residual, self.inputs(before, part, pieces))
+        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, part, [(0, piece) for _, piece in pieces], read_all)))
 
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
@@ -282,8 +275,9 @@ class Activations:
     def place_normed(self, number: int, residual: list) -> None:
         """The norm of the residual stream with what is added. What follows the last norm, the first block writes."""
         plan, stage = self.plan, self.plan.stages[number]
-        pieces, width = self.pieces(stage), stage.groups * GROUP_SIZE
-        totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
+        (part,) = plan.slices(stage)
+        pieces, width = self.pieces(part), stage.groups * GROUP_SIZE
+        totals = self.sums_of([x for x, _ in residual], self.inputs(number, part, pieces))
         squares = [w.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
@@ -299,7 +293,7 @@ class Activations:
         scales = [w.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            self.put(stage, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
+            self.put(part, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
 
     def operands(self, number, n: int) -> tuple:
         """Of the warp's group in a pass, row tile n: [half of the group][step] a word of bytes for each word of codes, and the sum and
@@ -312,8 +306,8 @@ class Activations:
         return halves, w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
-def multiply(plan: Plan, stage: Stage, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
-    """The block's tiles of a stage. carry: slots of both rings with their parities."""
+def multiply(plan: Plan, stage: Stage, part: Slice, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
+    """The block's tiles of a stage, over a slice of its inputs. carry: slots of both rings with their parities."""
     lane, warp = x.lane, x.warp
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
@@ -338,7 +332,7 @@ def multiply(plan: Plan, stage: Stage, share: Share, ring: Ring, sums: Ring, x: 
             return *ring.following(slot, parity), totals
 
         totals = [[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)]
-        slot, parity, totals = w.loop(w.i32(0), w.i32(plan.passes(stage)), (slot, parity, totals), one_pass)
+        slot, parity, totals = w.loop(w.i32(0), w.i32(part.passes), (slot, parity, totals), one_pass)
         w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
         for n, total in enumerate(totals):
             w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *total)
@@ -374,45 +368,54 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
     carry = (w.i32(0), w.i32(0))
-    for number in range(len(plan.stages)):
-        carry = finish_stage(plan, number, at, share, sums, thread, carry)
+    for number, stage in enumerate(plan.stages):
+        for part in plan.slices(stage):
+            carry = finish_slice(plan, number, part, at, share, sums, thread, carry)
 
 
-def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
+def finish_slice(plan: Plan, number: int, part: Slice, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
     """carry: slot of the ring of sums, and its parity."""
     stage = plan.stages[number]
+    lower, upper = share.tiles(stage)
+    size = plan.rows * stage.tile_outputs
 
     def step(tile, carry):
         slot, parity = carry
         w.wait_for_arrivals(sums.filled(slot), parity)
-        for first in range(0, plan.rows * stage.tile_outputs, 32 * FINISHERS):
-            finish_output(plan, number, at, sums.slot(slot), thread + first, tile, share.part)
+        for first in range(0, size, 32 * FINISHERS):
+            which = thread + first
+            # What a thread keeps it reads itself, a slice later.
+            kept = at["shared"] + plan.kept_start + ((tile - lower) * size + which) * 4
+            with w.when(which < size):
+                finish_output(plan, number, part, at, sums.slot(slot), which, tile, kept)
         w.synchronize(None, 1)
         with w.when((thread & 31) == 0):
             w.arrive(sums.emptied(slot))
         return sums.following(slot, parity)
 
-    return w.loop(*share.tiles(stage), carry, step)
+    return w.loop(lower, upper, carry, step)
 
 
-def finish_output(plan: Plan, number: int, at: dict, sums, which, tile, part) -> None:
-    """Adds what the warps found, for one of the tile's rows and outputs, and writes it."""
+def finish_output(plan: Plan, number: int, part: Slice, at: dict, sums, which, tile, kept) -> None:
+    """Adds what the warps found, for one of the tile's rows and outputs, and writes it after the last slice."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
-    with w.when(which < plan.rows * outputs):
-        row, output = which // outputs, which % outputs
-        # Where `totals` of this row and output lie, and those of output + 8.
-        lane = (output & 7) * 4 + row % ROWS
-        start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
-        total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
-        found = total(start)
-        if stage.gated:
-            gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
-            found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
-        place = w.i64(part * plan.rows + row) * stage.width + w.i64(tile * outputs + output)
-        if number + 1 < len(plan.stages):
-            w.hand_over_bf16(outputs_of(plan, at, number) + place * 2, found)
-        elif plan.slices == 1:
-            w.store_global_bf16(at["y"] + place * 2, found)
-        else:
-            w.store_global(at["y"] + place * 4, found)
+    row, output = which // outputs, which % outputs
+    # Where `totals` of this row and output lie, and those of output + 8.
+    lane = (output & 7) * 4 + row % ROWS
+    start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
+    total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
+    found = total(start)
+    if part.first > 0:
+        found = found + w.load_shared(kept, 1, "f")[0]
+    if part != plan.slices(stage)[-1]:
+        w.store_shared(kept, found)
+        return
+    if stage.gated:
+        gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
+        found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
+    place = (w.i64(row) * stage.width + w.i64(tile * outputs + output)) * 2
+    if number + 1 < len(plan.stages):
+        w.hand_over_bf16(outputs_of(plan, at, number) + place, found)
+    else:
+        w.store_global_bf16(at["y"] + place, found)

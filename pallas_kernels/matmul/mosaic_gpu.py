@@ -10,13 +10,12 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, LEAST_SLOTS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 from pallas_kernels.weight_format import Int4Weight
 
@@ -46,12 +45,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
 
 
 def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:
-    """As few slices as leave enough slots, and a block for each multiprocessor."""
-    for slices in range(1, groups + 1):
-        plan = Plan(rows, (Stage(groups, outputs),), max(1, multiprocessors() // slices), slices)
-        if plan.slots >= LEAST_SLOTS:
-            break
-    return plan
+    return Plan.fitting(rows, (Stage(groups, outputs),), multiprocessors())
 
 
 def weight_inputs(stage: int, weights: Sequence[Int4Weight]) -> dict:
@@ -66,10 +60,7 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_block
 
-    shape, dtype = (plan.rows, plan.stages[0].width), x.dtype
-    if plan.slices > 1:
-        shape, dtype = (plan.slices, *shape), jnp.float32
     emit = functools.partial(mosaic_block.emit_block, plan)
-    inputs, outputs = {"x": x} | weight_inputs(0, weights), {"y": jax.ShapeDtypeStruct(shape, dtype)}
-    y = launch("int4_matmul", emit, inputs, outputs, plan.slices * plan.blocks, WARPGROUPS, plan.shared_bytes)["y"]
-    return y if plan.slices == 1 else y.sum(0).astype(x.dtype)
+    inputs = {"x": x} | weight_inputs(0, weights)
+    outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.stages[0].width), x.dtype)}
+    return launch("int4_matmul", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes)["y"]

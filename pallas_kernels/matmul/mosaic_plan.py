@@ -51,30 +51,46 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Slice:
+    """Groups of a stage's inputs."""
+
+    first: int
+    count: int
+
+    @property
+    def passes(self) -> int:
+        """For a tile."""
+        return math.ceil(self.count / PASS)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """slices: parts of the inputs, each with blocks of its own; more than one only where there is one stage. eps: of norms."""
+    """room: groups whose activations there is place for in a block, a multiple of PASS. eps: of norms."""
 
     rows: int
     stages: tuple[Stage, ...]
     blocks: int
-    slices: int = 1
+    room: int
     eps: float = 0.0
+
+    @classmethod
+    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
+        """As few slices of the inputs as leave enough slots. Of a stage with a norm there is one."""
+        whole, least = max(stage.groups for stage in stages), max([PASS, *(stage.groups for stage in stages if stage.normed)])
+        for slices in range(1, math.ceil(whole / PASS) + 1):
+            room = PASS * math.ceil(max(whole / slices, least) / PASS)
+            plan = cls(rows, stages, blocks, room, eps)
+            if plan.slots >= LEAST_SLOTS:
+                break
+        return plan
 
     @property
     def row_tiles(self) -> int:
         return math.ceil(self.rows / ROWS)
 
-    def slice_groups(self, stage: Stage) -> int:
-        return 2 * math.ceil(stage.groups / self.slices / 2)
-
-    def passes(self, stage: Stage) -> int:
-        """Over a slice of the inputs, for a tile."""
-        return math.ceil(self.slice_groups(stage) / PASS)
-
-    @property
-    def room(self) -> int:
-        """Groups whose activations there is place for."""
-        return max(map(self.passes, self.stages)) * PASS
+    def slices(self, stage: Stage) -> list["Slice"]:
+        """Of the stage's inputs: a block takes one after the other, each for all of its tiles."""
+        return [Slice(first, min(self.room, stage.groups - first)) for first in range(0, stage.groups, self.room)]
 
     @property
     def x_pitch(self) -> int:
@@ -86,8 +102,8 @@ class Plan:
         """Numbers that stages hand to those after them."""
         return self.rows * sum(stage.width for stage in self.stages[:-1])
 
-    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
-    # who has arrived at the two rings, and the ring of codes.
+    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, what slices before the last gave of the
+    # block's tiles, the ring of the warps' sums of tiles, who has arrived at the two rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -104,9 +120,14 @@ class Plan:
         return 4 * TILE * ROWS * self.row_tiles
 
     @property
-    def sums_start(self) -> int:
+    def kept_start(self) -> int:
         squares = 4 * WARPS * self.rows
         return self.x_bytes + self.room * self.group_pitch + squares
+
+    @property
+    def sums_start(self) -> int:
+        kept = [math.ceil(stage.tiles / self.blocks) for stage in self.stages if len(self.slices(stage)) > 1]
+        return self.kept_start + 4 * TILE * self.rows * max(kept, default=0)
 
     @property
     def arrivals_start(self) -> int:
