@@ -169,6 +169,17 @@ def test_what_one_kernel_alone_takes(monkeypatch):
     assert here(monkeypatch, "mosaic_gpu").unsupported(x, 4 * (weight,)) is None
 
 
+def test_outputs_for_which_there_is_no_place(monkeypatch):
+    module = here(monkeypatch, "mosaic_gpu")
+    monkeypatch.setattr(module, "multiprocessors", lambda: 132)
+    parameter = lambda out: jax.ShapeDtypeStruct((out, 64), jnp.bfloat16)
+    weight = lambda out: Int4Weight(jax.ShapeDtypeStruct((out, 64, 64), jnp.uint8), parameter(out), parameter(out), 64 * 128)
+    for rows, out, fits in (16, 256000, False), (16, 28672, True), (1, 256000, True):
+        reason = module.unsupported(jnp.zeros((rows, 64 * 128), jnp.bfloat16), (weight(out),))
+        assert (reason is None) == fits, reason
+        assert fits or f"{rows} rows of {out} outputs" in reason
+
+
 def here(monkeypatch, implementation: str):
     """Its module, as if the machine had all that it needs."""
     module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")

@@ -267,7 +267,9 @@ class Activations:
         residual = self.load(self.at["residual"], stage, part, pieces, read_all)
         for before in earlier:
             residual = self.sums_of(residual, self.inputs(before, part, pieces))
-        return list(zip(residual, self.load(self.at[f"norm{len(earlier)}"], stage, part, [(0, piece) for _, piece in pieces], read_all)))
+        of_row = pieces[: len(pieces) // self.plan.rows]
+        weight = self.load(self.at[f"norm{len(earlier)}"], stage, part, of_row, read_all)
+        return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]

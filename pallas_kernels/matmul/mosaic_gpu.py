@@ -7,6 +7,7 @@ warps add them. Where there are more activations than a block can keep, several 
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, LEAST_SLOTS, WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 from pallas_kernels.weight_format import Int4Weight
 
@@ -24,7 +25,12 @@ WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or unsupported_stage(x, weights)
+    if reason := no_mosaic_gpu() or unsupported_stage(x, weights):
+        return reason
+    rows, outputs = math.prod(x.shape[:-1]), tuple(weight.shape[0] for weight in weights)
+    if plan_for(rows, weights[0].codes.shape[1], outputs).slots < LEAST_SLOTS:
+        return f"has no place for what {rows} rows of {sum(outputs)} outputs give beside weights"
+    return None
 
 
 def unsupported_stage(x: Array, weights: Sequence[Int4Weight]) -> str | None:
