@@ -1,6 +1,6 @@
-"""Group-wise INT4 weights: the pytree, and its way back to full precision."""
+"""Quantized weights: INT4 by groups and its way back to full precision, and INT8."""
 
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int8, UInt8
 
 from pallas_kernels.kv_format import pytree, unpack
 
@@ -25,6 +25,22 @@ class Int4Weight:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+
+@pytree()
+class Int8Weight:
+    """A weight [out, in] in 8 bits: code * scale, one scale per output."""
+
+    codes: Int8[Array, "out in"]
+    scale: Float[Array, "out"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
 
 
 def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:

@@ -19,11 +19,11 @@ from pallas_kernels.between import between_attentions
 from pallas_kernels.kv_format import accumulation_dtype
 from pallas_kernels.matmul import int4_matmul
 from pallas_kernels.norm import add_rms_norm
-from pallas_kernels.weight_format import Int4Weight
+from pallas_kernels.weight_format import Int4Weight, Int8Weight
 from qspec_jax import rope
 from qspec_jax.config import LlamaConfig
 
-Weight = Array | jax.ShapeDtypeStruct | Int4Weight
+Weight = Array | jax.ShapeDtypeStruct | Int4Weight | Int8Weight
 MakeWeight = Callable[[str, tuple[int, ...]], Weight]
 
 
@@ -217,7 +217,9 @@ def _add_biases(y: Float[Array, "B T out"], *linears: Linear) -> Float[Array, "B
     return y + jnp.concatenate(biases) if biases else y
 
 
-def _matmul(x: Array, weight: Array, dtype) -> Array:
+def _matmul(x: Array, weight: Array | Int8Weight, dtype) -> Array:
+    if isinstance(weight, Int8Weight):
+        return _matmul(x, weight.codes.astype(x.dtype), dtype) * weight.scale.astype(dtype)
     # HIGHEST: a GPU would otherwise round float32 operands to tf32.
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)

@@ -1,5 +1,7 @@
-"""INT4 weights of the draft: groups along the input, a search for the range that errs least, and, with calibration, rounding that
-makes up for the errors of the inputs before (GPTQ, arXiv 2210.17323)."""
+"""Weights of the draft. INT4: groups along the input, a search for the range that errs least, and, with calibration, rounding that
+makes up for the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.kv_format import accumulation_dtype, pack, parameter_dtype, round_down, round_up
-from pallas_kernels.weight_format import Int4Weight
+from pallas_kernels.weight_format import Int4Weight, Int8Weight
 from qspec_jax.model import Llama, Weight
 
 GROUP_SIZES = (128, 64, 32)
@@ -128,3 +130,18 @@ def quantize_linears(model: Llama) -> Llama:
         return quantize_weight(weights[path]) if path.endswith("_proj.weight") else weights[path]
 
     return Llama(model.config, make)
+
+
+@jax.jit
+def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
+    """The weight in INT8, with a scale per output that reaches its largest entry."""
+    wide = weight.astype(accumulation_dtype(weight.dtype))
+    scale = jnp.maximum(jnp.abs(wide).max(-1), jnp.finfo(wide.dtype).tiny * 127) / 127
+    return Int8Weight(jnp.rint(wide / scale[:, None]).astype(jnp.int8), scale)
+
+
+def quantize_head(model: Llama) -> Llama:
+    """The model with a head in INT8, of its own where the model's is the embedding; all else is the same arrays, not copies."""
+    weights = model.weights()
+    weights["head"] = quantize_rows(weights.get("head", weights["embedding"]))
+    return Llama(dataclasses.replace(model.config, tie_word_embeddings=False), lambda path, shape: weights[path])

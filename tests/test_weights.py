@@ -1,4 +1,4 @@
-"""INT4 weights: never worse than plain rounding, packed as documented; with calibration, better where it counts."""
+"""INT4 weights: never worse than plain rounding, packed as documented; with calibration, better where it counts. INT8 heads."""
 
 import functools
 
@@ -8,15 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from runs import random_model
 
 from pallas_kernels.matmul import int4_matmul
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
+from pallas_kernels.weight_format import Int4Weight, Int8Weight, dequantize_weight
 from qspec_jax import calibrate
 from qspec_jax.calibrate import INPUTS, quantize_linears_for
 from qspec_jax.checkpoint import load_model
+from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_linears, quantize_weight, weight_group_size
+from qspec_jax.quantize import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OUT = 48
@@ -411,3 +413,38 @@ def test_activations_that_are_not_finite_are_refused(model):
 def test_calibration_needs_tokens(model, nothing):
     with pytest.raises(InputError, match="at least one token"):
         quantize_linears_for(model, nothing, progress=False)
+
+
+# The head in INT8 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+@pytest.mark.parametrize("name", weights(256))
+def test_rows_are_rounded_to_the_nearest_of_255_codes(name, dtype):
+    weight = weights(256)[name].astype(dtype)
+    found = jax.jit(quantize_rows)(jnp.asarray(weight))
+    wide = weight.astype(np.float64)
+    codes, scale = np.asarray(found.codes, np.float64), np.asarray(found.scale, np.float64)[:, None]
+    assert (found.codes.dtype, found.scale.dtype, found.shape) == (jnp.int8, jnp.float32, weight.shape)
+    np.testing.assert_allclose(scale[:, 0] * 127, np.abs(wide).max(1), rtol=1e-6, atol=1e-30)
+    assert (np.abs(codes * scale - wide) <= 0.5001 * scale).all() and np.abs(codes).max() <= 127
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_int8_is_the_drafts_own(tied):
+    model = random_model(jnp.float32, tie_word_embeddings=tied)
+    before, after = model.weights(), quantize_head(model).weights()
+    assert after.keys() == before.keys() | {"head"} and all(after[path] is before[path] for path in after.keys() - {"head"})
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, model.config.hidden_size)), jnp.float32)
+    exact, found = model.logits(x), quantize_head(model).logits(x)
+    assert found.dtype == exact.dtype
+    assert 0 < float(jnp.linalg.norm(found - exact)) < 0.01 * float(jnp.linalg.norm(exact))
+
+
+def test_heads_of_drafts():
+    model = random_model(jnp.float32, tie_word_embeddings=False)
+    head = lambda **settings: quantspec(model, **settings).model.weights()["head"]
+    assert isinstance(head(), Int8Weight)
+    assert head(head_bits=16) is head(weight_bits=16) is model.weights()["head"]
+    with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
+        quantspec(model, head_bits=4)

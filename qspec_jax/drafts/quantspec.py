@@ -1,4 +1,4 @@
-"""The QuantSpec draft: the model itself with INT4 weights, reading the upper 4 bits of the cache."""
+"""The QuantSpec draft: the model itself with INT4 weights and its head in INT8, reading the upper 4 bits of the cache."""
 
 from collections.abc import Sequence
 
@@ -6,28 +6,31 @@ from qspec_jax.calibrate import quantize_linears_for
 from qspec_jax.decode import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_linears
+from qspec_jax.quantize import quantize_head, quantize_linears
 
 
 def quantspec(
     model: Llama,
     *,
     weight_bits: int = 4,
+    head_bits: int = 8,
     planes: int = 1,
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> CachedModel:
     """The draft of a model.
 
-    weight_bits 16 drafts with the target's own weights, planes 2 with the target's view of the cache. calibration: texts (token
+    weight_bits 16 drafts with the target's own weights, head included, head_bits 16 with its head, planes 2 with the target's view of the
+    cache. calibration: texts (token
     ids) for which the INT4 weights should err least, see calibrate.py; without, they are rounded to nearest.
     """
     if weight_bits not in (4, 16):
         raise InputError(f"draft weight_bits {weight_bits} should be 4 or 16")
+    if head_bits not in (8, 16):
+        raise InputError(f"draft head_bits {head_bits} should be 8 or 16")
     if planes not in (1, 2):
         raise InputError(f"draft planes {planes} should be 1 or 2")
     if weight_bits == 16:
         return CachedModel(model, planes)
-    return CachedModel(
-        quantize_linears(model) if calibration is None else quantize_linears_for(model, calibration, progress=progress), planes
-    )
+    draft = quantize_linears(model) if calibration is None else quantize_linears_for(model, calibration, progress=progress)
+    return CachedModel(quantize_head(draft) if head_bits == 8 else draft, planes)
