@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.flax import save_file
@@ -145,15 +146,27 @@ def learning_rate_scale(s: Settings, step: int, steps: int) -> float:
     return min(1.0, progress / s.warmup, (1 - step / steps) / s.decay)
 
 
+def over_devices() -> tuple[NamedSharding, NamedSharding]:
+    """Where arrays lie when every device takes its share of a step's rows: whole on each of them, and cut along the first axis."""
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
+
+
 def make_step(config: LlamaConfig, s: Settings, optimizer: optax.GradientTransformation) -> Callable:
-    """step(params, state, stream [tokens], starts [B], scale) -> params, state, mean nats per token; params and state are donated."""
+    """step(params, state, stream [tokens], starts [B], scale) -> params, state, mean nats per token; params and state are donated.
+
+    Every device takes an equal share of the rows; raises ValueError where their number is none of the devices' multiples.
+    """
+    if s.batch % jax.device_count():
+        raise ValueError(f"a batch of {s.batch} rows cannot be shared by {jax.device_count()} devices")
+    whole, by_row = over_devices()
 
     def loss(params: Params, rows: Array) -> tuple[Array, Array]:
         log_p, log_z = log_probabilities(config, params, rows)
         nats = -jnp.mean(log_p)
         return nats + s.z_loss * jnp.mean(log_z**2), nats
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), in_shardings=(whole, whole, whole, by_row, whole), out_shardings=whole)
     def step(params, state, stream, starts, scale):
         rows = stream[starts[:, None] + jnp.arange(s.context + 1)].astype(jnp.int32)
         (_, nats), gradient = jax.value_and_grad(loss, has_aux=True)(params, rows)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,23 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="no space left"), pretrain._written(tmp_path):
         begun().save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"
+
+
+def test_devices_share_the_rows_of_a_step():
+    """Two devices with a row each, against one device with both."""
+    script = (
+        "import math, sys, jax\n"
+        "sys.path.insert(0, 'tests')\n"
+        "import test_bench_pretrain as t\n"
+        "assert jax.device_count() == 2\n"
+        "t.TINY = t.dataclasses.replace(t.TINY, long=t.dataclasses.replace(t.TINY.long, batch=2))\n"
+        "print(t.trained(t.begun(steps=3)).progress.train_nats)\n"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    recipe = dataclasses.replace(TINY, long=dataclasses.replace(TINY.long, batch=2))
+    trainer = Trainer(recipe, STREAM)
+    trainer.begin(seconds=0, steps=3)
+    # The losses after the first step depend on the gradient over all rows.
+    np.testing.assert_allclose(json.loads(done.stdout), trained(trainer).progress.train_nats, rtol=1e-4)

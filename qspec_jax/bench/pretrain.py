@@ -1,8 +1,8 @@
-"""`qspec bench pretrain`: trains a Llama large enough for memory to bind (413 M parameters, MHA) on the demo's corpus, on one GPU.
+"""`qspec bench pretrain`: trains a Llama large enough for memory to bind (413 M parameters, MHA) on the demo's corpus, on one GPU or more.
 
 In segments: each trains until its time is over and saves parameters, optimizer state and step in one file, from which the next goes on
 as if nothing had come between. Most steps are at a short context; the last ones are as long as any text that `qspec bench end-to-end`
-reads. Needs the extra `train`.
+reads. Several GPUs take as many times the rows in each step. Needs the extra `train`.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ from qspec_jax.pretraining import (
     learning_rate_scale,
     make_optimizer,
     make_step,
+    over_devices,
     save_model,
     write_json,
 )
@@ -58,6 +59,11 @@ class Recipe:
     short: Settings
     long: Settings
     long_share: float
+
+    def across(self, devices: int) -> "Recipe":
+        """The same rows on each of several devices."""
+        many = lambda s: dataclasses.replace(s, batch=devices * s.batch)
+        return dataclasses.replace(self, short=many(self.short), long=many(self.long))
 
 
 # A step of Muon changes the spectral norm of a matrix by as much as in the embedded model: learning rate times square root of width.
@@ -131,7 +137,7 @@ def run(
     terminal. Raises InputError where JAX finds no GPU, and for a directory that cannot be written or holds another run.
     """
     until = time.monotonic() + 60 * segment_minutes - SAVE_SECONDS
-    recipe = SMOKE if smoke else RECIPE
+    recipe = (SMOKE if smoke else RECIPE).across(jax.device_count())
     if not smoke and jax.default_backend() != "gpu":
         raise InputError("training this model needs a GPU, and JAX finds none; --smoke runs anywhere")
     with _written(directory):
@@ -175,7 +181,7 @@ class Trainer:
         self.recipe = recipe
         self.config = LlamaConfig.from_hf(recipe.model)
         self.optimizer = make_optimizer(recipe.short)
-        self.stream = jax.device_put(stream)
+        self.stream = jax.device_put(stream, over_devices()[0])
         self.compiled: dict[Settings, Callable] = {}
 
     def begin(self, *, seconds: float, steps: int = 0) -> None:
