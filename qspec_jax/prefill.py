@@ -4,6 +4,8 @@ Within a layer the prompt is worked on in chunks: memory grows linearly with its
 is so on a GPU; for a CPU XLA orders the layers' operations otherwise, and keeps several alive.
 """
 
+import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,6 +21,7 @@ from qspec_jax.model import Llama
 
 CHUNK_TOKENS = 512
 CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
+FLASH_BYTES = 1 << 27  # of the queries that it takes at a time: more than enough to fill a GPU
 
 
 def bucket(tokens: int) -> int:
@@ -40,7 +43,7 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
     for i, block in enumerate(model.layers):
         q, k, v = _by_chunks(block.before_attention, x, *angles)
         attended = attend_prompt(q, k, v)
-        x = _by_chunks(block.after_attention, x, attended)
+        x = _replaced(block.after_attention, x, attended, parts=S // _chunk(S))
         # The barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
         layers.append(layer)
@@ -51,10 +54,11 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
 def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
     """Causal attention within each row, in full precision. S: a `bucket`.
 
-    cuDNN's flash attention where it supports the device and the shapes; otherwise a chunk of queries at a time.
+    cuDNN's flash attention where it supports the device and the shapes, some heads at a time; otherwise a chunk of queries at a time.
     """
     if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return _replaced(flash, q, k, v, axis=2, parts=math.gcd(k.shape[2], 1 << (q.nbytes // FLASH_BYTES).bit_length()))
     everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
     ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
 
@@ -62,13 +66,27 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
         return decode_attention(q, everything, lengths, planes=None, implementation="reference")
 
-    return _by_chunks(attend, q, ends)
+    return _replaced(attend, q, ends, parts=q.shape[1] // _chunk(q.shape[1]))
+
+
+def _chunk(tokens: int) -> int:
+    return min(CHUNK_TOKENS, tokens & -tokens)
+
+
+def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
+    """function(x, *args) of x's shape and in its place, all cut into so many equal parts along an axis, one after the other."""
+
+    def step(i, x):
+        take = lambda a: lax.dynamic_slice_in_dim(a, i * (a.shape[axis] // parts), a.shape[axis] // parts, axis)
+        return lax.dynamic_update_slice_in_dim(x, function(take(x), *map(take, args)), i * (x.shape[axis] // parts), axis)
+
+    return lax.fori_loop(0, parts, step, x)
 
 
 def _by_chunks(function: Callable, *args: Array):
     """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
     S = args[0].shape[1]
-    chunk = min(CHUNK_TOKENS, S & -S)
+    chunk = _chunk(S)
     # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))
     take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]
