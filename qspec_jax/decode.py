@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from qspec_jax.cache import Cache
 from qspec_jax.model import Llama
+from qspec_jax.quantize import quantize_head
 from qspec_jax.sampling import DRAFT, Sampler
 
 RUNNING, EOS, LENGTH = range(3)
@@ -26,17 +27,25 @@ class Step(Protocol):
         """Logits of T tokens per row and the cache T tokens longer."""
         ...
 
+    def in_loop(self) -> "Step":
+        """The step as a loop calls it, made when it begins: with what is worth its memory only then."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
-    """A model that reads one plane of the cache (1: a draft) or both (2: the target)."""
+    """A model that reads one plane of the cache (1: a draft) or both (2: the target), with its head in so many bits: 8 or its own."""
 
     model: Llama
     planes: int = dataclasses.field(metadata={"static": True})
+    head_bits: int = dataclasses.field(default=16, metadata={"static": True})
 
     def __call__(self, tokens, positions, cache):
         return self.model(tokens, positions, cache, planes=self.planes)
+
+    def in_loop(self):
+        return dataclasses.replace(self, model=quantize_head(self.model), head_bits=16) if self.head_bits == 8 else self
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +109,7 @@ def decode(
     target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]
 ) -> DecodeState:
     """Rounds until every row has ended, or `max_rounds` of them."""
+    draft = None if draft is None else draft.in_loop()
 
     def unfinished(carry):
         done, state = carry

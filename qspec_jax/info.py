@@ -53,7 +53,8 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
 def _sizes(directory: str | Path, config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
     weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in checkpoint.tensor_shapes(directory, config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for name, w in weights.items() if name.endswith("_proj.weight")]
-    drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
+    embedding = weights[checkpoint.hf_name("embedding")]
+    drafted.append(jax.eval_shape(quantize_rows, weights.get(checkpoint.hf_name("head"), embedding)))
 
     def cache_bytes(kind: CacheConfig) -> int:
         gamma = GenerationConfig.num_speculative_tokens

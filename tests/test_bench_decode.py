@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.weight_format import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 from qspec_jax.bench import decode, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
-from qspec_jax.quantize import quantize_head, quantize_linears
+from qspec_jax.decode import CachedModel
+from qspec_jax.quantize import quantize_linears
 from qspec_jax.sampling import Greedy, prompt_keys
 
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
@@ -76,15 +77,13 @@ def test_simulated_acceptance(rate):
 
 
 def test_random_models_have_the_shapes_of_real_ones(model):
-    drawn, quantized = random_int4(model).weights(), quantize_head(quantize_linears(model)).weights()
+    drawn, quantized = random_int4(model).weights(), quantize_linears(model).weights()
     assert drawn.keys() == quantized.keys()
     for name, weight in quantized.items():
         assert jax.tree.map(lambda x: (x.shape, x.dtype), drawn[name]) == jax.tree.map(lambda x: (x.shape, x.dtype), weight)
         if isinstance(weight, Int4Weight):
             wide = dequantize_weight(drawn[name], jnp.float32)
             assert abs(float(wide.mean())) < 2e-3 and 0.015 < float(wide.std()) < 0.025
-        elif name == "head":
-            np.testing.assert_array_equal(drawn[name].codes, weight.codes)
         else:
             assert drawn[name] is model.weights()[name]
 
@@ -103,9 +102,11 @@ def test_bytes_of_a_step(model):
     matrices = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
     others = 256 * 256 + 5 * 256  # the head, and the norms; the embedding gives a row
     assert decode.weight_bytes(model) == 2 * (matrices + others)
-    # 4 bits a weight, and a scale and a zero in bfloat16 for 128; of the head 8 bits, and a scale in float32 for each of 256 outputs.
-    head = 256 * (256 + 4)
-    assert decode.weight_bytes(random_int4(model)) == matrices * (4 + 2 * 16 / 128) / 8 + head + 2 * 5 * 256
+    # 4 bits a weight, and a scale and a zero in bfloat16 for 128.
+    draft = CachedModel(random_int4(model), 1, head_bits=8)
+    assert decode.weight_bytes(draft.model) == matrices * (4 + 2 * 16 / 128) / 8 + 2 * others
+    # In a loop 8 bits of the head, and a scale in float32 for each of 256 outputs.
+    assert decode.weight_bytes(draft.in_loop().model) == matrices * (4 + 2 * 16 / 128) / 8 + 256 * (256 + 4) + 2 * 5 * 256
     # 2 layers, 2 KV heads of 64, groups of 64: 200 tokens are 128 and 72, or 200 of 256 bytes.
     assert decode.cache_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
     assert decode.cache_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
@@ -115,8 +116,8 @@ def test_bytes_of_a_step(model):
 def test_arrays_that_are_shared_count_once(model):
     assert decode._bytes_of((model, model)) == decode._bytes_of(model)
     draft = random_int4(model)
-    own = sum(w.nbytes for w in draft.weights().values() if isinstance(w, Int4Weight | Int8Weight))
-    assert decode._bytes_of((model, draft)) == decode._bytes_of(model) + own
+    matrices = sum(w.nbytes for w in draft.weights().values() if isinstance(w, Int4Weight))
+    assert decode._bytes_of((model, draft)) == decode._bytes_of(model) + matrices
 
 
 def test_what_fusions_make_is_seen():

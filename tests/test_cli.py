@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 
+from qspec_jax.checkpoint import load_model
 from qspec_jax.cli import DEMO_MODEL
+from qspec_jax.drafts import quantspec
 
 DEMO = Path(str(DEMO_MODEL))
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
@@ -112,6 +114,10 @@ def test_info(run, tmp_path):
     assert found["weight_bytes"] == 4 * found["parameters"]
     # 2 layers x keys and values x 2 heads x head_dim 64 x (64 tokens and 5 rows of a round) x 4 bytes.
     assert found["full_cache_bytes"] == 2 * 2 * 2 * 64 * (64 + 5) * 4
+    model = load_model(directory)
+    kept, drafted = model.weights(), quantspec(model).in_loop().model.weights()
+    own = [weight for path, weight in drafted.items() if weight is not kept.get(path)]
+    assert found["draft_weight_bytes"] == sum(weight.nbytes for weight in own)
     code, out, _ = run("info", directory)
     assert code == 0
     assert "INT4 draft" in out

@@ -11,12 +11,15 @@ from checkpoints import hf_config, write_checkpoint
 from runs import random_model
 
 from pallas_kernels.matmul import int4_matmul
-from pallas_kernels.weight_format import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 from qspec_jax import calibrate
 from qspec_jax.calibrate import INPUTS, quantize_linears_for
 from qspec_jax.checkpoint import load_model
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import CachedModel
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
+from qspec_jax.generate import generate
 from qspec_jax.model import Llama
 from qspec_jax.quantize import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
 
@@ -443,8 +446,25 @@ def test_a_head_in_int8_is_the_drafts_own(tied):
 
 def test_heads_of_drafts():
     model = random_model(jnp.float32, tie_word_embeddings=False)
-    head = lambda **settings: quantspec(model, **settings).model.weights()["head"]
-    assert isinstance(head(), Int8Weight)
-    assert head(head_bits=16) is head(weight_bits=16) is model.weights()["head"]
+    mine = model.weights()["head"]
+    drafts = [quantspec(model), quantspec(model, head_bits=16), quantspec(model, weight_bits=16)]
+    # Kept in the model's own precision, whatever it is in a loop.
+    assert all(draft.model.weights()["head"] is mine for draft in drafts)
+    first, *others = [draft.in_loop().model.weights()["head"] for draft in drafts]
+    np.testing.assert_array_equal(first.codes, quantize_rows(mine).codes)
+    assert all(head is mine for head in others)
     with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
         quantspec(model, head_bits=4)
+
+
+def test_the_loops_draft_has_its_head_in_int8():
+    model = random_model(jnp.float32, tie_word_embeddings=False)
+    weights = model.weights()
+    # What all logits have in common changes no probability, but with it 8 bits have little left for anything else.
+    weights["head"] = weights["head"].at[:, 0].set(100)
+    model = Llama(model.config, lambda path, shape: weights[path])
+    prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
+    config = GenerationConfig(max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
+    rate = lambda draft: generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
+    by_hand = CachedModel(quantize_head(quantspec(model).model), 1)
+    assert rate(quantspec(model)) == rate(by_hand) < 0.5 * rate(quantspec(model, head_bits=16))

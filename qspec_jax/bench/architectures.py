@@ -12,7 +12,7 @@ from pallas_kernels.weight_format import Int4Weight
 from qspec_jax.config import LlamaConfig
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama, Weight
-from qspec_jax.quantize import quantize_head, weight_group_size
+from qspec_jax.quantize import weight_group_size
 
 
 def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -59,15 +59,14 @@ def random_model(config: LlamaConfig, *, seed: int = 0) -> Llama:
 
 
 def random_int4(model: Llama, *, seed: int = 1) -> Llama:
-    """The model with linear layers of random INT4 codes, in the groups of `quantize_linears`, and its head in INT8; all else is the same
-    arrays."""
+    """The model with linear layers of random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
     weights = model.weights()
     keys = iter(jax.random.split(jax.random.key(seed), 16 * model.config.num_layers + 16))
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         return _random_int4(next(keys), shape, model.dtype) if path.endswith("_proj.weight") else weights[path]
 
-    return quantize_head(Llama(model.config, make))
+    return Llama(model.config, make)
 
 
 @functools.partial(jax.jit, static_argnums=1)

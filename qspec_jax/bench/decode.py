@@ -214,7 +214,7 @@ class _Measured:
         self.model, self.method, self.config, self.context = model, method, config, context
         self.gamma = config.num_speculative_tokens if method.speculative else 0
         self.target = CachedModel(model, 2)
-        self.draft = CachedModel(draft, 1) if draft is not None else None
+        self.draft = CachedModel(draft, 1, head_bits=8 if method.int4 else 16) if draft is not None else None
         self.simulated = rate is not None and method.speculative
         self.sampler: Sampler = SimulatedGreedy(jnp.float32(rate)) if self.simulated else make_sampler(config)
 
@@ -301,7 +301,8 @@ class _Measured:
 
         work = [("target", forward, width, self.step_bytes(self.target, width), lengths, self.target)]
         if self.draft is not None:
-            work.append(("draft", forward, 1, self.step_bytes(self.draft, 1), lengths, self.draft))
+            draft = jax.jit(CachedModel.in_loop)(self.draft)
+            work.append(("draft", forward, 1, self.step_bytes(draft, 1), lengths, draft))
         work.append(("sampling", sample, width, 0, lengths, self.sampler, logits))
         if self.method.cache == "int8":
             group = cache.group_size

@@ -6,7 +6,7 @@ from qspec_jax.calibrate import quantize_linears_for
 from qspec_jax.decode import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_head, quantize_linears
+from qspec_jax.quantize import quantize_linears
 
 
 def quantspec(
@@ -20,9 +20,9 @@ def quantspec(
 ) -> CachedModel:
     """The draft of a model.
 
-    weight_bits 16 drafts with the target's own weights, head included, head_bits 16 with its head, planes 2 with the target's view of the
-    cache. calibration: texts (token
-    ids) for which the INT4 weights should err least, see calibrate.py; without, they are rounded to nearest.
+    weight_bits 16 drafts with the target's own weights, head included, head_bits 16 with its head (in INT8 it is made anew for each
+    decode), planes 2 with the target's view of the cache. calibration: texts (token ids) for which the INT4 weights should err least,
+    see calibrate.py; without, they are rounded to nearest.
     """
     if weight_bits not in (4, 16):
         raise InputError(f"draft weight_bits {weight_bits} should be 4 or 16")
@@ -33,4 +33,4 @@ def quantspec(
     if weight_bits == 16:
         return CachedModel(model, planes)
     draft = quantize_linears(model) if calibration is None else quantize_linears_for(model, calibration, progress=progress)
-    return CachedModel(quantize_head(draft) if head_bits == 8 else draft, planes)
+    return CachedModel(draft, planes, head_bits)

@@ -90,6 +90,7 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
 
 
 def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
+    draft = draft.in_loop()
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
     state = dataclasses.replace(state, pending=real[:, 0], emitted=jnp.ones_like(state.emitted), status=jnp.zeros_like(state.status))
