@@ -20,7 +20,7 @@ from qspec_jax.errors import InputError
 # Of tables in files and pipes.
 TABLE_WIDTH = 150
 
-Gamma = Annotated[int, typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round.")]
+Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

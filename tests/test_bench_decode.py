@@ -256,16 +256,17 @@ def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     assert (code, err, row["status"]) == (0, "", "measured")
 
 
-def test_table_of_real_acceptance(run, one_layer, tmp_path):
+def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
     path = tmp_path / "decode.png"
     plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []
     code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only", *plot)
     assert code == 0 and path.exists() == bool(plot)
+    assert "--simulate-ratio" in caplog.text
     assert "SIMULATED" not in out and "(sim.)" not in out
     assert "quantspec-kv-only" in out and "flush not due" in out and "1.00x" in out
 
 
-def test_a_simulation_says_so(run, monkeypatch, tmp_path):
+def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
     steps = {name: decode.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode.Step(timed, 0, 0.0)}
@@ -279,7 +280,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path):
     path = tmp_path / "decode.png"
     code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
     assert code == 0
-    assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1
+    assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and not caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

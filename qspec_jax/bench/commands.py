@@ -1,6 +1,7 @@
 """The commands of `qspec bench`."""
 
 import functools
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,12 +31,14 @@ from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 
+log = logging.getLogger(__name__)
+
 Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
 Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 
 Gammas = Annotated[
     list[int] | None,
-    typer.Option("--num-speculative-tokens", "--gamma", help="Most drafts of a round; may be given several times, to find the best."),
+    typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
 ]
 
 benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
@@ -182,6 +185,8 @@ def bench_decode(
         transformers_decode.check()
     if plot:
         check_plot(plot, output)
+    if rate is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
+        log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
     contexts = list(dict.fromkeys(context or [4096]))
     shape = checkpoint.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
