@@ -232,7 +232,7 @@ def bench_pretrain(
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
 ):
-    """Train a 413 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs a GPU of 80 GB."""
+    """Train a 419 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs GPUs of 80 GB, one or more."""
     try:
         from qspec_jax.bench import pretrain
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`qspec bench pretrain`: trains a Llama large enough for memory to bind (413 M parameters, MHA) on the demo's corpus, on one GPU or more.
+"""`qspec bench pretrain`: trains a Llama large enough for memory to bind (419 M parameters, MHA) on the demo's corpus, on one GPU or more.
 
 In segments: each trains until its time is over and saves parameters, optimizer state and step in one file, from which the next goes on
 as if nothing had come between. Most steps are at a short context; the last ones are as long as any text that `qspec bench end-to-end`
@@ -72,7 +72,7 @@ RECIPE = Recipe(
     train.MODEL
     | {
         "hidden_size": 2048,
-        "intermediate_size": 5504,
+        "intermediate_size": 5632,  # an even number of groups, which the INT4 kernels for Hopper want
         "num_hidden_layers": 8,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
