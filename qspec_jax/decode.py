@@ -27,15 +27,11 @@ class Step(Protocol):
         """Logits of T tokens per row and the cache T tokens longer."""
         ...
 
-    def in_loop(self) -> "Step":
-        """The step as a loop calls it, made when it begins: with what is worth its memory only then."""
-        ...
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
-    """A model that reads one plane of the cache (1: a draft) or both (2: the target), with its head in so many bits: 8 or its own."""
+    """A model that reads one plane of the cache (1: a draft) or both (2: the target). head_bits: 8 if `in_loop` is to quantize its head."""
 
     model: Llama
     planes: int = dataclasses.field(metadata={"static": True})
@@ -44,8 +40,15 @@ class CachedModel:
     def __call__(self, tokens, positions, cache):
         return self.model(tokens, positions, cache, planes=self.planes)
 
-    def in_loop(self):
-        return dataclasses.replace(self, model=quantize_head(self.model), head_bits=16) if self.head_bits == 8 else self
+
+def in_loop(step: Step) -> Step:
+    """The step for a decode: with its head in INT8 if that is its wish. To be made after prefill and not kept, for there memory peaks.
+
+    Not on a CPU, where XLA would keep a float32 copy of the codes.
+    """
+    if isinstance(step, CachedModel) and step.head_bits == 8 and jax.default_backend() != "cpu":
+        return CachedModel(quantize_head(step.model), step.planes)
+    return step
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +112,6 @@ def decode(
     target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]
 ) -> DecodeState:
     """Rounds until every row has ended, or `max_rounds` of them."""
-    draft = None if draft is None else draft.in_loop()
 
     def unfinished(carry):
         done, state = carry

@@ -130,11 +130,12 @@ def generate(
     state = jax.block_until_ready(run_prepare(*args))
     prefill_s = time.perf_counter() - began
 
-    target = CachedModel(model, planes=2)
+    target, draft = CachedModel(model, planes=2), decode.in_loop(draft) if gamma else None
     rounds = jnp.int32(rounds_per_update if on_tokens else decode.UNLIMITED)
-    run_decode, decode_compile_s = DECODE.compile(target, draft if gamma else None, sampler, state, limits, rounds)
+    run_decode, decode_compile_s = DECODE.compile(target, draft, sampler, state, limits, rounds)
     cache_bytes = state.cache.num_bytes
-    step = functools.partial(run_decode, target, draft if gamma else None, sampler)
+    step = functools.partial(run_decode, target, draft, sampler)
+    jax.block_until_ready(draft)
     began = time.perf_counter()
     state = _stream(step, state, limits, rounds, on_tokens) if on_tokens else jax.block_until_ready(step(state, limits, rounds))
     decode_s = time.perf_counter() - began

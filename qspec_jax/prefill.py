@@ -21,7 +21,7 @@ from qspec_jax.model import Llama
 
 CHUNK_TOKENS = 512
 CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
-FLASH_BYTES = 1 << 27  # of the queries that it takes at a time: more than enough to fill a GPU
+FLASH_BYTES = 1 << 27  # of queries, about, that it takes at a time: more than enough to fill a GPU
 
 
 def bucket(tokens: int) -> int:

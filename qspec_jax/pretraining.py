@@ -8,7 +8,7 @@ linear-decay schedule (Hu et al., arXiv 2404.06395): orthogonalized updates leav
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,20 +146,20 @@ def learning_rate_scale(s: Settings, step: int, steps: int) -> float:
     return min(1.0, progress / s.warmup, (1 - step / steps) / s.decay)
 
 
-def over_devices() -> tuple[NamedSharding, NamedSharding]:
+def over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
     """Where arrays lie when every device takes its share of a step's rows: whole on each of them, and cut along the first axis."""
-    mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((len(devices),), ("rows",), axis_types=(AxisType.Auto,), devices=devices)
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 
 
-def make_step(config: LlamaConfig, s: Settings, optimizer: optax.GradientTransformation) -> Callable:
+def make_step(
+    config: LlamaConfig, s: Settings, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
+) -> Callable:
     """step(params, state, stream [tokens], starts [B], scale) -> params, state, mean nats per token; params and state are donated.
 
-    Every device takes an equal share of the rows; raises ValueError where their number is none of the devices' multiples.
+    Each of the devices, by default the first that there is, takes an equal share of the rows, whose number must be a multiple of theirs.
     """
-    if s.batch % jax.device_count():
-        raise ValueError(f"a batch of {s.batch} rows cannot be shared by {jax.device_count()} devices")
-    whole, by_row = over_devices()
+    whole, by_row = over(devices or jax.devices()[:1])
 
     def loss(params: Params, rows: Array) -> tuple[Array, Array]:
         log_p, log_z = log_probabilities(config, params, rows)

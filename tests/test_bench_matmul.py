@@ -1,6 +1,7 @@
 """`qspec bench matmul` on shapes that a CPU does at once. No figure of speed is tested."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,14 @@ def test_every_call_is_timed_on_an_input_of_its_own():
     assert {seen.count(float(i)) for i in range(4)} == {len(seen) / 4} and len(seen) >= timed.calls
     assert timed.inputs == 4 and timed.batches == 3 and timed.calls % 4 == 0 and timed.calls >= 8
     assert 0 < timed.lower_us <= timed.median_us <= timed.upper_us
+
+
+@pytest.mark.parametrize("laps", [2, 3])
+def test_no_lap_is_left_out(laps):
+    """Calls without effects, of which XLA may leave out what no result depends on: the last lap's are what is returned."""
+    inputs = [(jnp.full((8, 8), float(i)),) for i in range(2)]
+    program = timing.calls(lambda x, weight: x @ weight, laps).lower(jnp.ones((8, 8)), inputs).compile()
+    assert re.findall(r'known_trip_count":{"n":"(\d+)"', program.as_text()) == [str(laps)]
 
 
 def test_few_bytes_are_read_several_times_in_a_program(monkeypatch):

@@ -219,21 +219,29 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"
 
 
+SHARING = """
+import json, jax
+import test_bench_pretrain as t
+trainer = t.Trainer(t.TINY.across(2), t.STREAM, jax.devices())
+trainer.begin(seconds=0, steps=3)
+nats = t.trained(trainer).progress.train_nats
+sums = ["all-reduce" in step.as_text() for step in trainer.compiled.values()]
+print(json.dumps([trainer.report(".").devices, trainer.tokens_seen, sums, nats]))
+"""
+
+
 def test_devices_share_the_rows_of_a_step():
-    """Two devices with a row each, against one device with both."""
-    script = (
-        "import math, sys, jax\n"
-        "sys.path.insert(0, 'tests')\n"
-        "import test_bench_pretrain as t\n"
-        "assert jax.device_count() == 2\n"
-        "t.TINY = t.dataclasses.replace(t.TINY, long=t.dataclasses.replace(t.TINY.long, batch=2))\n"
-        "print(t.trained(t.begun(steps=3)).progress.train_nats)\n"
-    )
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    recipe = dataclasses.replace(TINY, long=dataclasses.replace(TINY.long, batch=2))
-    trainer = Trainer(recipe, STREAM)
-    trainer.begin(seconds=0, steps=3)
+    def run(devices: int) -> tuple[list, np.ndarray]:
+        flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        done = subprocess.run(
+            [sys.executable, "-c", SHARING], cwd=Path(__file__).parent, env=os.environ | flags, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        *others, nats = json.loads(done.stdout)
+        return others, nats
+
+    (one, alone), (two, shared) = run(1), run(2)
+    assert one == [1, 2 * 4 * 16 + 2 * 64, [False, False]]
+    assert two == [2, 2 * 4 * 16 + 2 * 64, [True, True]]
     # The losses after the first step depend on the gradient over all rows.
-    np.testing.assert_allclose(json.loads(done.stdout), trained(trainer).progress.train_nats, rtol=1e-4)
+    np.testing.assert_allclose(shared, alone, rtol=1e-4)

@@ -3,7 +3,8 @@
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
 in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
 of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
-warps add them. Where there are more activations than a block can keep, several blocks share the outputs, and XLA adds what they found.
+warps add them. Where there are more activations than a block can keep, it takes slices of the inputs one after the other, and keeps what
+they gave of its tiles.
 """
 
 import functools

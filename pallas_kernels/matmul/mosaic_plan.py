@@ -75,8 +75,9 @@ class Plan:
 
     @classmethod
     def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
-        """As few slices of the inputs as leave enough slots. Of a stage with a norm there is one."""
-        whole, least = max(stage.groups for stage in stages), max([PASS, *(stage.groups for stage in stages if stage.normed)])
+        """As few slices of the inputs as leave enough slots. Of a stage with a norm or a gate there is one."""
+        whole = max(stage.groups for stage in stages)
+        least = max([PASS, *(stage.groups for stage in stages if stage.normed or stage.gated)])
         for slices in range(1, math.ceil(whole / PASS) + 1):
             room = PASS * math.ceil(max(whole / slices, least) / PASS)
             plan = cls(rows, stages, blocks, room, eps)
@@ -88,7 +89,7 @@ class Plan:
     def row_tiles(self) -> int:
         return math.ceil(self.rows / ROWS)
 
-    def slices(self, stage: Stage) -> list["Slice"]:
+    def slices(self, stage: Stage) -> list[Slice]:
         """Of the stage's inputs: a block takes one after the other, each for all of its tiles."""
         return [Slice(first, min(self.room, stage.groups - first)) for first in range(0, stage.groups, self.room)]
 

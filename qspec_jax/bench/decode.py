@@ -22,7 +22,7 @@ from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Timing, read_bandwidth, time_loop
 from qspec_jax.cache import Cache
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits
+from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.generate import DECODE, PREPARE, make_limits
@@ -228,7 +228,8 @@ class _Measured:
         prepare, prepare_s = PREPARE.compile(*args[0], **static)
         jax.block_until_ready((self.model, self.draft))
         state = jax.block_until_ready(prepare(*args[0]))  # to warm up
-        decode, decode_s = DECODE.compile(self.target, self.draft, self.sampler, state, limits, jnp.int32(1))
+        draft = in_loop(self.draft)
+        decode, decode_s = DECODE.compile(self.target, draft, self.sampler, state, limits, jnp.int32(1))
         row = Row(
             self.method.name,
             self.context,
@@ -238,7 +239,7 @@ class _Measured:
             simulated=self.simulated,
             compile_s=prepare_s + decode_s,
             cache_bytes=state.cache.num_bytes,
-            peak_memory_bytes=self._peak_bytes(prepare, decode),
+            peak_memory_bytes=self._peak_bytes(prepare, decode, draft),
             large_operations=large_operations(decode.as_text(), self._large(state.cache)),
         )
         runs = []
@@ -246,18 +247,17 @@ class _Measured:
             del state  # its cache is gone before the next is made
             state, prefill_s = _timed(functools.partial(prepare, *inputs))
             lengths = jax.tree.map(jnp.copy, state.cache.lengths)
-            run, state = self._decoded(decode, state, limits, prefill_s)
+            run, state = self._decoded(functools.partial(decode, self.target, draft, self.sampler), state, limits, prefill_s)
             runs.append(run)
         row = _totalled(row, runs)
         if bandwidth is None:
             return row
-        return dataclasses.replace(row, steps=self._steps(state.cache.rollback(lengths), bandwidth, repeats))
+        return dataclasses.replace(row, steps=self._steps(state.cache.rollback(lengths), draft, bandwidth, repeats))
 
-    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled) -> int:
-        """Of prefill, beside which the draft is held, or of decode; arrays that target and draft share count once."""
-        target, draft = _bytes_of(self.target), _bytes_of(self.draft)
-        both = _bytes_of((self.target, self.draft))
-        return max(_working_bytes(prepare) + both - target, _working_bytes(decode) + both - target - draft)
+    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: CachedModel | None) -> int:
+        """Of prefill, beside which the draft is held, or of decode, with what the draft is there; shared arrays count once."""
+        held = lambda draft: _bytes_of((self.target, draft)) - _bytes_of(self.target)
+        return max(_working_bytes(prepare) + held(self.draft), _working_bytes(decode) + held(in_decode) - _bytes_of(in_decode))
 
     def _large(self, cache: Cache) -> int:
         """Bytes of the cache's smallest array of codes, keys or values; of two sets of logits, where that is more."""
@@ -265,9 +265,8 @@ class _Measured:
         logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
-    def _decoded(self, decode: Callable, state: DecodeState, limits: Limits, prefill_s: float) -> tuple["_Decode", DecodeState]:
+    def _decoded(self, step: Callable, state: DecodeState, limits: Limits, prefill_s: float) -> tuple["_Decode", DecodeState]:
         """A whole decode, whose first rounds warm up, and the state after it."""
-        step = functools.partial(decode, self.target, self.draft, self.sampler)
         state = jax.block_until_ready(step(state, limits, jnp.int32(2)))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: step(state, limits, jnp.int32(np.iinfo(np.int32).max)))
@@ -275,7 +274,7 @@ class _Measured:
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
         return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
-    def _steps(self, cache: Cache, bandwidth: float, repeats: int) -> dict[str, Step]:
+    def _steps(self, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
         """Each step alone, on a filled cache, which is spent: a step writes over what the one before wrote, and flushes move its buffer."""
         lengths = jax.tree.map(jnp.copy, cache.lengths)
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
@@ -300,8 +299,7 @@ class _Measured:
             return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths)
 
         work = [("target", forward, width, self.step_bytes(self.target, width), lengths, self.target)]
-        if self.draft is not None:
-            draft = jax.jit(CachedModel.in_loop)(self.draft)
+        if draft is not None:
             work.append(("draft", forward, 1, self.step_bytes(draft, 1), lengths, draft))
         work.append(("sampling", sample, width, 0, lengths, self.sampler, logits))
         if self.method.cache == "int8":

@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from qspec_jax.pretraining import (
     learning_rate_scale,
     make_optimizer,
     make_step,
-    over_devices,
+    over,
     save_model,
     write_json,
 )
@@ -115,6 +115,7 @@ class Report(Run):
     held_out_bits_per_byte: by the context that the text is cut into; empty until training is completed."""
 
     directory: str
+    devices: int
     parameters: int
     completed: bool
     step: int
@@ -148,7 +149,7 @@ def run(
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     stream, description = _read_tokens(directory, tokenizer, smoke=smoke)
     held_out = HeldOut(LlamaConfig.from_hf(recipe.model), recipe.short, tokenizer)
-    trainer, state = Trainer(recipe, stream), directory / "state.safetensors"
+    trainer, state = Trainer(recipe, stream, jax.devices()), directory / "state.safetensors"
     if state.exists():
         trainer.load(state)
         if steps and steps != trainer.progress.steps:
@@ -177,11 +178,12 @@ class Trainer:
     params: Params
     progress: Progress
 
-    def __init__(self, recipe: Recipe, stream: np.ndarray):
+    def __init__(self, recipe: Recipe, stream: np.ndarray, devices: Sequence[jax.Device] | None = None):
         self.recipe = recipe
         self.config = LlamaConfig.from_hf(recipe.model)
         self.optimizer = make_optimizer(recipe.short)
-        self.stream = jax.device_put(stream, over_devices()[0])
+        self.devices = devices or jax.devices()[:1]
+        self.stream = jax.device_put(stream, over(self.devices)[0])
         self.compiled: dict[Settings, Callable] = {}
 
     def begin(self, *, seconds: float, steps: int = 0) -> None:
@@ -249,7 +251,7 @@ class Trainer:
     def _compile(self, s: Settings) -> Callable:
         if s not in self.compiled:
             args = (self.params, self.state, self.stream, np.zeros(s.batch, np.int32), np.float32(0))
-            self.compiled[s] = make_step(self.config, s, self.optimizer).lower(*args).compile()
+            self.compiled[s] = make_step(self.config, s, self.optimizer, self.devices).lower(*args).compile()
         return self.compiled[s]
 
     def save(self, path: Path) -> None:
@@ -267,7 +269,7 @@ class Trainer:
             with safe_open(path, framework="np") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("recipe") != _recipe_json(self.recipe):
-                    raise InputError(f"{path}: is of a run with other settings; give another --output")
+                    raise InputError(f"{path}: is of a run with other settings, or on another number of GPUs; give another --output")
                 tensors = [jnp.asarray(file.get_tensor(name)) for name in _named(wanted)]
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: not a whole safetensors file ({' '.join(str(error).split())})") from None
@@ -279,6 +281,7 @@ class Trainer:
         return Report(
             **this_run(),
             directory=str(directory),
+            devices=len(self.devices),
             parameters=sum(array.size for array in self.params.values()),
             completed=p.completed,
             step=p.step,
@@ -298,7 +301,9 @@ def table(report: Report) -> Table:
     state = "completed" if report.completed else "not completed: run it again to go on"
     grid.add_row("model", f"{report.directory}: {report.parameters / 1e6:,.1f} M parameters, {state}")
     grid.add_row("steps", f"{report.step:,} of {report.steps:,}, {report.tokens_seen / 1e6:,.1f} M tokens")
-    grid.add_row("training", f"{report.train_seconds:,.0f} s, {report.tokens_per_second:,.0f} tokens/s on {report.device}")
+    grid.add_row(
+        "training", f"{report.train_seconds:,.0f} s, {report.tokens_per_second:,.0f} tokens/s on {report.devices} x {report.device}"
+    )
     grid.add_row("training text", f"{report.nats_per_token:.4f} nats per token (last 20 steps)")
     for tokens, bits in report.held_out_while_training:
         grid.add_row(f"after {tokens / 1e6:,.1f} M tokens", f"{bits:.4f} bits per byte of held-out text")

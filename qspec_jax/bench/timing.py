@@ -75,9 +75,23 @@ def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, r
 
 def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
     """Times function(x, *inputs[i]), which may return any arrays."""
-    call = jax.jit(function)
     inputs = list(inputs)
     laps = _laps(inputs)
+    program = calls(function, laps)
+
+    def batch(programs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(programs):
+            out = program(x, inputs)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    return _measure(_without_host(batch, repeats), laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
+
+
+def calls(function: Callable, laps: int) -> Callable:
+    """The program of x and inputs that calls function(x, *inputs[i]) for each, one after the other, and that so many times."""
+    call = jax.jit(function)
     # Or XLA's graphs run several at once, for which none waits for another.
     one_by_one = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
 
@@ -95,14 +109,7 @@ def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, rep
         outs = [jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, *values)) for values in inputs]
         return lax.fori_loop(0, laps, lap, (x, outs))
 
-    def batch(programs: int) -> float:
-        began = time.perf_counter()
-        for _ in range(programs):
-            out = program(x, inputs)
-        jax.block_until_ready(out)
-        return time.perf_counter() - began
-
-    return _measure(_without_host(batch, repeats), laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
+    return program
 
 
 def _laps(inputs: Sequence[tuple]) -> int:

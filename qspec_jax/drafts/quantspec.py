@@ -20,9 +20,9 @@ def quantspec(
 ) -> CachedModel:
     """The draft of a model.
 
-    weight_bits 16 drafts with the target's own weights, head included, head_bits 16 with its head (in INT8 it is made anew for each
-    decode), planes 2 with the target's view of the cache. calibration: texts (token ids) for which the INT4 weights should err least,
-    see calibrate.py; without, they are rounded to nearest.
+    weight_bits 16 drafts with the target's own weights, its head among them. head_bits 8 is of INT4 weights: each decode makes the INT8
+    head anew (`decode.in_loop`); 16 leaves the head as it is. planes 2 drafts with the target's view of the cache. calibration: texts
+    (token ids) for which the INT4 weights should err least, see calibrate.py; without, they are rounded to nearest.
     """
     if weight_bits not in (4, 16):
         raise InputError(f"draft weight_bits {weight_bits} should be 4 or 16")

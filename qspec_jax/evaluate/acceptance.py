@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Key
 from qspec_jax import prefill
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts
+from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts, in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.generate import PREPARE, generate, make_limits, token_lists
 from qspec_jax.model import Llama
@@ -73,7 +73,8 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
     args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
     run_prepare, _ = PREPARE.compile(*args, **static)
-    walk_args = (CachedModel(model, 2), draft, sampler, run_prepare(*args), limits, jnp.asarray(real))
+    state = run_prepare(*args)
+    walk_args = (CachedModel(model, 2), in_loop(draft), sampler, state, limits, jnp.asarray(real))
     run_walk, _ = WALK.compile(*walk_args)
     counts = jax.device_get(run_walk(*walk_args).counts)
     accepted, drafted = int(counts.accepted.sum()), int(counts.drafted.sum())
@@ -90,7 +91,6 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
 
 
 def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
-    draft = draft.in_loop()
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
     state = dataclasses.replace(state, pending=real[:, 0], emitted=jnp.ones_like(state.emitted), status=jnp.zeros_like(state.status))
