@@ -1,6 +1,7 @@
 """The forward pass, through the real loader, against transformers' logits (tests/make_goldens.py)."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from runs import random_model
 from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.kv_format import FullLayer, Lengths
+from qspec_jax import prefill
 from qspec_jax.checkpoint import load_model
 from qspec_jax.config import LlamaConfig
 from qspec_jax.model import Llama
@@ -101,3 +103,23 @@ def test_from_one_attention_to_the_next(settings, weights):
     np.testing.assert_allclose(y, following.qkv(following.input_norm(expected)), rtol=1e-4, atol=1e-4)
     before, added = block.until(None, x, attended)
     np.testing.assert_allclose(before + added, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (6, 3), (4, 1)])
+def test_prompts_are_attended_some_heads_at_a_time(heads, kv_heads, monkeypatch):
+    """What a GPU does with cuDNN, by way of XLA."""
+    r = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(r.standard_normal((2, 64, n, 64)), jnp.bfloat16) for n in (heads, kv_heads, kv_heads))
+    expected, seen, attend = jax.nn.dot_product_attention(q, k, v, is_causal=True), [], jax.nn.dot_product_attention
+
+    def flash(q, k, v, *, is_causal, implementation):
+        seen.append((implementation, q.shape[2], k.shape[2]))
+        return attend(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", flash)
+    monkeypatch.setattr(prefill, "compute_capability", lambda: 9.0)
+    for flash_bytes, parts in (q.nbytes + 1, 1), (q.nbytes, 2), (q.nbytes // 4, 8):
+        monkeypatch.setattr(prefill, "FLASH_BYTES", flash_bytes)
+        np.testing.assert_array_equal(prefill.attend_prompt(q, k, v), expected)
+        parts = math.gcd(parts, kv_heads)
+        assert seen.pop() == ("cudnn", heads // parts, kv_heads // parts)
