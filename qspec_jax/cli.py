@@ -157,8 +157,12 @@ def demo(
     network, tokenizer = load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
     path = _demo_file()
     tokens = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
-    if len(tokens) < prompt_tokens:
-        raise InputError(f"{path.name} has {len(tokens)} tokens; ask for at most that many with --prompt-tokens")
+    positions = network.config.max_length
+    if prompt_tokens > min(len(tokens), positions - max_new_tokens):
+        raise InputError(
+            f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are too many: {path.name} has {len(tokens)} tokens, "
+            f"and the model {positions} positions for both"
+        )
     prompt = tokens[:prompt_tokens]
     parameters = sum(weight.size for weight in network.weights().values())
     console.print(

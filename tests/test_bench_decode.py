@@ -277,8 +277,8 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
 
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"
-    code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-acceptance", 0.9, "--plot", path)
-    assert code == 0
+    code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-ratio", 0.8, "--plot", path)
+    assert code == 0 and "in the mean 0.800 of those drafted" in " ".join(out.split())
     assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and "--simulate-ratio" not in caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -193,6 +193,8 @@ def test_acceptance_needs_drafts_and_room(fails):
     fails(["eval", "acceptance", "--gamma", "0", "--prompt-tokens", "64"], "gamma")
     fails(["eval", "acceptance", "--max-new-tokens", "1", "--prompt-tokens", "64"], "max_new_tokens")
     fails(["eval", "acceptance", "--prompt-tokens", "20000"], "8192 positions")
+    fails(["demo", "--prompt-tokens", "20000"], "--prompt-tokens 20000", "8192 positions")
+    fails(["demo", "--prompt-tokens", "8000"], "--max-new-tokens 256", "8192 positions")
 
 
 def test_a_device_is_written_to_and_not_replaced(run, directory):

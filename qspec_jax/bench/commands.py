@@ -185,11 +185,11 @@ def bench_decode(
         transformers_decode.check()
     if plot:
         check_plot(plot, output)
-    if rate is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
-        log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
     contexts = list(dict.fromkeys(context or [4096]))
     shape = checkpoint.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
+        if rate is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
+            log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
             dtype, source = checkpoint.stored_dtype(shape), ARCHITECTURES[arch] if arch else model

@@ -14,11 +14,12 @@ from qspec_jax.errors import InputError
 
 def table(report: Report) -> Group:
     """Two tables: whole decodes, and their steps."""
-    simulated = report.simulated_acceptance_rate
+    simulated, ratio = report.simulated_acceptance_rate, report.simulated_ratio
+    mean = "" if ratio is None else f", in the mean {ratio:.3f} of those drafted"
     head = Text.assemble(
         (f"Decode of {report.model} on {report.device}", "bold"),
         f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
-        f"Acceptance is SIMULATED: {simulated:.3f} of each draft, given those before it\n" if simulated is not None else "",
+        f"Acceptance is SIMULATED: {simulated:.3f} of each draft, given those before it{mean}\n" if simulated is not None else "",
     )
     whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in ("context", "method", "gamma", "accepted", "tokens/s", "ms/token", "speed-up", "byte limit", "of it"):

@@ -141,6 +141,9 @@ def run(
     recipe = (SMOKE if smoke else RECIPE).across(jax.device_count())
     if not smoke and jax.default_backend() != "gpu":
         raise InputError("training this model needs a GPU, and JAX finds none; --smoke runs anywhere")
+    state = directory / "state.safetensors"
+    if not state.exists() and (directory / "config.json").exists():
+        raise InputError(f"--output {directory}: holds a model that is none of these runs; give another directory")
     with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
         # Before the minutes of training, and not after.
@@ -149,7 +152,7 @@ def run(
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     stream, description = _read_tokens(directory, tokenizer, smoke=smoke)
     held_out = HeldOut(LlamaConfig.from_hf(recipe.model), recipe.short, tokenizer)
-    trainer, state = Trainer(recipe, stream, jax.devices()), directory / "state.safetensors"
+    trainer = Trainer(recipe, stream, jax.devices())
     if state.exists():
         trainer.load(state)
         if steps and steps != trainer.progress.steps:
