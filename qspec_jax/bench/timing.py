@@ -62,30 +62,14 @@ def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, r
         return query
 
     inputs = list(inputs)
-
-    def batch(programs: int) -> float:
-        began = time.perf_counter()
-        for _ in range(programs):
-            out = program(query, inputs)
-        jax.block_until_ready(out)
-        return time.perf_counter() - began
-
-    return _measure(_without_host(batch, repeats), len(inputs), repeats, JAX_METHOD)
+    return _measure(_without_host(_enqueued(program, query, inputs), repeats), len(inputs), repeats, JAX_METHOD)
 
 
 def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
     """Times function(x, *inputs[i]), which may return any arrays."""
     inputs = list(inputs)
     laps = _laps(inputs)
-    program = calls(function, laps)
-
-    def batch(programs: int) -> float:
-        began = time.perf_counter()
-        for _ in range(programs):
-            out = program(x, inputs)
-        jax.block_until_ready(out)
-        return time.perf_counter() - began
-
+    batch = _enqueued(calls(function, laps), x, inputs)
     return _measure(_without_host(batch, repeats), laps * len(inputs), repeats, CALLS_METHOD, inputs=len(inputs))
 
 
@@ -159,6 +143,19 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
 
     with torch.inference_mode():
         return _measure(batch, len(inputs), repeats, TORCH_METHOD if chained else TORCH_CALLS_METHOD)
+
+
+def _enqueued(program: Callable, *args) -> Callable[[int], float]:
+    """The seconds of n programs."""
+
+    def batch(programs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(programs):
+            out = program(*args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    return batch
 
 
 def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int], float]:
