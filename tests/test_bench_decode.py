@@ -191,8 +191,8 @@ def test_json(run):
 
 
 def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
-    def measured(model, drafts, method, prompts, gamma, *args, **settings):
-        return decode.Row(method.name, len(prompts[0]), gamma if method.speculative else 0, "failed", "no room", 0.0)
+    def measured(model, drafts, cases, prompts, *args, **settings):
+        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     flags = ["--gamma", 1, "--context", 64, "--methods", "autoregressive,quantspec", "--simulate-acceptance", 0.9, "--json"]
@@ -215,7 +215,7 @@ def test_transformers_beside(run, monkeypatch):
     monkeypatch.setattr(transformers_decode, "check", lambda: None)
     monkeypatch.setattr(transformers_decode.subprocess, "run", start)
     baseline = decode.Row("autoregressive", 200, 0, "measured", ms_per_token=2.0)
-    monkeypatch.setattr(decode, "measure", lambda *args, **settings: baseline)
+    monkeypatch.setattr(decode, "measure", lambda *args, **settings: [baseline])
     flags = ["--context", 200, "--methods", "autoregressive", "--transformers", "--json"]  # twice the same context
     for code, status, note in (0, "measured", ""), (1, "failed", "RuntimeError: no room"), (-9, "failed", "killed by signal 9"):
         exit_code, out, _ = run(*FAST, *flags)
@@ -270,10 +270,11 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
     steps = {name: decode.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode.Step(timed, 0, 0.0)}
 
-    def measured(model, drafts, method, prompts, gamma, *args, rate, **settings):
+    def measured(model, drafts, cases, prompts, *args, rate, **settings):
         figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
         figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
-        return decode.Row(method.name, len(prompts[0]), gamma, "measured", simulated=rate is not None, **figures)
+        simulated = rate is not None
+        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "measured", simulated=simulated, **figures) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"

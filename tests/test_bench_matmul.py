@@ -114,7 +114,7 @@ def test_few_bytes_are_read_several_times_in_a_program(monkeypatch):
     inputs = [(jnp.zeros(1000, jnp.float32),)] * 5
     assert timing._laps(inputs) == 2
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(timing, "ROTATED_BYTES", 50_000)
+    monkeypatch.setattr(timing, "LAPPED_BYTES", 50_000)
     assert timing._laps(inputs) == 3
     assert timing._laps(inputs * 3) == 1
 

@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,15 @@ import numpy as np
 from tqdm import tqdm
 
 from pallas_kernels.attention.shapes import Shape, bytes_read
+from pallas_kernels.kv_format import Lengths
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
-from qspec_jax.bench.timing import Timing, read_bandwidth, time_loop
+from qspec_jax.bench.timing import Timing, loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.cache import Cache
+from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, in_loop
+from qspec_jax.decode import CachedModel, Counts, DecodeState, in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.generate import DECODE, PREPARE, make_limits
@@ -58,6 +62,14 @@ METHODS = {
 }
 
 
+class Case(NamedTuple):
+    """gamma: of methods that draft."""
+
+    method: Method
+    gamma: int
+    temperature: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Microseconds of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth they take."""
@@ -76,8 +88,8 @@ class Row:
     over drafted tokens. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the autoregressive row of
     this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its bytes; share_of_limit:
     speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the draft.
-    large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: without what another method
-    had compiled already.
+    large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and decode are
+    compiled, from when all methods of a context and their steps begin to be, side by side.
     """
 
     method: str
@@ -149,18 +161,18 @@ def run(
     bar on standard error; None where that is a terminal. A method that fails, for want of memory say, is a row that says so.
     """
     rows = []
-    cases = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
+    cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
     with tqdm(total=1 + len(contexts) * len(cases), leave=False, disable=None if progress is None else not progress) as bar:
         bar.set_description("read bandwidth")
         bandwidth = read_bandwidth(repeats=repeats)
         bar.update()
         for context in contexts:
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
+            bar.set_description(f"{context:,} tokens")
             found = []
-            for method, gamma in cases:
-                bar.set_description(f"{context:,} tokens: {method.name}")
-                settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
-                found.append(measure(model, drafts, method, prompt.tolist(), gamma, max_new_tokens, **settings))
+            settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+            for row in measure(model, drafts, cases, prompt.tolist(), max_new_tokens, **settings):
+                found.append(row)
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
     return Report(
@@ -177,59 +189,98 @@ def run(
 def measure(
     model: Llama,
     drafts: Callable[[bool], Llama],
-    method: Method,
+    cases: Sequence[Case],
     prompts: Sequence[Sequence[int]],
-    gamma: int,
     max_new_tokens: int,
     *,
-    temperature: float = 0.0,
     rate: float | None = None,
     seed: int = 0,
     bandwidth: float | None = None,
     repeats: int = 20,
-) -> Row:
-    """A method's row, after these prompts of one length; where it fails, for want of memory say, a row that says so.
+) -> Iterator[Row]:
+    """Each case's row, after these prompts of one length; where it fails, for want of memory say, a row that says so.
 
-    rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
+    All programs are compiled first, side by side. rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the
+    steps are measured too, `repeats` times.
     """
-    config = GenerationConfig(
-        method="quantspec" if method.speculative else "autoregressive",
-        cache=method.cache,
-        num_speculative_tokens=gamma,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        ignore_eos=True,
-    )
-    try:
-        draft = drafts(method.int4) if method.speculative else None
-        return _Measured(model, draft, method, config, len(prompts[0]), rate).row(prompts, seed, bandwidth, repeats)
-    except Exception as error:  # one row of many
-        return Row(method.name, len(prompts[0]), gamma if method.speculative else 0, "failed", one_line(error), temperature)
+    settings = dict(rate=rate, seed=seed, bandwidth=bandwidth)
+    begun: list[_Measured | Exception] = []
+    with ThreadPoolExecutor() as pool:
+        for case in cases:
+            try:
+                draft = drafts(case.method.int4) if case.method.speculative else None
+                begun.append(_Measured(model, draft, case, prompts, max_new_tokens, pool, **settings))
+            except Exception as error:
+                begun.append(error)
+    for case, measured in zip(cases, begun):
+        try:
+            if isinstance(measured, Exception):
+                raise measured
+            row = measured.row(bandwidth, repeats)
+        except Exception as error:  # one row of many
+            gamma = case.gamma if case.method.speculative else 0
+            row = Row(case.method.name, len(prompts[0]), gamma, "failed", one_line(error), case.temperature)
+        yield row
 
 
 class _Measured:
-    """One method at one context."""
+    """One method after prompts of one length. Its programs begin to be compiled as it is made."""
 
-    def __init__(self, model: Llama, draft: Llama | None, method: Method, config: GenerationConfig, context: int, rate: float | None):
-        self.model, self.method, self.config, self.context = model, method, config, context
-        self.gamma = config.num_speculative_tokens if method.speculative else 0
+    def __init__(
+        self,
+        model: Llama,
+        draft: Llama | None,
+        case: Case,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        pool: Executor,
+        *,
+        rate: float | None,
+        seed: int,
+        bandwidth: float | None,
+    ):
+        self.model, self.method, self.context = model, case.method, len(prompts[0])
+        self.gamma = case.gamma if case.method.speculative else 0
+        self.config = GenerationConfig(
+            method="quantspec" if case.method.speculative else "autoregressive",
+            cache=case.method.cache,
+            num_speculative_tokens=case.gamma,
+            max_new_tokens=max_new_tokens,
+            temperature=case.temperature,
+            ignore_eos=True,
+        )
         self.target = CachedModel(model, 2)
-        self.draft = CachedModel(draft, 1, head_bits=8 if method.int4 else 16) if draft is not None else None
-        self.simulated = rate is not None and method.speculative
-        self.sampler: Sampler = SimulatedGreedy(jnp.float32(rate)) if self.simulated else make_sampler(config)
-
-    def row(self, prompts: Sequence[Sequence[int]], seed: int, bandwidth: float | None, repeats: int) -> Row:
+        self.draft = CachedModel(draft, 1, head_bits=8 if case.method.int4 else 16) if draft is not None else None
+        self.simulated = rate is not None and case.method.speculative
+        self.sampler: Sampler = SimulatedGreedy(jnp.float32(rate)) if self.simulated else make_sampler(self.config)
+        self.limits = make_limits(model, self.config, 1)
         tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
         n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
-        limits = make_limits(self.model, self.config, 1)
-        args = [(self.model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], limits) for i in range(len(prompts))]
+        self.inputs = [(model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]
+        self._compile(pool, bandwidth)
+
+    def _compile(self, pool: Executor, bandwidth: float | None) -> None:
         new = bucket(self.config.max_new_tokens)
         static = dict(cache=self.config.cache_config, capacity=bucket(self.context) + new, max_new_tokens=new, gamma=self.gamma)
-        prepare, prepare_s = PREPARE.compile(*args[0], **static)
+        state, draft = PREPARE.shapes(*self.inputs[0], **static), jax.eval_shape(in_loop, self.draft)
+        began = time.perf_counter()
+
+        def compiled(program: Compiled, *args, **static) -> Future:
+            return pool.submit(lambda: (program.compile(*args, **static)[0], time.perf_counter() - began))
+
+        self.prepare = compiled(PREPARE, *self.inputs[0], **static)
+        self.decode = compiled(DECODE, self.target, draft, self.sampler, state, self.limits, jnp.int32(1))
+        self.loops = {}
+        if bandwidth is not None:
+            carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache
+            for step in self._steps(state.cache.lengths, draft, bandwidth):
+                self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs)
+
+    def row(self, bandwidth: float | None, repeats: int) -> Row:
+        (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
         jax.block_until_ready((self.model, self.draft))
-        state = jax.block_until_ready(prepare(*args[0]))  # to warm up
+        state = jax.block_until_ready(prepare(*self.inputs[0]))  # to warm up
         draft = in_loop(self.draft)
-        decode, decode_s = DECODE.compile(self.target, draft, self.sampler, state, limits, jnp.int32(1))
         row = Row(
             self.method.name,
             self.context,
@@ -237,22 +288,22 @@ class _Measured:
             "measured",
             temperature=self.config.temperature,
             simulated=self.simulated,
-            compile_s=prepare_s + decode_s,
+            compile_s=max(prepare_s, decode_s),
             cache_bytes=state.cache.num_bytes,
             peak_memory_bytes=self._peak_bytes(prepare, decode, draft),
             large_operations=large_operations(decode.as_text(), self._large(state.cache)),
         )
         runs = []
-        for inputs in args:
+        for inputs in self.inputs:
             del state  # its cache is gone before the next is made
             state, prefill_s = _timed(functools.partial(prepare, *inputs))
             lengths = jax.tree.map(jnp.copy, state.cache.lengths)
-            run, state = self._decoded(functools.partial(decode, self.target, draft, self.sampler), state, limits, prefill_s)
+            run, state = self._decoded(functools.partial(decode, self.target, draft, self.sampler), state, prefill_s)
             runs.append(run)
         row = _totalled(row, runs)
         if bandwidth is None:
             return row
-        return dataclasses.replace(row, steps=self._steps(state.cache.rollback(lengths), draft, bandwidth, repeats))
+        return dataclasses.replace(row, steps=self._measured_steps(state.cache.rollback(lengths), draft, bandwidth, repeats))
 
     def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: CachedModel | None) -> int:
         """Of prefill, beside which the draft is held, or of decode, with what the draft is there; shared arrays count once."""
@@ -265,18 +316,18 @@ class _Measured:
         logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
-    def _decoded(self, step: Callable, state: DecodeState, limits: Limits, prefill_s: float) -> tuple["_Decode", DecodeState]:
+    def _decoded(self, step: Callable, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
         """A whole decode, whose first rounds warm up, and the state after it."""
-        state = jax.block_until_ready(step(state, limits, jnp.int32(2)))
+        state = jax.block_until_ready(step(state, self.limits, jnp.int32(2)))
         before = jax.device_get((state.emitted, state.counts))
-        state, decode_s = _timed(lambda: step(state, limits, jnp.int32(np.iinfo(np.int32).max)))
+        state, decode_s = _timed(lambda: step(state, self.limits, jnp.int32(np.iinfo(np.int32).max)))
         after = jax.device_get((state.emitted, state.counts))
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
         return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
-    def _steps(self, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
-        """Each step alone, on a filled cache, which is spent: a step writes over what the one before wrote, and flushes move its buffer."""
-        lengths = jax.tree.map(jnp.copy, cache.lengths)
+    def _steps(self, lengths: Lengths, draft: CachedModel | None, bandwidth: float) -> list["_Work"]:
+        """Each step alone, on a filled cache of these lengths, which is spent: a step writes over what the one before wrote, and flushes
+        move its buffer."""
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
         keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
@@ -284,10 +335,10 @@ class _Measured:
         _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
         proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
 
-        def forward(tokens, cache, lengths, model):
-            positions = lengths.total[:, None] + jnp.arange(tokens.shape[1])
-            logits, cache = model(tokens, positions, cache)
-            return jnp.argmax(logits, -1).astype(jnp.int32), cache.rollback(lengths)
+        def forward(tokens, cache, lengths, model, *, width):
+            positions = lengths.total[:, None] + jnp.arange(width)
+            logits, cache = model(tokens[:, :width], positions, cache)
+            return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(lengths)
 
         def sample(tokens, cache, lengths, sampler, logits):
             # The tokens enter, or the loop would do it once.
@@ -298,25 +349,50 @@ class _Measured:
         def flush(tokens, cache, lengths):
             return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths)
 
-        work = [("target", forward, width, self.step_bytes(self.target, width), lengths, self.target)]
+        def step(name: str, model: CachedModel, width: int) -> _Work:
+            size = self.step_bytes(model, width)
+            return _Work(name, functools.partial(forward, width=width), (lengths, model), size / bandwidth / 1e9, size)
+
+        work = [step("target", self.target, width)]
         if draft is not None:
-            work.append(("draft", forward, 1, self.step_bytes(draft, 1), lengths, draft))
-        work.append(("sampling", sample, width, 0, lengths, self.sampler, logits))
+            work.append(step("draft", draft, 1))
+        work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))
         if self.method.cache == "int8":
-            group = cache.group_size
-            for name, buffered in ("flush due", 2 * group), ("flush not due", group):
-                work.append((name, flush, 1, 0, dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))))
+            group = GenerationConfig().cache_config.group_size_for(self.model.config.head_dim)
+            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 1e-4):
+                at = dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))
+                work.append(_Work(name, flush, (at,), seconds))
+        return work
+
+    def _measured_steps(self, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
+        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), cache
         steps = {}
-        for name, function, width, size, *inputs in work:
-            carry = jnp.zeros((1, width), jnp.int32), cache
-            timing, (_, cache) = time_loop(lambda carry, *inputs, f=function: f(*carry, *inputs), carry, *inputs, repeats=repeats)
-            steps[name] = Step(timing, size, size / bandwidth / 1e3 / timing.median_us)
+        for work in self._steps(jax.tree.map(jnp.copy, cache.lengths), draft, bandwidth):
+            program, _ = self.loops[work.name].result()
+            timing, carry = time_loop(program, work.trips, carry, work.inputs, repeats=repeats)
+            steps[work.name] = Step(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
         return steps
 
     def step_bytes(self, model: CachedModel, width: int) -> int:
         """What a step must read: its weights, and the cache with its own tokens."""
         planes = None if self.method.cache == "full" else model.planes
         return weight_bytes(model.model) + cache_bytes_read(self.model, self.context + width, width, planes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A step, tokens and cache = function(tokens, cache, *inputs); about so many seconds, and the bytes that it must read (0: not
+    counted)."""
+
+    name: str
+    function: Callable
+    inputs: tuple
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def trips(self) -> int:
+        return loop_trips(self.seconds)
 
 
 @dataclasses.dataclass(frozen=True)

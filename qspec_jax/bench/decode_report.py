@@ -95,7 +95,7 @@ def plot(report: Report, path: Path) -> None:
     bottom = [0.0] * len(rounds)
     for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
         heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
-        time.bar([f"{row.context:,}, {row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
+        time.bar([f"{row.context:,}\n{row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
         bottom = [a + b for a, b in zip(bottom, heights)]
     time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
     for axes in (speed, time, memory):

@@ -92,10 +92,10 @@ def run(
             make_draft = lambda int4, draft=draft: draft().model
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
+                cases = [decode.Case(BASELINE, 0, temperature), *(decode.Case(SPECULATIVE, gamma, temperature) for gamma in gammas)]
                 decodes = []
-                for method, gamma in [(BASELINE, 0), *((SPECULATIVE, gamma) for gamma in gammas)]:
-                    settings = dict(temperature=temperature, seed=seed)
-                    decodes.append(decode.measure(model, make_draft, method, prompts, gamma, max_new_tokens, **settings))
+                for row in decode.measure(model, make_draft, cases, prompts, max_new_tokens, seed=seed):
+                    decodes.append(row)
                     bar.update()
                 rows += decode.compared(decodes)
                 for gamma in gammas:

@@ -16,8 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# All inputs of a program together: many times any L2, and long enough to hide the launch of the next program.
+from qspec_jax.compiled import Compiled
+
+# All inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9
+# What a program reads of them, one lap after the other: long enough to hide the launch of the next, milliseconds with hundreds of arguments.
+LAPPED_BYTES = 2e10
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
@@ -100,28 +104,33 @@ def _laps(inputs: Sequence[tuple]) -> int:
     """How often a program goes through these inputs: until it has read enough to hide the launch of the next, with all its arguments."""
     if jax.default_backend() == "cpu":
         return 2
-    return math.ceil(ROTATED_BYTES / sum(array.nbytes for array in jax.tree.leaves(inputs)))
+    return math.ceil(LAPPED_BYTES / sum(array.nbytes for array in jax.tree.leaves(inputs)))
 
 
-def time_loop(function: Callable, carry, *inputs, repeats: int) -> tuple[Timing, object]:
-    """Times carry = function(carry, *inputs), where the carry is a pytree that is updated in place; also returns the last one."""
+def loop(function: Callable, trips: int) -> Compiled:
+    """The program (carry, inputs) -> carry that does carry = function(*carry, *inputs) so many times, in place."""
+    program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
+    return Compiled(program, donate_argnums=0)
 
-    @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
-    def program(carry, inputs, trips):
-        return lax.fori_loop(0, trips, lambda _, carry: function(carry, *inputs), carry)
 
-    def batch(programs: int, trips: int) -> float:
+def loop_trips(seconds: float) -> int:
+    """How long a loop should be whose trips take about so many seconds."""
+    least, most = LOOP_TRIPS
+    return min(most, max(least, math.ceil(LOOP_SECONDS / seconds)))
+
+
+def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: int) -> tuple[Timing, object]:
+    """Times a trip of such a program; also returns the last carry."""
+
+    def batch(programs: int) -> float:
         nonlocal carry
         began = time.perf_counter()
         for _ in range(programs):
-            carry = program(carry, inputs, trips)
+            carry = program(carry, inputs)
         jax.block_until_ready(carry)
         return time.perf_counter() - began
 
-    trips, most = LOOP_TRIPS
-    batch(1, trips)  # compiles
-    trips = min(most, trips * math.ceil(LOOP_SECONDS / batch(1, trips)))
-    timing = _measure(_without_host(functools.partial(batch, trips=trips), repeats), trips, repeats, LOOP_METHOD, inputs=1)
+    timing = _measure(_without_host(batch, repeats), trips, repeats, LOOP_METHOD, inputs=1)
     return timing, carry
 
 
