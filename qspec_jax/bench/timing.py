@@ -20,7 +20,7 @@ from qspec_jax.compiled import Compiled
 
 # All inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9
-# What a program reads of them, one lap after the other: long enough to hide the launch of the next, milliseconds with hundreds of arguments.
+# What a program reads of them, one lap after the other: long enough to hide the launch of the next, with hundreds of arguments.
 LAPPED_BYTES = 2e10
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02

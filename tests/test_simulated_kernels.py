@@ -1,0 +1,139 @@
+"""The Mosaic GPU kernels on a CPU, instruction by instruction (warp_simulator.py): what they compute. The GPU tests take real shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_append_gpu
+import test_between_gpu
+import test_matmul_gpu
+import test_norm_gpu
+import warp_simulator
+from attention_problems import Case, random_problem
+
+import pallas_kernels.append.mosaic_gpu as append
+import pallas_kernels.attention.mosaic_gpu as attention
+import pallas_kernels.between.mosaic_gpu as between
+import pallas_kernels.matmul.mosaic_gpu as matmul
+import pallas_kernels.norm.mosaic_gpu as norm
+from pallas_kernels.append import reference as append_reference
+from pallas_kernels.attention import mosaic_blocks, mosaic_stream, mosaic_tile
+from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.attention.mosaic_plan import Config
+from pallas_kernels.matmul import mosaic_block
+from pallas_kernels.matmul.mosaic_plan import Plan, Stage
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    warp = warp_simulator.simulated_warp()
+    monkeypatch.setattr("pallas_kernels.warp", warp)  # of modules that import it in a function
+    for module in (mosaic_block, mosaic_blocks, mosaic_stream, mosaic_tile):
+        monkeypatch.setattr(module, "w", warp)
+    for kernel in (append, attention, between, matmul, norm):
+        monkeypatch.setattr(kernel, "launch", warp_simulator.launch)
+
+
+def at_once(function):
+    """What a jitted function does, without tracing it."""
+    return function.__wrapped__
+
+
+# INT4 matmul, and all between two attentions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "room"),
+    [
+        (1, 4096, (48, 16), 3, None),
+        (2, 256, (64, 16, 32), 2, None),
+        (3, 4608, (48,), 2, 16),  # slices of the inputs
+        (7, 768, (32,), 1, None),
+        (16, 256, (16, 32), 2, None),
+        (1, 256, (32,), 3, None),  # a block without tiles
+    ],
+)
+def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
+    weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    plan = Plan.fitting(rows, (Stage(inputs // 128, outputs),), blocks)
+    y = at_once(matmul.run)(dataclasses.replace(plan, room=room or plan.room), x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
+        assert test_matmul_gpu.relative_error(part, x, weight) <= 5e-3
+
+
+def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
+    weight, x = test_matmul_gpu.random_weight(16, 256, 0), test_matmul_gpu.activations(3, 256, False)
+    run = functools.partial(at_once(matmul.run), Plan.fitting(3, (Stage(2, (16,)),), 1))
+    clean, spoilt = run(x, [weight]), run(x.at[1, 9].set(jnp.nan), [weight])
+    assert np.isnan(np.asarray(spoilt[1], np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(spoilt)[[0, 2]], np.asarray(clean)[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "blocks"),
+    [((256, 512, 256, (32, 16, 16)), 1, 3), ((256, 256, 256, ()), 3, 2)],
+)
+def test_between_attentions(shape, rows, blocks):
+    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_between_gpu.problem(*shape, rows)
+    plan = dataclasses.replace(between.plan_for(rows, o, gate, down, following, test_between_gpu.EPS), blocks=blocks)
+    norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
+    count = len(plan.stages)
+    found = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count])
+    for ours, exact in zip(found, test_between_gpu.exact(*problem)):
+        assert ours.dtype == jnp.bfloat16
+        assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+# The smaller kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 1032)])
+def test_norm(rows, width):
+    x, added, weight = test_norm_gpu.problem(rows, width)
+    total, normed = at_once(norm.run)(x, added, weight, eps=1e-5)
+    np.testing.assert_array_equal(np.asarray(total), np.asarray(x + added))
+    wide = (x + added).astype(jnp.float32)
+    wide = wide / jnp.sqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5) * weight.astype(jnp.float32)
+    np.testing.assert_allclose(np.asarray(normed, np.float32), np.asarray(wide), rtol=2**-7)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "heads", "kv_heads", "head_dim"), [(2, 3, 6, 2, 64), (1, 2, 4, 2, 96)])
+def test_append(batch, tokens, heads, kv_heads, head_dim):
+    qkv, cos, sin, buffer, offset = test_append_gpu.problem(batch, tokens, heads, kv_heads, head_dim)
+    cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
+    q, new = at_once(append.run)(qkv, cos, sin, buffer, offset)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    expected = append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), offset)
+    for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
+
+
+# Attention --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["gaussian", "outliers"])
+@pytest.mark.parametrize("planes", [1, 2, None])
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(1, 2, 2, 128, group_size=64, capacity=3, groups=(0, 3)), Config(3)),
+        (Case(7, 4, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(2, team=2)),
+    ],
+    ids=["T1", "T7-GQA4"],
+)
+def test_attention(case, config, planes, data):
+    q, layer = random_problem(case, "bfloat16", data)
+    layer, lengths = case.attended(layer, planes)
+    lengths = jax.tree.map(lambda x: x[: len(case.groups)], lengths)
+    out = at_once(attention.run)(attention.plan_for(q, layer, planes=planes, config=config), q, lengths, layer)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, layer)
+    expected = attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, planes=planes)
+    assert out.dtype == jnp.bfloat16
+    errors = np.linalg.norm((np.asarray(out, np.float32) - expected).reshape(len(q), -1), axis=1)
+    assert (errors <= 1e-2 * np.linalg.norm(np.asarray(expected).reshape(len(q), -1), axis=1)).all()

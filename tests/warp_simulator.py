@@ -1,0 +1,500 @@
+"""Runs kernels whose bodies place every register themselves (pallas_kernels/warp.py) on a CPU: every warp a thread, its lanes arrays.
+
+What `warp` emits is done at once instead: its arithmetic on arrays of 32 lanes, its PTX by the few instructions that the kernels use.
+Copies in the background are there at once, which is the worst they can do to what is read late. Alignment and bounds of every access are
+checked, and a wait that nobody ends fails. Nothing is told of speed, of registers, or of what the memory model allows.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import warp as real
+
+LANES = np.arange(32)
+PATIENCE_S, STEP_S = 60.0, 0.02
+SHARED_START = 1024
+GUARD = 256  # bytes between arrays, which nobody may touch
+
+
+class Here(threading.local):
+    """Where a thread is: its block, its warp, and the lanes that run."""
+
+    block: "Block"
+    warp: int
+    mask: np.ndarray
+
+
+here = Here()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """As `warp.Value`, one number for each lane."""
+
+    raw: np.ndarray
+
+    @property
+    def is_float(self) -> bool:
+        return self.raw.dtype == np.float32
+
+    def like(self, other) -> np.ndarray:
+        if isinstance(other, Lanes):
+            assert other.raw.dtype == self.raw.dtype, (other.raw.dtype, self.raw.dtype)
+            return other.raw
+        return constant(other, self.raw.dtype)
+
+    def binary(self, other, function: Callable) -> "Lanes":
+        with np.errstate(all="ignore"):
+            return Lanes(function(self.raw, self.like(other)).astype(self.raw.dtype))
+
+    def unsigned(self, other, function: Callable) -> "Lanes":
+        kind = np.uint64 if self.raw.dtype == np.int64 else np.uint32
+        return Lanes(function(self.raw.view(kind), self.like(other).view(kind)).astype(kind).view(self.raw.dtype))
+
+    __add__ = __radd__ = lambda self, other: self.binary(other, np.add)
+    __mul__ = __rmul__ = lambda self, other: self.binary(other, np.multiply)
+    __sub__ = lambda self, other: self.binary(other, np.subtract)
+    __truediv__ = lambda self, other: self.binary(other, np.divide)
+    __floordiv__ = lambda self, other: self.unsigned(other, np.floor_divide)
+    __mod__ = lambda self, other: self.unsigned(other, np.remainder)
+    __rshift__ = lambda self, other: self.unsigned(other, np.right_shift)
+    __lshift__ = lambda self, other: self.unsigned(other, np.left_shift)
+    __and__ = lambda self, other: self.binary(other, np.bitwise_and)
+    __or__ = lambda self, other: self.binary(other, np.bitwise_or)
+    __xor__ = lambda self, other: self.binary(other, np.bitwise_xor)
+    __lt__ = lambda self, other: Lanes(self.raw < self.like(other))
+    __eq__ = lambda self, other: Lanes(self.raw == self.like(other))
+    __hash__ = object.__hash__
+
+
+def constant(x, dtype) -> np.ndarray:
+    if np.issubdtype(dtype, np.integer):
+        return np.full(32, int(x) & (2 ** (8 * np.dtype(dtype).itemsize) - 1), np.dtype(f"u{np.dtype(dtype).itemsize}")).view(dtype)
+    return np.full(32, x, dtype)
+
+
+def scalar(x: Lanes) -> int:
+    """Of all lanes that run."""
+    values = x.raw[here.mask]
+    assert (values == values[0]).all(), f"lanes do not agree: {values}"
+    return int(values[0])
+
+
+# Control ------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def when(condition: Lanes):
+    before = here.mask
+    here.mask = before & condition.raw
+    try:
+        yield
+    finally:
+        here.mask = before
+
+
+def loop(lower: Lanes, upper: Lanes, carry, body: Callable):
+    """Not at all where no lane runs: a branch that is not taken is emitted all the same."""
+    if here.mask.any():
+        for i in range(scalar(lower), scalar(upper)):
+            carry = body(Lanes(constant(i, np.int32)), carry)
+    return carry
+
+
+# Memory ------------------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Bytes from an address on, of which some may be touched."""
+
+    def __init__(self, start: int, size: int):
+        self.start, self.bytes, self.allowed = start, np.zeros(size, np.uint8), np.zeros(size, bool)
+
+    def places(self, at: np.ndarray, size: int) -> np.ndarray:
+        """Indices of so many bytes from each address of the lanes that run, all of which must be allowed and aligned."""
+        at = at[here.mask].astype(np.int64)
+        assert not (at % size).any(), f"addresses {at} are no multiples of {size}"
+        places = (at - self.start)[:, None] + np.arange(size)
+        assert places.size == 0 or (places.min() >= 0 and places.max() < len(self.bytes)), f"addresses {at} are nowhere"
+        assert self.allowed[places].all(), f"addresses {at} are of no array"
+        return places
+
+    def load(self, at: np.ndarray, words: int, dtype) -> tuple[Lanes, ...]:
+        out = np.zeros((32, words), np.int32)
+        out[here.mask] = self.bytes[self.places(at, 4 * words)].view(np.int32)
+        return tuple(Lanes(np.ascontiguousarray(column).view(dtype)) for column in out.T)
+
+    def store(self, at: np.ndarray, values: np.ndarray) -> None:
+        """values: [lane, any]"""
+        data = np.ascontiguousarray(values).view(np.uint8)
+        self.bytes[self.places(at, data.shape[1])] = data[here.mask]
+
+
+class Arrivals:
+    """A barrier that a number of arrivals and of bytes completes, again and again."""
+
+    def __init__(self, expected: int):
+        self.expected = self.pending = expected
+        self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def change(self, arrivals: int = 0, size: int = 0) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += size
+            assert self.pending >= 0, "more arrivals than were announced"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase, self.pending = self.phase + 1, self.expected
+                self.changed.notify_all()
+
+    def wait(self, done: Callable[["Arrivals"], bool], device: "Device", what: str) -> None:
+        with self.changed:
+            for _ in range(int(PATIENCE_S / STEP_S)):
+                if self.changed.wait_for(lambda: done(self), STEP_S):
+                    return
+                device.check()
+        raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for {what} in vain")
+
+
+class Block:
+    """What the warps of a block share."""
+
+    def __init__(self, index: int, shared_bytes: int, device: "Device"):
+        self.index, self.device = index, device
+        self.shared = Memory(SHARED_START, shared_bytes)
+        self.shared.bytes[:] = np.random.default_rng(index).integers(0, 256, shared_bytes, np.uint8)  # nobody has cleared it
+        self.shared.allowed[:] = True
+        self.arrivals: dict[int, Arrivals] = {}
+        self.barriers: dict[int, Arrivals] = {}
+
+    def meet(self, barrier: int, warps: int) -> None:
+        found = self.barriers.setdefault(barrier, Arrivals(warps))
+        assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
+        phase = found.phase
+        found.change(arrivals=1)
+        found.wait(lambda found: found.phase > phase, self.device, f"barrier {barrier}")
+
+
+@dataclasses.dataclass
+class Device:
+    """Global memory, and what failed."""
+
+    memory: Memory
+    failed: list = dataclasses.field(default_factory=list)
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("another warp failed")
+
+
+# Instructions ---------------------------------------------------------------------------------------------------------------
+
+
+def ptx(code: str, *args: Lanes, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Lanes, ...]:
+    run, found = instruction(code)
+    out = run(found, code, *[x.raw for x in args])
+    out = () if out is None else out if isinstance(out, tuple) else (out,)
+    return tuple(x if isinstance(x, Lanes) else Lanes(x) for x in out)
+
+
+@functools.cache
+def instruction(code: str) -> tuple[Callable, re.Match]:
+    for pattern, run in INSTRUCTIONS.items():
+        if found := re.match(pattern, code.strip()):
+            return run, found
+    raise NotImplementedError(code)
+
+
+def _memory(name: str) -> Memory:
+    return here.block.device.memory if name == "global" else here.block.shared
+
+
+def _load(found, code, at):
+    return _memory(found[1]).load(at, int(found[2] or 1), {"b": np.int32, "f": np.float32}[found[3]])
+
+
+def _store(found, code, *args):
+    *values, at = (args[1], args[0]) if code.rstrip(";").endswith("$1") else args
+    _memory(found[1]).store(at, np.stack([x.view(np.int32) for x in values], 1))
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return np.where(np.isnan(x), 0x7FFF, bits).astype(np.uint16)
+
+
+def _store_bf16(found, code, at, x):
+    here.block.device.memory.store(at, bf16_bits(x)[:, None])
+
+
+def _take_over(found, code, *at):
+    words = []
+
+    def there():
+        words[:] = [word for address in at for word in here.block.device.memory.load(address, 4, np.int32)]
+        entries = np.stack([word.raw for word in words]).view(np.uint16)
+        return not (entries.reshape(len(words), 32, 2)[:, here.mask] == real.ABSENT).any()
+
+    for _ in range(int(PATIENCE_S / STEP_S)):
+        if there():
+            return tuple(words)
+        time.sleep(STEP_S)
+        here.block.device.check()
+    raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for what no block hands over")
+
+
+def _copy(to, source, width, sizes):
+    memory, shared = here.block.device.memory, here.block.shared
+    to, source, sizes = (x[here.mask].astype(np.int64) for x in (to, source, sizes))
+    assert not ((to | source) % min(width, 16)).any() and (sizes >= 0).all() and (sizes <= width).all()
+    read = np.arange(width) < sizes[:, None]
+    places = np.where(read, (source - memory.start)[:, None] + np.arange(width), 0)
+    assert memory.allowed[places][read].all(), f"addresses {source} are of no array"
+    within = (to - shared.start)[:, None] + np.arange(width)
+    assert within.size == 0 or (within.min() >= 0 and within.max() < len(shared.bytes))
+    shared.bytes[within] = np.where(read, memory.bytes[places], 0)
+
+
+def _copy_async(found, code, to, source, size=None):
+    offset, width = int(found[1]), int(found[2])
+    _copy(to + offset, source + offset, width, np.full(32, width) if size is None else size)
+
+
+def _copy_bulk(found, code, to, source, size, arrival):
+    for lane in LANES[here.mask]:
+        with when(Lanes(lane == LANES)):
+            assert size[lane] > 0 and size[lane] % 16 == 0
+            _copy(to, source, int(size[lane]), size)
+            here.block.arrivals[int(arrival[lane])].change(size=-int(size[lane]))
+
+
+def _init(found, code, at):
+    for address in at[here.mask]:
+        here.block.arrivals[int(address)] = Arrivals(int(found[1]))
+
+
+def _arrive(found, code, at, size=None):
+    for lane in LANES[here.mask]:
+        here.block.arrivals[int(at[lane])].change(arrivals=1, size=0 if size is None else int(size[lane]))
+
+
+def _wait(found, code, at, parity):
+    if here.mask.any():
+        address, wanted = scalar(Lanes(at)), scalar(Lanes(parity))
+        here.block.arrivals[address].wait(lambda found: found.phase % 2 != wanted, here.block.device, f"arrivals at {address}")
+
+
+def _meet(found, code, barrier):
+    if here.mask.any():
+        assert here.mask.all()
+        here.block.meet(scalar(Lanes(barrier)), int(found[1]) // 32)
+
+
+def _shuffle(found, code, x):
+    if here.mask.any():
+        assert here.mask.all()
+    lane = int(found[2])
+    return x[LANES ^ lane if found[1] == "bfly" else np.full(32, lane)]
+
+
+G, T = LANES >> 2, LANES & 3  # lane 4 g + t
+
+
+def _multiplied(args: tuple, entries_a: Callable, entries_b: Callable, kind) -> tuple[np.ndarray, ...]:
+    """`mma` and `mma_bytes`. entries_a, entries_b: the numbers [lane, 2 or 4] of a register."""
+    a, b, acc = [entries_a(x) for x in args[:4]], [entries_b(x) for x in args[4:6]], args[6:]
+    each = a[0].shape[1]
+    within = each * T[:, None] + np.arange(each)
+    left, right, sums = np.zeros((16, 8 * each)), np.zeros((8 * each, 8)), np.zeros((16, 8))
+    for i in range(4):
+        left[(G + 8 * (i & 1))[:, None], 4 * each * (i >> 1) + within] = a[i]
+        sums[G + 8 * (i >> 1), 2 * T + (i & 1)] = acc[i]
+    for i in range(2):
+        right[4 * each * i + within, G[:, None]] = b[i]
+    with np.errstate(all="ignore"):
+        sums += np.einsum("ik,kj", left, right)  # not BLAS, whose calls let go of Python's lock
+        return tuple(sums[G + 8 * (i >> 1), 2 * T + (i & 1)].astype(kind) for i in range(4))
+
+
+def _mma_bytes(found, code, *args):
+    view = lambda kind: lambda x: np.ascontiguousarray(x).view(kind).reshape(32, 4)
+    return _multiplied(args, view(np.uint8), view(np.int8), np.int32)
+
+
+def halves(x: np.ndarray, kind: str) -> np.ndarray:
+    """[lane, 2] float32 of pairs of 16-bit floats."""
+    return np.ascontiguousarray(x).view({"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]).reshape(32, 2).astype(np.float32)
+
+
+def _mma(found, code, *args):
+    entries = lambda x: halves(x, found[1])
+    return _multiplied(args, entries, entries, np.float32)
+
+
+def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
+    """Registers of lanes 4 g + t: row g of rows [8, 8] of 16-bit entries, columns 2 t and 2 t + 1."""
+    entries = np.ascontiguousarray(rows.T if transposed else rows)
+    return entries.reshape(32, 2).view(np.int32)[:, 0]
+
+
+def _load_matrices(found, code, at):
+    assert here.mask.all()
+    rows = here.block.shared.bytes[here.block.shared.places(at, 16)].view(np.uint16).reshape(4, 8, 8)
+    return tuple(_of_matrix(matrix, bool(found[1])) for matrix in rows)
+
+
+def _transpose(found, code, x):
+    return _of_matrix(np.ascontiguousarray(x).view(np.uint16).reshape(8, 8), True)
+
+
+def _prmt(found, code, a, b):
+    order = int(found[1], 0)
+    source = np.stack([a, b], 1).view(np.uint8).reshape(32, 8)
+    picked = np.stack([source[:, order >> 4 * i & 7] for i in range(4)], 1)
+    return np.ascontiguousarray(picked).view(np.int32)[:, 0]
+
+
+def _pair(found, code, high, low):
+    with np.errstate(over="ignore"):
+        bits = bf16_bits if found[1] == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
+        return (bits(low).astype(np.uint32) | bits(high).astype(np.uint32) << 16).view(np.int32)
+
+
+def _max_bf16(found, code, a, b):
+    wide = lambda x: (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bf16_bits(np.fmax(wide(a), wide(b))).view(np.int32)
+
+
+def _multiply_f16(found, code, a, b):
+    with np.errstate(all="ignore"):
+        return np.ascontiguousarray((halves(a, "f16") * halves(b, "f16")).astype(np.float16)).view(np.int32)[:, 0]
+
+
+def _max_u16(found, code, a, b):
+    return np.maximum(np.ascontiguousarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16)).view(np.int32)
+
+
+def _approximate(function: Callable) -> Callable:
+    def run(found, code, x):
+        with np.errstate(all="ignore"):
+            return function(x.astype(np.float64)).astype(np.float32)
+
+    return run
+
+
+def _fma(found, code, a, b, c):
+    with np.errstate(all="ignore"):
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+INSTRUCTIONS = {
+    r"ld\.(global|shared)(?:\.v(\d))?\.([bf])32": _load,
+    r"st\.(global|shared)(?:\.v(\d))?\.([bf])32": _store,
+    r"\{ \.reg \.b16 y; cvt\.rn\.bf16\.f32 y, \$1; st\.(?:relaxed\.gpu\.)?global\.b16": _store_bf16,
+    r"\{ \.reg \.pred absent": _take_over,
+    r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
+    r"cp\.async\.bulk\.": _copy_bulk,
+    r"cp\.async\.(commit|wait)_group": lambda found, code, *args: None,
+    r"mbarrier\.init\.shared\.b64 \[\$0\], (\d+)": _init,
+    r"mbarrier\.arrive\.": _arrive,
+    r"cp\.async\.mbarrier\.arrive\.noinc": _arrive,
+    r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
+    r"bar\.warp\.sync": lambda found, code: None,
+    r"bar\.sync \$0, (\d+)": _meet,
+    r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
+    r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
+    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
+    r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
+    r"movmatrix\.sync": _transpose,
+    r"mul\.rn\.f16x2": _multiply_f16,
+    r"max\.u16x2": _max_u16,
+    r"lop3\.b32 \$0, \$1, \$2, (\w+), 0xEA;": lambda found, code, a, b: a & b | constant(int(found[1], 0), np.int32),
+    r"prmt\.b32 \$0, \$1, \$2, (\w+)": _prmt,
+    r"cvt\.rn\.(bf16|f16)x2\.f32": _pair,
+    r"max\.bf16x2": _max_bf16,
+    r"cvt\.rn\.f32\.s32": lambda found, code, x: x.astype(np.float32),
+    r"fma\.rn\.f32": _fma,
+    r"rcp\.approx": _approximate(lambda x: 1 / x),
+    r"rsqrt\.approx": _approximate(lambda x: 1 / np.sqrt(x)),
+    r"ex2\.approx": _approximate(np.exp2),
+}
+
+
+def simulated_warp() -> ModuleType:
+    """`pallas_kernels.warp` with these values and instructions."""
+    spec = importlib.util.spec_from_file_location("simulated_warp", real.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.Value, module.ptx, module.when, module.loop = Lanes, ptx, when, loop
+    module.i32 = lambda x: Lanes(constant(x, np.int32))
+    module.f32 = lambda x: Lanes(constant(x, np.float32))
+    module.i64 = lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64))
+    module.as_float = lambda x: Lanes(x.raw.view(np.float32))
+    module.as_bits = lambda x: Lanes(x.raw.view(np.int32))
+    module.select = lambda condition, yes, no: Lanes(np.where(condition.raw, yes.raw, no.raw))
+    module.minimum = lambda a, b: Lanes(np.minimum(a.raw, b.raw))
+    module.maximum = lambda a, b: Lanes(np.fmax(a.raw, b.raw))
+    module.block_index = lambda: module.i32(here.block.index)
+    module.thread_index = lambda: Lanes((here.warp * 32 + LANES).astype(np.int32))
+    module.address = lambda at: Lanes(constant(at, np.int32 if at < 1 << 31 else np.int64))
+    return module
+
+
+def launch(
+    name: str,
+    emit: Callable,
+    inputs: dict,
+    outputs: dict,
+    blocks: int,
+    warpgroups: int,
+    shared_bytes: int,
+    updated: dict | None = None,
+) -> dict:
+    """As `pallas_kernels.launch.launch`."""
+    arrays = {name: np.asarray(array) for name, array in (inputs | (updated or {})).items()}
+    arrays |= {name: np.full(shape.shape, np.nan, shape.dtype) for name, shape in outputs.items()}
+    memory = Memory(1 << 40, sum(-(-array.nbytes // GUARD) * GUARD + GUARD for array in arrays.values()))
+    refs, end = {"shared": SHARED_START}, 0
+    for key, array in arrays.items():
+        memory.bytes[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        memory.allowed[end : end + array.nbytes] = True
+        refs[key] = memory.start + end
+        end += -(-array.nbytes // GUARD) * GUARD + GUARD
+    device = Device(memory)
+    everyone = [Block(i, shared_bytes, device) for i in range(blocks)]
+
+    def run(block: Block, warp: int) -> None:
+        here.block, here.warp, here.mask = block, warp, np.ones(32, bool)
+        try:
+            emit(dict(refs))
+        except BaseException as error:
+            device.failed.append(error)
+
+    # A warp runs until it waits: to switch between hundreds takes longer than what they do.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)
+    threads = [threading.Thread(target=run, args=(block, warp), daemon=True) for block in everyone for warp in range(4 * warpgroups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    if device.failed:
+        raise device.failed[0]
+    found = {}
+    for key in [*outputs, *(updated or {})]:
+        start = refs[key] - memory.start
+        found[key] = jnp.asarray(memory.bytes[start : start + arrays[key].nbytes].view(arrays[key].dtype).reshape(arrays[key].shape))
+    return found
