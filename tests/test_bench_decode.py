@@ -164,13 +164,14 @@ def test_json(run):
     code, out, err = run(*FAST, *flags, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert report["simulated_ratio"] == pytest.approx(0.8)
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == names
     for name, row in rows.items():
         method = decode.METHODS[name]
         assert (row["status"], row["note"]) == ("measured", "")
-        assert row["simulated"] == method.speculative and row["gamma"] == (3 if method.speculative else 0)
+        assert row["gamma"] == (3 if method.speculative else 0)
+        assert row["simulated_ratio"] == (pytest.approx(0.8) if method.speculative else None)
+        assert row["simulated_rate"] == (pytest.approx(rate_of_ratio(0.8, 3)) if method.speculative else None)
         assert row["decode_s"] > 0 and row["prefill_s"] > 0 and row["compile_s"] > 0
         assert row["ms_per_token"] == pytest.approx(1e3 * row["decode_s"] / row["new_tokens"])
         assert row["speedup"] == pytest.approx(rows["autoregressive"]["ms_per_token"] / row["ms_per_token"])
@@ -199,7 +200,7 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     code, out, _ = run(*FAST, *flags)
     report = json.loads(out)
     methods = [("autoregressive", 0), ("quantspec", 3), ("quantspec", 1)]
-    assert code == 0 and report["simulated_ratio"] is None
+    assert code == 0
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
 
 
@@ -273,8 +274,8 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     def measured(model, drafts, cases, prompts, *args, rate, **settings):
         figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
         figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
-        simulated = rate is not None
-        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "measured", simulated=simulated, **figures) for case in cases]
+        simulated = dict(simulated_rate=rate, simulated_ratio=ratio_of_rate(rate, 3))
+        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"
@@ -282,6 +283,13 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     assert code == 0 and "in the mean 0.800 of those drafted" in " ".join(out.split())
     assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and "--simulate-ratio" not in caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
+    each = ["--context", 64, "--simulate-ratio", 0.8, "--simulate-ratio", 0.9]  # beside the first context's 200
+    code, out, _ = run(*FAST, *each, "--method", "quantspec")
+    lines = [" ".join(line.split()) for line in out.splitlines() if "SIMULATED" in line]
+    assert [(line.split(":")[0], line.split("mean ")[1][:5]) for line in lines] == [
+        ("Acceptance is SIMULATED at 200 tokens", "0.800"),
+        ("Acceptance is SIMULATED at 64 tokens", "0.900"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +303,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
+        (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--gamma", 2, "--gamma", 3], ["--simulate-ratio", "--gamma"]),
         (["--arch", "tiny", "--methods", "autoregressive,medusa"], ["medusa"]),

@@ -155,10 +155,13 @@ def bench_decode(
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     simulate_acceptance: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Accept each draft with this chance, given those before it; random weights need it.")
+        list[float] | None,
+        typer.Option(
+            min=0, max=1, help="Accept each draft with this chance, given those before it; one for all contexts, or one for each --context."
+        ),
     ] = None,
     simulate_ratio: Annotated[
-        float | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
+        list[float] | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
     ] = None,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
@@ -172,23 +175,27 @@ def bench_decode(
     """Whole decodes and their steps, by each method, against the bytes that they must read."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
-    if simulate_acceptance is not None and simulate_ratio is not None:
+    if simulate_acceptance and simulate_ratio:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
     methods = decode.select_methods(name for names in method or [] for name in names.split(","))
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
-    if simulate_ratio is not None and len(gammas) > 1:
+    if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")
-    rate = simulate_acceptance if simulate_ratio is None else rate_of_ratio(simulate_ratio, gammas[0])
+    contexts = list(dict.fromkeys(context or [4096]))
+    simulated = simulate_acceptance or [rate_of_ratio(ratio, gammas[0]) for ratio in simulate_ratio or []]
+    if len(simulated) not in (0, 1, len(contexts)):
+        flag = "--simulate-ratio" if simulate_ratio else "--simulate-acceptance"
+        raise InputError(f"{flag} is given {len(simulated)} times for {len(contexts)} contexts; once for all or once for each would do")
+    rates = dict(zip(contexts, simulated * len(contexts) if len(simulated) == 1 else simulated)) or None
     if transformers:
         if random_weights:
             raise InputError("--transformers goes with --arch or a whole checkpoint, not with --random-weights")
         transformers_decode.check()
     if plot:
         check_plot(plot, output)
-    contexts = list(dict.fromkeys(context or [4096]))
     shape = checkpoint.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
-        if rate is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
+        if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
             log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
@@ -210,7 +217,7 @@ def bench_decode(
             methods,
             gammas,
             max_new_tokens=max_new_tokens,
-            rate=rate,
+            rates=rates,
             beside=beside,
             repeats=repeats,
             seed=seed,

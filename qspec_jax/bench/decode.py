@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -84,12 +84,13 @@ class Row:
     """One method at one context, of one prompt or of several one after the other. Seconds of decode_s are of `new_tokens`, after a
     warm-up; prefill_s is a prompt's.
 
-    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". acceptance_ratio: accepted
-    over drafted tokens. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the autoregressive row of
-    this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its bytes; share_of_limit:
-    speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the draft.
-    large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and decode are
-    compiled, from when all methods of a context and their steps begin to be, side by side.
+    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". simulated_rate: of each draft,
+    given those before it, None where nothing is simulated; simulated_ratio: accepted over drafted tokens that it gives in the mean.
+    acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the
+    autoregressive row of this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its
+    bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the
+    draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and
+    decode are compiled, from when all methods of a context and their steps begin to be, side by side.
     """
 
     method: str
@@ -98,7 +99,8 @@ class Row:
     status: str
     note: str = ""
     temperature: float = 0.0
-    simulated: bool = False
+    simulated_rate: float | None = None
+    simulated_ratio: float | None = None
     prefill_s: float | None = None
     compile_s: float | None = None
     decode_s: float | None = None
@@ -120,14 +122,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report(Run):
-    """A row for every method, gamma and context, and rows of others. simulated_acceptance_rate: of each draft given those before it;
-    simulated_ratio: what that gives, where there is one gamma."""
+    """A row for every method, gamma and context, and rows of others."""
 
     read_bandwidth_gb_per_s: float
     model: str
     max_new_tokens: int
-    simulated_acceptance_rate: float | None
-    simulated_ratio: float | None
     rows: list[Row]
 
 
@@ -149,7 +148,7 @@ def run(
     gammas: Sequence[int],
     *,
     max_new_tokens: int,
-    rate: float | None,
+    rates: Mapping[int, float] | None,
     beside: Sequence[Row] = (),
     repeats: int = 20,
     seed: int = 0,
@@ -157,8 +156,9 @@ def run(
 ) -> Report:
     """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
-    drafts(int4): the draft's model. rate: simulated acceptance; None verifies for real. beside: rows of others, to compare. progress: a
-    bar on standard error; None where that is a terminal. A method that fails, for want of memory say, is a row that says so.
+    drafts(int4): the draft's model. rates: simulated acceptance at each context; None verifies for real. beside: rows of others, to
+    compare. progress: a bar on standard error; None where that is a terminal. A method that fails, for want of memory say, is a row that
+    says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -170,7 +170,7 @@ def run(
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             bar.set_description(f"{context:,} tokens")
             found = []
-            settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+            settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats)
             for row in measure(model, drafts, cases, prompt.tolist(), max_new_tokens, **settings):
                 found.append(row)
                 bar.update()
@@ -180,8 +180,6 @@ def run(
         read_bandwidth_gb_per_s=bandwidth,
         model=name,
         max_new_tokens=max_new_tokens,
-        simulated_acceptance_rate=rate,
-        simulated_ratio=ratio_of_rate(rate, gammas[0]) if rate is not None and len(gammas) == 1 else None,
         rows=rows,
     )
 
@@ -251,8 +249,8 @@ class _Measured:
         )
         self.target = CachedModel(model, 2)
         self.draft = CachedModel(draft, 1, head_bits=8 if case.method.int4 else 16) if draft is not None else None
-        self.simulated = rate is not None and case.method.speculative
-        self.sampler: Sampler = SimulatedGreedy(jnp.float32(rate)) if self.simulated else make_sampler(self.config)
+        self.rate = rate if case.method.speculative else None
+        self.sampler: Sampler = make_sampler(self.config) if self.rate is None else SimulatedGreedy(jnp.float32(rate))
         self.limits = make_limits(model, self.config, 1)
         tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
         n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
@@ -287,7 +285,8 @@ class _Measured:
             self.gamma,
             "measured",
             temperature=self.config.temperature,
-            simulated=self.simulated,
+            simulated_rate=self.rate,
+            simulated_ratio=None if self.rate is None else ratio_of_rate(self.rate, self.gamma),
             compile_s=max(prepare_s, decode_s),
             cache_bytes=state.cache.num_bytes,
             peak_memory_bytes=self._peak_bytes(prepare, decode, draft),

@@ -14,12 +14,11 @@ from qspec_jax.errors import InputError
 
 def table(report: Report) -> Group:
     """Two tables: whole decodes, and their steps."""
-    simulated, ratio = report.simulated_acceptance_rate, report.simulated_ratio
-    mean = "" if ratio is None else f", in the mean {ratio:.3f} of those drafted"
+    simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
     head = Text.assemble(
         (f"Decode of {report.model} on {report.device}", "bold"),
         f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
-        f"Acceptance is SIMULATED: {simulated:.3f} of each draft, given those before it{mean}\n" if simulated is not None else "",
+        simulated,
     )
     whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in ("context", "method", "gamma", "accepted", "tokens/s", "ms/token", "speed-up", "byte limit", "of it"):
@@ -36,7 +35,7 @@ def table(report: Report) -> Group:
             whole.add_row(*name, str(row.gamma), *["-"] * 11, f"{row.status}: {row.note}")
             continue
         number = lambda x, form: "-" if x is None else format(x, form)
-        accepted = number(row.acceptance_ratio, ".3f") + (" (sim.)" if row.simulated else "")
+        accepted = number(row.acceptance_ratio, ".3f") + ("" if row.simulated_rate is None else " (sim.)")
         speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         figures = [number(row.tokens_per_second, ",.1f"), number(row.ms_per_token, ",.2f"), speedup]
         figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
@@ -101,8 +100,18 @@ def plot(report: Report, path: Path) -> None:
     for axes in (speed, time, memory):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-    simulated = (
-        "" if report.simulated_acceptance_rate is None else f"; acceptance SIMULATED at a rate of {report.simulated_acceptance_rate:.3f}"
-    )
+    simulated = "; acceptance SIMULATED" if _simulated(report) else ""
     figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
     save_plot(figure, path)
+
+
+def _simulated(report: Report) -> list[str]:
+    """Of every rate, how it was simulated."""
+    contexts, ratios = defaultdict(set), defaultdict(set)
+    for row in report.rows:
+        if row.simulated_rate is not None:
+            contexts[row.simulated_rate].add(row.context)
+            ratios[row.simulated_rate].add(row.simulated_ratio)
+    where = lambda rate: "" if len(contexts) == 1 else f" at {', '.join(f'{context:,}' for context in sorted(contexts[rate]))} tokens"
+    mean = lambda rate: f", in the mean {min(ratios[rate]):.3f} of those drafted" if len(ratios[rate]) == 1 else ""
+    return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}" for rate in contexts]
