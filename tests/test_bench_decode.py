@@ -1,5 +1,6 @@
 """`qspec bench decode` on a model that a CPU decodes at once: what it simulates, counts and reports. No figure of speed is tested."""
 
+import gc
 import importlib.util
 import json
 import subprocess
@@ -202,6 +203,31 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     methods = [("autoregressive", 0), ("quantspec", 3), ("quantspec", 1)]
     assert code == 0
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
+
+
+def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(model, monkeypatch):
+    class Broken:
+        def compile(self, *args):
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(
+        decode, "loop", lambda function, trips: Broken() if getattr(function, "__name__", "") == "flush" else timing.loop(function, trips)
+    )
+    monkeypatch.setattr(decode, "loop_trips", lambda seconds: 2)
+    cases = [decode.Case(decode.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
+    held = lambda: sum(array.nbytes for array in jax.live_arrays())
+    rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=20.0, repeats=1)
+    gc.disable()
+    try:
+        before = held()
+        first = next(rows)
+        kept = held() - before
+    finally:
+        gc.enable()
+    assert (first.status, first.note) == ("failed", "MemoryError: no room")
+    assert kept < 100_000  # of a cache of 800 kB, which is not made
+    (second,) = rows
+    assert (second.method, second.status) == ("autoregressive", "measured")
 
 
 def test_transformers_beside(run, monkeypatch):

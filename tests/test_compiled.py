@@ -1,6 +1,7 @@
 """What compiles once, and that the compiled decode loop copies, converts and transposes nothing of the cache's size."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from loops import faults
 from runs import random_model, random_prompts
 
 from qspec_jax.cache import FullCache, HierarchicalCache
+from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.generate import DECODE, PREPARE, generate
@@ -51,6 +53,15 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_threads_compile_a_program_once():
+    traced = []
+    program = Compiled(lambda x: traced.append(x) or x + 1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: program.compile(jnp.ones(3)), range(8)))
+    assert len(traced) == 1 and len({id(executable) for executable, _ in found}) == 1
+    assert sorted(seconds > 0 for _, seconds in found) == [False] * 7 + [True]
 
 
 def test_prompts_of_a_bucket_compile_once(compilations):

@@ -1,4 +1,7 @@
-"""The Mosaic GPU kernels on a CPU, instruction by instruction (warp_simulator.py): what they compute. The GPU tests take real shapes."""
+"""The Mosaic GPU kernels on a CPU, instruction by instruction (warp_simulator.py): what they compute. The GPU tests take real shapes.
+
+Not here: flush, which is not written for warps, and attention by warpgroups (many query rows of a quantized cache).
+"""
 
 import dataclasses
 import functools
@@ -55,6 +58,7 @@ def at_once(function):
         (7, 768, (32,), 1, None),
         (16, 256, (16, 32), 2, None),
         (1, 256, (32,), 3, None),  # a block without tiles
+        (1, 4096, (128,), 1, None),  # more passes than the ring has slots
     ],
 )
 def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
@@ -123,9 +127,10 @@ def test_append(batch, tokens, heads, kv_heads, head_dim):
     ("case", "config"),
     [
         (Case(1, 2, 2, 128, group_size=64, capacity=3, groups=(0, 3)), Config(3)),
-        (Case(7, 4, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(2, team=2)),
+        (Case(1, 2, 1, 64, group_size=64, capacity=24, groups=(24,)), Config(1)),
+        (Case(7, 4, 1, 64, group_size=64, capacity=12, groups=(12,)), Config(1, team=2)),
     ],
-    ids=["T1", "T7-GQA4"],
+    ids=["T1-rows", "T1-steps", "T7-GQA4-steps"],
 )
 def test_attention(case, config, planes, data):
     q, layer = random_problem(case, "bfloat16", data)

@@ -1,8 +1,8 @@
 """Runs kernels whose bodies place every register themselves (pallas_kernels/warp.py) on a CPU: every warp a thread, its lanes arrays.
 
-What `warp` emits is done at once instead: its arithmetic on arrays of 32 lanes, its PTX by the few instructions that the kernels use.
-Copies in the background are there at once, which is the worst they can do to what is read late. Alignment and bounds of every access are
-checked, and a wait that nobody ends fails. Nothing is told of speed, of registers, or of what the memory model allows.
+What `warp` emits is done at once instead: its arithmetic on arrays of 32 lanes, its PTX by the few instructions that the kernels use, but
+for products of warpgroups. Copies of lanes come as late as their waits allow, those of whole lines at once. Alignment and bounds of every
+access are checked, and waits that nobody ends fail. Nothing is told of speed, of registers, or of what the memory model allows.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -23,17 +23,18 @@ import numpy as np
 from pallas_kernels import warp as real
 
 LANES = np.arange(32)
-PATIENCE_S, STEP_S = 60.0, 0.02
+PATIENCE_S, STEP_S = 20.0, 0.02  # until waiting fails, while no warp runs an instruction
 SHARED_START = 1024
 GUARD = 256  # bytes between arrays, which nobody may touch
 
 
 class Here(threading.local):
-    """Where a thread is: its block, its warp, and the lanes that run."""
+    """Where a thread is: its block, its warp, the lanes that run, and groups of copies under way, of which the last is not committed."""
 
     block: "Block"
     warp: int
     mask: np.ndarray
+    copies: list[list[tuple]]
 
 
 here = Here()
@@ -161,11 +162,9 @@ class Arrivals:
 
     def wait(self, done: Callable[["Arrivals"], bool], device: "Device", what: str) -> None:
         with self.changed:
-            for _ in range(int(PATIENCE_S / STEP_S)):
+            for _ in device.patience(what):
                 if self.changed.wait_for(lambda: done(self), STEP_S):
                     return
-                device.check()
-        raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for {what} in vain")
 
 
 class Block:
@@ -189,24 +188,36 @@ class Block:
 
 @dataclasses.dataclass
 class Device:
-    """Global memory, and what failed."""
+    """Global memory, what failed, and how many instructions have run."""
 
     memory: Memory
     failed: list = dataclasses.field(default_factory=list)
+    instructions: int = 0
 
-    def check(self) -> None:
-        if self.failed:
-            raise RuntimeError("another warp failed")
+    def patience(self, what: str) -> Iterator[None]:
+        """For as long as it makes sense to wait."""
+        seen, since = -1, 0.0
+        while not self.failed:
+            if seen != self.instructions:
+                seen, since = self.instructions, time.monotonic()
+            if time.monotonic() - since > PATIENCE_S:
+                raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for {what} in vain")
+            yield
+        raise RuntimeError("another warp failed")
 
 
 # Instructions ---------------------------------------------------------------------------------------------------------------
 
 
 def ptx(code: str, *args: Lanes, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Lanes, ...]:
+    assert not collective or here.mask.all() or not here.mask.any(), f"not all lanes run {code}"
     run, found = instruction(code)
     out = run(found, code, *[x.raw for x in args])
     out = () if out is None else out if isinstance(out, tuple) else (out,)
-    return tuple(x if isinstance(x, Lanes) else Lanes(x) for x in out)
+    out = tuple(x if isinstance(x, Lanes) else Lanes(x) for x in out)
+    assert "".join("f" if x.is_float else "r" for x in out) == results, code
+    here.block.device.instructions += 1
+    return out
 
 
 @functools.cache
@@ -247,12 +258,11 @@ def _take_over(found, code, *at):
         entries = np.stack([word.raw for word in words]).view(np.uint16)
         return not (entries.reshape(len(words), 32, 2)[:, here.mask] == real.ABSENT).any()
 
-    for _ in range(int(PATIENCE_S / STEP_S)):
+    for _ in here.block.device.patience("what another block hands over"):
         if there():
-            return tuple(words)
+            break
         time.sleep(STEP_S)
-        here.block.device.check()
-    raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for what no block hands over")
+    return tuple(words)
 
 
 def _copy(to, source, width, sizes):
@@ -269,7 +279,33 @@ def _copy(to, source, width, sizes):
 
 def _copy_async(found, code, to, source, size=None):
     offset, width = int(found[1]), int(found[2])
-    _copy(to + offset, source + offset, width, np.full(32, width) if size is None else size)
+    here.copies[-1].append((here.mask, to + offset, source + offset, width, np.full(32, width) if size is None else size))
+
+
+def _commit(found, code):
+    if here.mask.any():
+        here.copies.append([])
+
+
+def _land(groups: int) -> None:
+    """All copies but those of the last so many committed groups."""
+    while len(here.copies) > groups + 1:
+        for mask, *copy in here.copies.pop(0):
+            before, here.mask = here.mask, mask
+            _copy(*copy)
+            here.mask = before
+
+
+def _wait_for_copies(found, code):
+    if here.mask.any():
+        _land(int(found[1]))
+
+
+def _arrive_after_copies(found, code, at):
+    if here.mask.any():
+        here.copies.append([])
+        _land(0)
+        _arrive(found, code, at)
 
 
 def _copy_bulk(found, code, to, source, size, arrival):
@@ -298,13 +334,10 @@ def _wait(found, code, at, parity):
 
 def _meet(found, code, barrier):
     if here.mask.any():
-        assert here.mask.all()
         here.block.meet(scalar(Lanes(barrier)), int(found[1]) // 32)
 
 
 def _shuffle(found, code, x):
-    if here.mask.any():
-        assert here.mask.all()
     lane = int(found[2])
     return x[LANES ^ lane if found[1] == "bfly" else np.full(32, lane)]
 
@@ -350,7 +383,6 @@ def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
 
 
 def _load_matrices(found, code, at):
-    assert here.mask.all()
     rows = here.block.shared.bytes[here.block.shared.places(at, 16)].view(np.uint16).reshape(4, 8, 8)
     return tuple(_of_matrix(matrix, bool(found[1])) for matrix in rows)
 
@@ -406,10 +438,11 @@ INSTRUCTIONS = {
     r"\{ \.reg \.pred absent": _take_over,
     r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
     r"cp\.async\.bulk\.": _copy_bulk,
-    r"cp\.async\.(commit|wait)_group": lambda found, code, *args: None,
+    r"cp\.async\.commit_group": _commit,
+    r"cp\.async\.wait_group (\d+)": _wait_for_copies,
     r"mbarrier\.init\.shared\.b64 \[\$0\], (\d+)": _init,
     r"mbarrier\.arrive\.": _arrive,
-    r"cp\.async\.mbarrier\.arrive\.noinc": _arrive,
+    r"cp\.async\.mbarrier\.arrive\.noinc": _arrive_after_copies,
     r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
     r"bar\.warp\.sync": lambda found, code: None,
     r"bar\.sync \$0, (\d+)": _meet,
@@ -476,21 +509,23 @@ def launch(
     everyone = [Block(i, shared_bytes, device) for i in range(blocks)]
 
     def run(block: Block, warp: int) -> None:
-        here.block, here.warp, here.mask = block, warp, np.ones(32, bool)
+        here.block, here.warp, here.mask, here.copies = block, warp, np.ones(32, bool), [[]]
         try:
             emit(dict(refs))
         except BaseException as error:
             device.failed.append(error)
 
-    # A warp runs until it waits: to switch between hundreds takes longer than what they do.
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1.0)
     threads = [threading.Thread(target=run, args=(block, warp), daemon=True) for block in everyone for warp in range(4 * warpgroups)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(before)
+    before = sys.getswitchinterval()
+    # A warp runs until it waits, for to switch between hundreds takes longer than what they do; so the first is not always the first.
+    sys.setswitchinterval(1.0)
+    try:
+        for i in np.random.default_rng(blocks).permutation(len(threads)):
+            threads[i].start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     if device.failed:
         raise device.failed[0]
     found = {}

@@ -63,7 +63,7 @@ METHODS = {
 
 
 class Case(NamedTuple):
-    """gamma: of methods that draft."""
+    """gamma: 0 for methods that do not draft."""
 
     method: Method
     gamma: int
@@ -90,7 +90,7 @@ class Row:
     autoregressive row of this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its
     bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the
     draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and
-    decode are compiled, from when all methods of a context and their steps begin to be, side by side.
+    decode are compiled, from when all programs of a context begin to be, side by side.
     """
 
     method: str
@@ -168,11 +168,12 @@ def run(
         bar.update()
         for context in contexts:
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
-            bar.set_description(f"{context:,} tokens")
+            bar.set_description(f"{context:,} tokens: compiling")
             found = []
             settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats)
             for row in measure(model, drafts, cases, prompt.tolist(), max_new_tokens, **settings):
                 found.append(row)
+                bar.set_description(f"{context:,} tokens")
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
     return Report(
@@ -198,27 +199,36 @@ def measure(
 ) -> Iterator[Row]:
     """Each case's row, after these prompts of one length; where it fails, for want of memory say, a row that says so.
 
-    All programs are compiled first, side by side. rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the
-    steps are measured too, `repeats` times.
+    First the drafts are made, which all stay; then all programs are compiled, side by side. rate: simulated acceptance; None verifies for
+    real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
     """
-    settings = dict(rate=rate, seed=seed, bandwidth=bandwidth)
-    begun: list[_Measured | Exception] = []
-    with ThreadPoolExecutor() as pool:
-        for case in cases:
-            try:
-                draft = drafts(case.method.int4) if case.method.speculative else None
-                begun.append(_Measured(model, draft, case, prompts, max_new_tokens, pool, **settings))
-            except Exception as error:
-                begun.append(error)
-    for case, measured in zip(cases, begun):
-        try:
-            if isinstance(measured, Exception):
-                raise measured
-            row = measured.row(bandwidth, repeats)
-        except Exception as error:  # one row of many
-            gamma = case.gamma if case.method.speculative else 0
-            row = Row(case.method.name, len(prompts[0]), gamma, "failed", one_line(error), case.temperature)
+    make = lambda case: jax.block_until_ready(drafts(case.method.int4)) if case.method.speculative else None
+    made = [_attempt(make, case) for case in cases]
+    settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, began=time.perf_counter())
+    pool = ThreadPoolExecutor()
+    try:
+        begun = [
+            draft if isinstance(draft, Exception) else _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
+            for case, draft in zip(cases, made)
+        ]
+        pool.shutdown()
+    except BaseException:  # an interrupt, say
+        pool.shutdown(cancel_futures=True)
+        raise
+    for case in cases:
+        measured = begun.pop(0)
+        row = measured if isinstance(measured, Exception) else _attempt(measured.row, bandwidth, repeats)
+        if isinstance(row, Exception):  # one row of many
+            row = Row(case.method.name, len(prompts[0]), case.gamma, "failed", one_line(row), case.temperature)
         yield row
+
+
+def _attempt(function: Callable, *args, **settings):
+    """What the function returns or raises."""
+    try:
+        return function(*args, **settings)
+    except Exception as error:
+        return error.with_traceback(None)  # whose frames would keep what they had made
 
 
 class _Measured:
@@ -236,9 +246,9 @@ class _Measured:
         rate: float | None,
         seed: int,
         bandwidth: float | None,
+        began: float,
     ):
-        self.model, self.method, self.context = model, case.method, len(prompts[0])
-        self.gamma = case.gamma if case.method.speculative else 0
+        self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = GenerationConfig(
             method="quantspec" if case.method.speculative else "autoregressive",
             cache=case.method.cache,
@@ -255,13 +265,12 @@ class _Measured:
         tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
         n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
         self.inputs = [(model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]
-        self._compile(pool, bandwidth)
+        self._compile(pool, bandwidth, began)
 
-    def _compile(self, pool: Executor, bandwidth: float | None) -> None:
+    def _compile(self, pool: Executor, bandwidth: float | None, began: float) -> None:
         new = bucket(self.config.max_new_tokens)
         static = dict(cache=self.config.cache_config, capacity=bucket(self.context) + new, max_new_tokens=new, gamma=self.gamma)
         state, draft = PREPARE.shapes(*self.inputs[0], **static), jax.eval_shape(in_loop, self.draft)
-        began = time.perf_counter()
 
         def compiled(program: Compiled, *args, **static) -> Future:
             return pool.submit(lambda: (program.compile(*args, **static)[0], time.perf_counter() - began))
@@ -272,10 +281,12 @@ class _Measured:
         if bandwidth is not None:
             carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache
             for step in self._steps(state.cache.lengths, draft, bandwidth):
-                self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs)
+                self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs), step.trips
 
     def row(self, bandwidth: float | None, repeats: int) -> Row:
+        # All of them now: a failure keeps what its frames hold, which is little yet.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
+        loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.draft))
         state = jax.block_until_ready(prepare(*self.inputs[0]))  # to warm up
         draft = in_loop(self.draft)
@@ -302,7 +313,7 @@ class _Measured:
         row = _totalled(row, runs)
         if bandwidth is None:
             return row
-        return dataclasses.replace(row, steps=self._measured_steps(state.cache.rollback(lengths), draft, bandwidth, repeats))
+        return dataclasses.replace(row, steps=self._measured_steps(loops, state.cache.rollback(lengths), draft, bandwidth, repeats))
 
     def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: CachedModel | None) -> int:
         """Of prefill, beside which the draft is held, or of decode, with what the draft is there; shared arrays count once."""
@@ -325,8 +336,7 @@ class _Measured:
         return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
     def _steps(self, lengths: Lengths, draft: CachedModel | None, bandwidth: float) -> list["_Work"]:
-        """Each step alone, on a filled cache of these lengths, which is spent: a step writes over what the one before wrote, and flushes
-        move its buffer."""
+        """Each step alone, on a filled cache of these lengths."""
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
         keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
@@ -357,18 +367,19 @@ class _Measured:
             work.append(step("draft", draft, 1))
         work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))
         if self.method.cache == "int8":
-            group = GenerationConfig().cache_config.group_size_for(self.model.config.head_dim)
-            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 1e-4):
+            group = self.config.cache_config.group_size_for(self.model.config.head_dim)
+            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))
                 work.append(_Work(name, flush, (at,), seconds))
         return work
 
-    def _measured_steps(self, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
+    def _measured_steps(self, loops: dict, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
+        """loops: the program of each step, and its trips. The cache is spent: a step writes over what the one before wrote, and flushes
+        move its buffer."""
         carry = jnp.zeros((1, self.gamma + 1), jnp.int32), cache
         steps = {}
         for work in self._steps(jax.tree.map(jnp.copy, cache.lengths), draft, bandwidth):
-            program, _ = self.loops[work.name].result()
-            timing, carry = time_loop(program, work.trips, carry, work.inputs, repeats=repeats)
+            timing, carry = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
             steps[work.name] = Step(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
         return steps
 

@@ -120,7 +120,7 @@ def loop_trips(seconds: float) -> int:
 
 
 def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: int) -> tuple[Timing, object]:
-    """Times a trip of such a program; also returns the last carry."""
+    """Times a trip of a program of `loop`; also returns the last carry."""
 
     def batch(programs: int) -> float:
         nonlocal carry
