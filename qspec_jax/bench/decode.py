@@ -284,7 +284,7 @@ class _Measured:
                 self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs), step.trips
 
     def row(self, bandwidth: float | None, repeats: int) -> Row:
-        # All of them now: a failure keeps what its frames hold, which is little yet.
+        # All of them now: to fail before minutes of decoding.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.draft))
