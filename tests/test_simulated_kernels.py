@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels on a CPU, instruction by instruction (warp_simulator.py): what they compute. The GPU tests take real shapes.
 
-Not here: flush, which is not written for warps, and attention by warpgroups (many query rows of a quantized cache).
+Not here: flush, which is not written for warps.
 """
 
 import dataclasses
@@ -129,8 +129,9 @@ def test_append(batch, tokens, heads, kv_heads, head_dim):
         (Case(1, 2, 2, 128, group_size=64, capacity=3, groups=(0, 3)), Config(3)),
         (Case(1, 2, 1, 64, group_size=64, capacity=24, groups=(24,)), Config(1)),
         (Case(7, 4, 1, 64, group_size=64, capacity=12, groups=(12,)), Config(1, team=2)),
+        (Case(7, 4, 1, 128, group_size=128, capacity=2, groups=(2,)), Config(1, team=4)),  # multiplied by a whole warpgroup
     ],
-    ids=["T1-rows", "T1-steps", "T7-GQA4-steps"],
+    ids=["T1-rows", "T1-steps", "T7-GQA4-steps", "T7-GQA4-warpgroup"],
 )
 def test_attention(case, config, planes, data):
     q, layer = random_problem(case, "bfloat16", data)

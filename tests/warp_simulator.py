@@ -1,8 +1,8 @@
 """Runs kernels whose bodies place every register themselves (pallas_kernels/warp.py) on a CPU: every warp a thread, its lanes arrays.
 
-What `warp` emits is done at once instead: its arithmetic on arrays of 32 lanes, its PTX by the few instructions that the kernels use, but
-for products of warpgroups. Copies of lanes come as late as their waits allow, those of whole lines at once. Alignment and bounds of every
-access are checked, and waits that nobody ends fail. Nothing is told of speed, of registers, or of what the memory model allows.
+What `warp` emits is done at once instead: its arithmetic on arrays of 32 lanes, its PTX by the few instructions that the kernels use.
+Copies of lanes come as late as their waits allow, those of whole lines at once. Alignment and bounds of every access are checked, and
+waits that nobody ends fail. Nothing is told of speed, of registers, or of what the memory model allows.
 """
 
 import contextlib
@@ -376,6 +376,21 @@ def _mma(found, code, *args):
     return _multiplied(args, entries, entries, np.float32)
 
 
+def _mma_warpgroup(found, code, b, *words):
+    """A warp's 16 rows, for which it needs no other warp."""
+    tile_bytes = (int(found[1]) >> 32) * 16
+    out = []
+    for tile in range(int(re.search(r"m64n(\d+)k16\.f32\.f16\.f16", code)[1]) // 8):
+        acc = (np.zeros(32, np.float32),) * 4
+        for i in range(0, len(words), 4):
+            at = b + tile * tile_bytes + i // 4 * 256 + (4 * LANES).astype(np.int32)
+            operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+            entries = lambda x: halves(x, "f16")
+            acc = _multiplied((*words[i : i + 4], *operand, *acc), entries, entries, np.float32)
+        out += acc
+    return tuple(out)
+
+
 def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
     """Registers of lanes 4 g + t: row g of rows [8, 8] of 16-bit entries, columns 2 t and 2 t + 1."""
     entries = np.ascontiguousarray(rows.T if transposed else rows)
@@ -449,6 +464,8 @@ INSTRUCTIONS = {
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
+    r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,
+    r"fence\.proxy\.async": lambda found, code: None,
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
     r"mul\.rn\.f16x2": _multiply_f16,
