@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels on a CPU, instruction by instruction (warp_simulator.py): what they compute. The GPU tests take real shapes.
+"""The Mosaic GPU kernels on a CPU, instruction by instruction (simulated_warp.py): what they compute. The GPU tests take real shapes.
 
 Not here: flush, which is not written for warps.
 """
@@ -14,8 +14,9 @@ import test_append_gpu
 import test_between_gpu
 import test_matmul_gpu
 import test_norm_gpu
-import warp_simulator
 from attention_problems import Case, random_problem
+from simulated_gpu import launch
+from simulated_warp import simulated_warp
 
 import pallas_kernels.append.mosaic_gpu as append
 import pallas_kernels.attention.mosaic_gpu as attention
@@ -32,12 +33,12 @@ from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    warp = warp_simulator.simulated_warp()
+    warp = simulated_warp()
     monkeypatch.setattr("pallas_kernels.warp", warp)  # of modules that import it in a function
     for module in (mosaic_block, mosaic_blocks, mosaic_stream, mosaic_tile):
         monkeypatch.setattr(module, "w", warp)
     for kernel in (append, attention, between, matmul, norm):
-        monkeypatch.setattr(kernel, "launch", warp_simulator.launch)
+        monkeypatch.setattr(kernel, "launch", launch)
 
 
 def at_once(function):
