@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax.bench import decode, timing, transformers_decode
+from qspec_jax.bench import decode, decode_rows, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
@@ -168,7 +168,7 @@ def test_json(run):
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == names
     for name, row in rows.items():
-        method = decode.METHODS[name]
+        method = decode_rows.METHODS[name]
         assert (row["status"], row["note"]) == ("measured", "")
         assert row["gamma"] == (3 if method.speculative else 0)
         assert row["simulated_ratio"] == (pytest.approx(0.8) if method.speculative else None)
@@ -194,7 +194,7 @@ def test_json(run):
 
 def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     def measured(model, drafts, cases, prompts, *args, **settings):
-        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
+        return [decode_rows.Row(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     flags = ["--gamma", 1, "--context", 64, "--methods", "autoregressive,quantspec", "--simulate-acceptance", 0.9, "--json"]
@@ -214,7 +214,7 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(model, monk
         decode, "loop", lambda function, trips: Broken() if getattr(function, "__name__", "") == "flush" else timing.loop(function, trips)
     )
     monkeypatch.setattr(decode, "loop_trips", lambda seconds: 2)
-    cases = [decode.Case(decode.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
+    cases = [decode_rows.Case(decode_rows.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
     held = lambda: sum(array.nbytes for array in jax.live_arrays())
     rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=20.0, repeats=1)
     gc.disable()
@@ -241,7 +241,7 @@ def test_transformers_beside(run, monkeypatch):
 
     monkeypatch.setattr(transformers_decode, "check", lambda: None)
     monkeypatch.setattr(transformers_decode.subprocess, "run", start)
-    baseline = decode.Row("autoregressive", 200, 0, "measured", ms_per_token=2.0)
+    baseline = decode_rows.Row("autoregressive", 200, 0, "measured", ms_per_token=2.0)
     monkeypatch.setattr(decode, "measure", lambda *args, **settings: [baseline])
     flags = ["--context", 200, "--methods", "autoregressive", "--transformers", "--json"]  # twice the same context
     for code, status, note in (0, "measured", ""), (1, "failed", "RuntimeError: no room"), (-9, "failed", "killed by signal 9"):
@@ -295,13 +295,13 @@ def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
 def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
-    steps = {name: decode.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode.Step(timed, 0, 0.0)}
+    steps = {name: decode_rows.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode_rows.Step(timed, 0, 0.0)}
 
     def measured(model, drafts, cases, prompts, *args, rate, **settings):
         figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
         figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
         simulated = dict(simulated_rate=rate, simulated_ratio=ratio_of_rate(rate, 3))
-        return [decode.Row(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
+        return [decode_rows.Row(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"

@@ -11,6 +11,7 @@ from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import checkpoint, drafts
 from qspec_jax.bench import decode, end_to_end, end_to_end_report
+from qspec_jax.bench.decode_rows import Row
 from qspec_jax.cli import DEMO_MODEL
 from qspec_jax.config import GenerationConfig
 from qspec_jax.demo import corpus
@@ -50,7 +51,7 @@ def report(directory, stream) -> end_to_end.Report:
     return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], **settings)
 
 
-def named(rows: list[decode.Row]) -> list[tuple]:
+def named(rows: list[Row]) -> list[tuple]:
     return [(row.context, row.temperature, row.method, row.gamma) for row in rows]
 
 
@@ -153,7 +154,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
     def fail(*args, **settings):
         raise MemoryError("out of memory")
 
-    measured = lambda self, *args: decode.Row(self.method.name, self.context, self.gamma, "measured")
+    measured = lambda self, *args: Row(self.method.name, self.context, self.gamma, "measured")
     monkeypatch.setattr(decode._Measured, "row", measured)
     monkeypatch.setattr(end_to_end.drafts, "quantspec", fail)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--temperature", 0, "--max-new-tokens", NEW]

@@ -17,6 +17,7 @@ from qspec_jax.bench import (
     attention_tuning,
     decode,
     decode_report,
+    decode_rows,
     end_to_end,
     end_to_end_report,
     flush,
@@ -146,7 +147,7 @@ def bench_decode(
         typer.Option(
             "--method",
             "--methods",
-            help=f"Of {', '.join(decode.METHODS)}, several with commas between them: the baseline and quantspec, if not given.",
+            help=f"Of {', '.join(decode_rows.METHODS)}, several with commas between them: the baseline and quantspec, if not given.",
         ),
     ] = None,
     num_speculative_tokens: Gammas = None,
@@ -177,7 +178,7 @@ def bench_decode(
         raise InputError("one of --arch and --model should be given")
     if simulate_acceptance and simulate_ratio:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
-    methods = decode.select_methods(name for names in method or [] for name in names.split(","))
+    methods = decode_rows.select_methods(name for names in method or [] for name in names.split(","))
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")

@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,124 +18,20 @@ from tqdm import tqdm
 
 from pallas_kernels.attention.shapes import Shape, bytes_read
 from pallas_kernels.kv_format import Lengths
+from qspec_jax.bench.decode_rows import Case, Method, Report, Row, Step, compared
 from qspec_jax.bench.hlo import large_operations
-from qspec_jax.bench.rows import Run, one_line, this_run
+from qspec_jax.bench.rows import one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
-from qspec_jax.bench.timing import Timing, loop, loop_trips, read_bandwidth, time_loop
+from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.cache import Cache
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, Counts, DecodeState, in_loop
-from qspec_jax.errors import InputError
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.generate import DECODE, PREPARE, make_limits
 from qspec_jax.model import Llama
 from qspec_jax.prefill import bucket
 from qspec_jax.sampling import DRAFT, Sampler, make_sampler, prompt_keys
-
-AUTOREGRESSIVE = "autoregressive"
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """cache: of draft and target, "full" or "int8", of which a draft reads the upper plane. int4: the draft has INT4 weights."""
-
-    name: str
-    cache: str
-    int4: bool = False
-
-    @property
-    def speculative(self) -> bool:
-        return self.name.startswith("quantspec")
-
-
-METHODS = {
-    method.name: method
-    for method in (
-        Method(AUTOREGRESSIVE, "full"),
-        Method("autoregressive-int8", "int8"),
-        Method("quantspec", "int8", int4=True),
-        Method("quantspec-kv-only", "int8"),
-        Method("quantspec-weights-only", "full", int4=True),
-    )
-}
-
-
-class Case(NamedTuple):
-    """gamma: 0 for methods that do not draft."""
-
-    method: Method
-    gamma: int
-    temperature: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Microseconds of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth they take."""
-
-    timing: Timing
-    bytes: int
-    share: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One method at one context, of one prompt or of several one after the other. Seconds of decode_s are of `new_tokens`, after a
-    warm-up; prefill_s is a prompt's.
-
-    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". simulated_rate: of each draft,
-    given those before it, None where nothing is simulated; simulated_ratio: accepted over drafted tokens that it gives in the mean.
-    acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the
-    autoregressive row of this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its
-    bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the
-    draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and
-    decode are compiled, from when all programs of a context begin to be, side by side.
-    """
-
-    method: str
-    context: int
-    gamma: int
-    status: str
-    note: str = ""
-    temperature: float = 0.0
-    simulated_rate: float | None = None
-    simulated_ratio: float | None = None
-    prefill_s: float | None = None
-    compile_s: float | None = None
-    decode_s: float | None = None
-    new_tokens: int | None = None
-    rounds: int | None = None
-    flushes: int | None = None
-    acceptance_ratio: float | None = None
-    repeated_ngrams: float | None = None
-    tokens_per_second: float | None = None
-    ms_per_token: float | None = None
-    speedup: float | None = None
-    byte_limit: float | None = None
-    share_of_limit: float | None = None
-    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
-    cache_bytes: int | None = None
-    peak_memory_bytes: int | None = None
-    large_operations: list[str] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Report(Run):
-    """A row for every method, gamma and context, and rows of others."""
-
-    read_bandwidth_gb_per_s: float
-    model: str
-    max_new_tokens: int
-    rows: list[Row]
-
-
-def select_methods(names: Iterable[str]) -> list[Method]:
-    """These methods; without any, the baseline and quantspec. Raises InputError for an unknown one."""
-    names = list(names)
-    for name in names:
-        if name not in METHODS:
-            raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
-    return [METHODS[name] for name in dict.fromkeys(names)] or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
 
 
 def run(
@@ -448,24 +343,6 @@ def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None)
     group = GenerationConfig().cache_config.group_size_for(c.head_dim)
     shape = Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group)
     return c.num_layers * bytes_read(shape)
-
-
-def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one context and temperature with what the baseline makes of them; with the byte model's limit, if steps were measured."""
-    baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
-
-    def compared(row: Row) -> Row:
-        if baseline is None or row.ms_per_token is None:
-            return row
-        row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
-        if not (row.steps and baseline.steps):
-            return row
-        tokens = row.new_tokens / row.rounds
-        drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
-        limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)
-        return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
-
-    return [compared(row) for row in rows]
 
 
 def _timed(function: Callable):

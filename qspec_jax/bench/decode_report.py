@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qspec_jax.bench.decode import AUTOREGRESSIVE, METHODS, Report
+from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Report
 from qspec_jax.bench.report import context_axis, save_plot
 from qspec_jax.errors import InputError
 

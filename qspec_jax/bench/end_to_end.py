@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from qspec_jax import drafts
 from qspec_jax.bench import decode
+from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, Row, compared
 from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel
@@ -23,7 +24,7 @@ from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance
 from qspec_jax.model import Llama
 
-BASELINE, SPECULATIVE = decode.METHODS[decode.AUTOREGRESSIVE], decode.METHODS["quantspec"]
+BASELINE, SPECULATIVE = METHODS[AUTOREGRESSIVE], METHODS["quantspec"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Report(Run):
     parameters: int
     max_new_tokens: int
     calibrated: bool
-    rows: list[decode.Row]
+    rows: list[Row]
     teacher_forced: list[TeacherForced]
 
 
@@ -92,12 +93,12 @@ def run(
             make_draft = lambda int4, draft=draft: draft().model
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
-                cases = [decode.Case(BASELINE, 0, temperature), *(decode.Case(SPECULATIVE, gamma, temperature) for gamma in gammas)]
+                cases = [Case(BASELINE, 0, temperature), *(Case(SPECULATIVE, gamma, temperature) for gamma in gammas)]
                 decodes = []
                 for row in decode.measure(model, make_draft, cases, prompts, max_new_tokens, seed=seed):
                     decodes.append(row)
                     bar.update()
-                rows += decode.compared(decodes)
+                rows += compared(decodes)
                 for gamma in gammas:
                     walks.append(_walk(model, draft, found, make_config(temperature, gamma), seed))
                     bar.update()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.bench.decode import Row
+from qspec_jax.bench.decode_rows import Row
 from qspec_jax.bench.rows import one_line
 from qspec_jax.errors import InputError
 

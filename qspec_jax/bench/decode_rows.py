@@ -1,0 +1,131 @@
+"""What `qspec bench decode` reports: methods, rows of figures, and what the baseline and the byte model make of them."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from qspec_jax.bench.rows import Run
+from qspec_jax.bench.timing import Timing
+from qspec_jax.errors import InputError
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """cache: of draft and target, "full" or "int8", of which a draft reads the upper plane. int4: the draft has INT4 weights."""
+
+    name: str
+    cache: str
+    int4: bool = False
+
+    @property
+    def speculative(self) -> bool:
+        return self.name.startswith("quantspec")
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(AUTOREGRESSIVE, "full"),
+        Method("autoregressive-int8", "int8"),
+        Method("quantspec", "int8", int4=True),
+        Method("quantspec-kv-only", "int8"),
+        Method("quantspec-weights-only", "full", int4=True),
+    )
+}
+
+
+class Case(NamedTuple):
+    """gamma: 0 for methods that do not draft."""
+
+    method: Method
+    gamma: int
+    temperature: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Microseconds of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth they take."""
+
+    timing: Timing
+    bytes: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One method at one context, of one prompt or of several one after the other. Seconds of decode_s are of `new_tokens`, after a
+    warm-up; prefill_s is a prompt's.
+
+    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". simulated_rate: of each draft,
+    given those before it, None where nothing is simulated; simulated_ratio: accepted over drafted tokens that it gives in the mean.
+    acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the
+    autoregressive row of this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its
+    bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the
+    draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and
+    decode are compiled, from when all programs of a context begin to be, side by side.
+    """
+
+    method: str
+    context: int
+    gamma: int
+    status: str
+    note: str = ""
+    temperature: float = 0.0
+    simulated_rate: float | None = None
+    simulated_ratio: float | None = None
+    prefill_s: float | None = None
+    compile_s: float | None = None
+    decode_s: float | None = None
+    new_tokens: int | None = None
+    rounds: int | None = None
+    flushes: int | None = None
+    acceptance_ratio: float | None = None
+    repeated_ngrams: float | None = None
+    tokens_per_second: float | None = None
+    ms_per_token: float | None = None
+    speedup: float | None = None
+    byte_limit: float | None = None
+    share_of_limit: float | None = None
+    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
+    cache_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    large_operations: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Run):
+    """A row for every method, gamma and context, and rows of others."""
+
+    read_bandwidth_gb_per_s: float
+    model: str
+    max_new_tokens: int
+    rows: list[Row]
+
+
+def select_methods(names: Iterable[str]) -> list[Method]:
+    """These methods; without any, the baseline and quantspec. Raises InputError for an unknown one."""
+    names = list(names)
+    for name in names:
+        if name not in METHODS:
+            raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
+    return [METHODS[name] for name in dict.fromkeys(names)] or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one context and temperature with what the baseline makes of them; with the byte model's limit, if steps were measured."""
+    baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
+
+    def compared(row: Row) -> Row:
+        if baseline is None or row.ms_per_token is None:
+            return row
+        row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
+        if not (row.steps and baseline.steps):
+            return row
+        tokens = row.new_tokens / row.rounds
+        drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
+        limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)
+        return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
+
+    return [compared(row) for row in rows]
