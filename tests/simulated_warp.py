@@ -34,7 +34,7 @@ def instruction(code: str) -> tuple[Callable, re.Match]:
     for pattern, run in INSTRUCTIONS.items():
         if found := re.match(pattern, code.strip()):
             return run, found
-    raise NotImplementedError(code)
+    raise LookupError(f"INSTRUCTIONS has none like {code}")
 
 
 def _memory(name: str) -> Memory:
