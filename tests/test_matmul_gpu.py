@@ -123,8 +123,9 @@ def test_mosaic_plans_cover_every_group_and_fit(groups, rows):
     plan = mosaic_gpu.plan_for(rows, groups, (4096, 1024))
     assert plan.slots >= mosaic_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks == 132
     (stage,) = plan.stages
-    assert [group for part in plan.slices(stage) for group in range(part.first, part.first + part.count)] == list(range(groups))
-    assert all(part.first % 2 == 0 and part.passes * mosaic_plan.PASS <= plan.room for part in plan.slices(stage))
+    assert stage.passes * mosaic_plan.PASS >= groups
+    assert plan.resident(stage) or plan.room == mosaic_plan.passes_at_once(rows)
+    assert 1 <= plan.together(stage) <= mosaic_plan.MOST_TOGETHER
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
@@ -169,15 +170,13 @@ def test_what_one_kernel_alone_takes(monkeypatch):
     assert here(monkeypatch, "mosaic_gpu").unsupported(x, 4 * (weight,)) is None
 
 
-def test_outputs_for_which_there_is_no_place(monkeypatch):
+def test_any_number_of_outputs_has_a_place(monkeypatch):
     module = here(monkeypatch, "mosaic_gpu")
     monkeypatch.setattr(module, "multiprocessors", lambda: 132)
     parameter = lambda out: jax.ShapeDtypeStruct((out, 64), jnp.bfloat16)
     weight = lambda out: Int4Weight(jax.ShapeDtypeStruct((out, 64, 64), jnp.uint8), parameter(out), parameter(out), 64 * 128)
-    for rows, out, fits in (16, 256000, False), (16, 28672, True), (1, 256000, True):
-        reason = module.unsupported(jnp.zeros((rows, 64 * 128), jnp.bfloat16), (weight(out),))
-        assert (reason is None) == fits, reason
-        assert fits or f"{rows} rows of {out} outputs" in reason
+    for rows, out in (16, 256000), (16, 28672), (1, 256000):
+        assert module.unsupported(jnp.zeros((rows, 64 * 128), jnp.bfloat16), (weight(out),)) is None
 
 
 def here(monkeypatch, implementation: str):

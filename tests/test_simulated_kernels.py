@@ -55,7 +55,8 @@ def at_once(function):
     [
         (1, 4096, (48, 16), 3, None),
         (2, 256, (64, 16, 32), 2, None),
-        (3, 4608, (48,), 2, 16),  # slices of the inputs
+        (3, 4608, (48,), 2, 2),  # two tiles together, and one
+        (9, 4608, (64, 48), 2, 2),
         (7, 768, (32,), 1, None),
         (16, 256, (16, 32), 2, None),
         (1, 256, (32,), 3, None),  # a block without tiles

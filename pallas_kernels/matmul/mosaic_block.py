@@ -5,7 +5,8 @@ integers of 16 bits, with a scale for each row and group of inputs: two columns 
 more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x),
 group by group in float32.
 
-Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep.
+Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep. A warp
+that computes has groups of inputs of its own, and places the activations that it alone reads.
 A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
 kind that no stage writes, and who needs a number reads until it is another. The ring does not wait: weights of the next stage are on
 their way already.
@@ -21,14 +22,15 @@ from pallas_kernels.matmul.mosaic_plan import (
     NUMBERS,
     PARAMETER_PITCH,
     PASS,
+    PIECES_AT_ONCE,
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
     TILE,
     WARPS,
     Plan,
-    Slice,
     Stage,
+    passes_at_once,
 )
 
 LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
@@ -36,9 +38,7 @@ LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the in
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
-PIECES_AT_ONCE = 4  # of activations that a thread has in registers
-PIECES = GROUP_SIZE // NUMBERS  # of a group of activations
-THREADS = 32 * WARPS  # that compute
+PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
 LOG2_E = 1.4426950408889634
 
 
@@ -71,6 +71,12 @@ class Share:
     def tiles(self, stage: Stage) -> tuple:
         """First and last + 1."""
         return self.block * stage.tiles // self.plan.blocks, (self.block + 1) * stage.tiles // self.plan.blocks
+
+    def turns(self, stage: Stage):
+        """How often the block takes as many tiles as it takes together."""
+        lower, upper = self.tiles(stage)
+        together = self.plan.together(stage)
+        return (upper - lower + (together - 1)) // together
 
 
 class Ring:
@@ -110,43 +116,51 @@ class Ring:
 def copy(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
     carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
-    for number, stage in enumerate(plan.stages):
-        for part in plan.slices(stage):
-            carry = copy_slice(plan, number, part, at, share, ring, warp, lane, carry)
+    for number in range(len(plan.stages)):
+        carry = copy_stage(plan, number, at, share, ring, warp, lane, carry)
 
 
-def copy_slice(plan: Plan, number: int, part: Slice, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
+def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
     """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
-    stage, passes = plan.stages[number], part.passes
+    stage = plan.stages[number]
     lower, upper = share.tiles(stage)
+    together = plan.together(stage)
 
-    def step(unit, carry):
-        slot, parity, *earlier = carry
-        w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-        w.wait_for_arrivals(ring.emptied(slot), parity)
-        source = lambda name, output: weight_row(stage, number, at, name, unit // passes, output)
-        copy_pass(stage, part, unit % passes * PASS, source, ring.slot(slot), ring.filled(slot), warp, lane)
-        return *ring.following(slot, parity), *ring.following(*earlier)
+    def turn(turn, carry):
+        def one_pass(number_of_pass, carry):
+            for first in range(together):
+                slot, parity, *earlier = carry
+                w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+                w.wait_for_arrivals(ring.emptied(slot), parity)
+                left = w.minimum(w.i32(stage.groups) - number_of_pass * PASS, w.i32(PASS))
+                tile = lower + turn * together + first
+                if together > 1:  # a tile that is not the block's has no groups
+                    left = w.select(tile < upper, left, w.i32(0))
+                    tile = w.minimum(tile, upper - 1)
+                source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
+                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
+                carry = *ring.following(slot, parity), *ring.following(*earlier)
+            return carry
 
-    return w.loop(lower * passes, upper * passes, carry, step)
+        return w.loop(w.i32(0), w.i32(stage.passes), carry, one_pass)
+
+    return w.loop(w.i32(0), share.turns(stage), carry, turn)
 
 
-def copy_pass(stage: Stage, part: Slice, before, source, slot, arrival, warp, lane) -> None:
-    """A warp's rows of a tile in a pass, which begins `before` groups into the slice; scales and zeros are 0 for groups that are not
-    there."""
+def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
+    """A warp's rows of a tile in a pass, of which so many groups are left from the first; scales and zeros are 0 for others."""
     rows, words = TILE // COPIERS, PASS // 2  # words of scales hold two groups each
-    left = w.minimum(w.i32(part.count) - before, w.i32(PASS))
     row_bytes = left * CODE_BYTES
     with w.when(lane == 0):
         w.arrive_with(arrival, row_bytes * rows)
-    with w.when(lane < rows):
+    with w.when((lane < rows) & (w.i32(0) < left)):
         output = warp * rows + lane
         array, row = source("codes", output)
-        place = w.i64(row) * stage.groups + w.i64(before + part.first)
+        place = w.i64(row) * stage.groups + w.i64(first)
         w.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
     output, pair = warp * rows + lane // words, lane % words * 2
     there = pair < left
-    group = w.i64(w.select(there, before + pair, w.i32(0)) + part.first)
+    group = w.i64(w.select(there, first + pair, w.i32(0)))
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
         to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH + pair * 2
@@ -176,15 +190,9 @@ def compute(plan: Plan, at: dict, share: Share, ring: Ring, sums: Ring, warp, th
     x = Activations(plan, at, share, warp, thread)
     carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
     for number, stage in enumerate(plan.stages):
-        residual = x.fetch_residual(number) if stage.normed else None
-        for part in plan.slices(stage):
-            everyone()  # is done with the activations before
-            if stage.normed:
-                x.place_normed(number, residual)
-            else:
-                x.place(number, part)
-            everyone()
-            carry = multiply(plan, stage, part, share, ring, sums, x, carry)
+        if stage.normed:
+            x.place_normed(number)
+        carry = multiply(plan, number, share, ring, sums, x, carry)
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
@@ -202,44 +210,47 @@ def everyone() -> None:
 
 
 class Activations:
-    """In shared memory: a slice of a stage's inputs [row][upper or lower byte][input], 0 for groups that are not there; their sums over
-    groups and their scales [group][row][sum or scale]."""
+    """In shared memory: a stage's inputs in some passes [row][upper or lower byte][input]; their sums over groups and their scales
+    [group][row][sum or scale]. Of groups that are not there, anything finite."""
 
     def __init__(self, plan: Plan, at: dict, share: Share, warp, thread):
-        self.plan, self.at, self.share, self.warp, self.thread, self.lane = plan, at, share, warp, thread, thread & 31
+        self.plan, self.at, self.share, self.warp, self.lane = plan, at, share, warp, thread & 31
         self.x = at["shared"]
         self.sums = self.x + plan.x_bytes
-        self.squares = self.sums + plan.room * plan.group_pitch
+        self.squares = self.sums + PASS * plan.room * plan.group_pitch
 
-    def pieces(self, part: Slice) -> list:
-        """(row, piece of the row in the slice) of this thread, wherever there is room."""
-        count = part.passes * PASS * PIECES
-        return [(row, self.thread + start) for row in range(self.plan.rows) for start in range(0, count, THREADS)]
+    def pieces(self, first, passes: int) -> list:
+        """(row, piece of the row) of this thread, row by row: of its warp's groups in so many passes, of two in a turn."""
+        half, within = self.lane // PIECES, self.lane % PIECES
+        start = ((first + half) * PASS + self.warp) * PIECES + within
+        return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
 
-    def load(self, array, stage: Stage, part: Slice, pieces: list, read) -> list:
+    def load(self, array, stage: Stage, pieces: list, read) -> list:
         """Pieces of rows, 0 where there are none."""
-        there = [piece < part.count * PIECES for _, piece in pieces]
-        place = lambda piece, is_there: w.i64(w.select(is_there, piece, w.i32(0)) + part.first * PIECES) * (2 * NUMBERS)
+        there = [piece < stage.groups * PIECES for _, piece in pieces]
+        place = lambda piece, is_there: w.i64(w.select(is_there, piece, w.i32(0))) * (2 * NUMBERS)
         row_bytes = 2 * GROUP_SIZE * stage.groups
         found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
         return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
-    def inputs(self, number: int, part: Slice, pieces: list) -> list:
+    def inputs(self, number: int, pieces: list) -> list:
         """Of a stage, before any norm."""
         stage = self.plan.stages[number]
         if number == 0:
-            return self.load(self.at["x"], stage, part, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, part, pieces, w.take_over_bf16)
+            return self.load(self.at["x"], stage, pieces, read_all)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.take_over_bf16)
 
-    def place(self, number: int, part: Slice) -> None:
-        """Copies a slice of a stage's inputs."""
-        pieces = self.pieces(part)
+    def place(self, number: int, first) -> None:
+        """Copies a stage's inputs in some passes."""
+        stage = self.plan.stages[number]
+        pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
-            for (row, piece), words in zip(some, self.inputs(number, part, some)):
-                self.put(part, row, piece, words)
+            for (row, piece), words in zip(some, self.inputs(number, some)):
+                self.put(stage, row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
+        w.synchronize(None, 1)
 
-    def put(self, part: Slice, row: int, piece, words: list) -> None:
+    def put(self, stage: Stage, row: int, piece, words: list) -> None:
         numbers = [x for word in words for x in w.bf16_entries(word)]
         total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
@@ -249,7 +260,7 @@ class Activations:
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
         upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with w.when(piece < part.passes * (PASS * PIECES)):
+        with w.when(piece < min(stage.passes, self.plan.room) * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
             w.store_shared(to, *upper)
             w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
@@ -258,34 +269,33 @@ class Activations:
                 scale = most * (1 / (16 * LARGEST))
                 w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
-    def fetch_residual(self, number: int) -> list:
-        """The residual stream before the stage, and the norm's weight, where this thread's pieces are."""
+    def fetch_residual(self, number: int, pieces: list) -> list:
+        """The residual stream before the stage, and the norm's weight, where these pieces are."""
         stage = self.plan.stages[number]
-        (part,) = self.plan.slices(stage)
-        pieces = self.pieces(part)
         earlier = [i for i in range(number) if self.plan.stages[i].normed]
-        residual = self.load(self.at["residual"], stage, part, pieces, read_all)
+        residual = self.load(self.at["residual"], stage, pieces, read_all)
         for before in earlier:
-            residual = self.sums_of(residual, self.inputs(before, part, pieces))
+            residual = self.sums_of(residual, self.inputs(before, pieces))
         of_row = pieces[: len(pieces) // self.plan.rows]
-        weight = self.load(self.at[f"norm{len(earlier)}"], stage, part, of_row, read_all)
+        weight = self.load(self.at[f"norm{len(earlier)}"], stage, of_row, read_all)
         return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
 
-    def place_normed(self, number: int, residual: list) -> None:
+    def place_normed(self, number: int) -> None:
         """The norm of the residual stream with what is added. What follows the last norm, the first block writes."""
         plan, stage = self.plan, self.plan.stages[number]
-        (part,) = plan.slices(stage)
-        pieces, width = self.pieces(part), stage.groups * GROUP_SIZE
-        totals = self.sums_of([x for x, _ in residual], self.inputs(number, part, pieces))
+        pieces, width = self.pieces(w.i32(0), stage.passes), stage.groups * GROUP_SIZE
+        residual = self.fetch_residual(number, pieces)
+        totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
         squares = [w.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
                 with w.when((self.share.block == 0) & (piece < width // NUMBERS)):
                     w.store_global_words(self.at["residual_out"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
             squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
+        everyone()  # has read the squares before
         for row, square in enumerate(squares):
             square = w.all_rows(w.all_columns(square, w.add), w.add)
             with w.when(self.lane == 0):
@@ -295,55 +305,70 @@ class Activations:
         scales = [w.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            self.put(part, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
+            self.put(stage, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
+        w.synchronize(None, 1)
 
-    def operands(self, number, n: int) -> tuple:
-        """Of the warp's group in a pass, row tile n: [half of the group][step] a word of bytes for each word of codes, and the sum and
-        scale of row t. Columns that are not there repeat the last."""
+    def operands(self, place, n: int) -> tuple:
+        """Of the warp's group in the pass that has this place, row tile n: [half of the group][step] a word of bytes for each word of
+        codes, and the sum and scale of row t. Columns that are not there repeat the last."""
         g, t = self.lane >> 2, self.lane & 3
-        group = number * PASS + self.warp
+        group = place * PASS + self.warp
         column = w.minimum(g + 2 * ROWS * n, w.i32(2 * self.plan.rows - 1))
         at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
         halves = [w.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
         return halves, w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
-def multiply(plan: Plan, stage: Stage, part: Slice, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
-    """The block's tiles of a stage, over a slice of its inputs. carry: slots of both rings with their parities."""
-    lane, warp = x.lane, x.warp
+def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
+    """The block's tiles of a stage. carry: slots of both rings with their parities."""
+    stage, lane, warp = plan.stages[number], x.lane, x.warp
+    resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
     parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (warp >> 1) * 4
     shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
-    def step(_, carry):
+    def take(slot):
+        """Codes, and scales and zeros, of the warp's group."""
+        start = ring.slot(slot)
+        codes = [w.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
+        one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+        return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
+
+    def turn(turn, carry):
         slot, parity, sums_slot, sums_parity = carry
 
-        def one_pass(number, carry):
+        def one_pass(number_of_pass, carry):
             slot, parity, totals = carry
-            operands = [x.operands(number, n) for n in range(plan.row_tiles)]
-            w.wait_for_arrivals(ring.filled(slot), parity)
-            start = ring.slot(slot)
-            codes = [w.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-            one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
-            parameters = [(one(row), one(TILE + row)) for row in (0, 8)]
-            totals = add_group(totals, codes, parameters, *zip(*operands))
+            if not stage.normed:
+                due = number_of_pass % at_once == 0
+                with w.when(due & (turn == 0) if resident else due):
+                    x.place(number, number_of_pass)
+            place = number_of_pass if resident else number_of_pass % at_once
+            operands = [x.operands(place, n) for n in range(plan.row_tiles)]
+            new = []
+            for total in totals:
+                w.wait_for_arrivals(ring.filled(slot), parity)
+                new.append(add_group(total, *take(slot), *zip(*operands)))
+                w.synchronize(None, 1)
+                with w.when(lane == 0):
+                    w.arrive(ring.emptied(slot))
+                slot, parity = ring.following(slot, parity)
+            return slot, parity, new
+
+        totals = [[[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
+        slot, parity, totals = w.loop(w.i32(0), w.i32(stage.passes), (slot, parity, totals), one_pass)
+        for total in totals:
+            w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+            for n, pair in enumerate(total):
+                w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
             w.synchronize(None, 1)
             with w.when(lane == 0):
-                w.arrive(ring.emptied(slot))
-            return *ring.following(slot, parity), totals
+                w.arrive(sums.filled(sums_slot))
+            sums_slot, sums_parity = sums.following(sums_slot, sums_parity)
+        return slot, parity, sums_slot, sums_parity
 
-        totals = [[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)]
-        slot, parity, totals = w.loop(w.i32(0), w.i32(part.passes), (slot, parity, totals), one_pass)
-        w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
-        for n, total in enumerate(totals):
-            w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *total)
-        w.synchronize(None, 1)
-        with w.when(lane == 0):
-            w.arrive(sums.filled(sums_slot))
-        return slot, parity, *sums.following(sums_slot, sums_parity)
-
-    return w.loop(*share.tiles(stage), carry, step)
+    return w.loop(w.i32(0), share.turns(stage), carry, turn)
 
 
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
@@ -370,12 +395,11 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
     carry = (w.i32(0), w.i32(0))
-    for number, stage in enumerate(plan.stages):
-        for part in plan.slices(stage):
-            carry = finish_slice(plan, number, part, at, share, sums, thread, carry)
+    for number in range(len(plan.stages)):
+        carry = finish_stage(plan, number, at, share, sums, thread, carry)
 
 
-def finish_slice(plan: Plan, number: int, part: Slice, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
+def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
     """carry: slot of the ring of sums, and its parity."""
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
@@ -386,20 +410,18 @@ def finish_slice(plan: Plan, number: int, part: Slice, at: dict, share: Share, s
         w.wait_for_arrivals(sums.filled(slot), parity)
         for first in range(0, size, 32 * FINISHERS):
             which = thread + first
-            # What a thread keeps it reads itself, a slice later.
-            kept = at["shared"] + plan.kept_start + ((tile - lower) * size + which) * 4
-            with w.when(which < size):
-                finish_output(plan, number, part, at, sums.slot(slot), which, tile, kept)
+            with w.when((which < size) & (tile < upper)):
+                finish_output(plan, number, at, sums.slot(slot), which, tile)
         w.synchronize(None, 1)
         with w.when((thread & 31) == 0):
             w.arrive(sums.emptied(slot))
         return sums.following(slot, parity)
 
-    return w.loop(lower, upper, carry, step)
+    return w.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
-def finish_output(plan: Plan, number: int, part: Slice, at: dict, sums, which, tile, kept) -> None:
-    """Adds what the warps found, for one of the tile's rows and outputs, and writes it after the last slice."""
+def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
+    """Adds what the warps found, for one of the tile's rows and outputs, and writes it."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
     row, output = which // outputs, which % outputs
@@ -408,11 +430,6 @@ def finish_output(plan: Plan, number: int, part: Slice, at: dict, sums, which, t
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
     total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
     found = total(start)
-    if part.first > 0:
-        found = found + w.load_shared(kept, 1, "f")[0]
-    if part != plan.slices(stage)[-1]:
-        w.store_shared(kept, found)
-        return
     if stage.gated:
         gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
         found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up

@@ -3,12 +3,10 @@
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
 in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
 of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
-warps add them. Where there are more activations than a block can keep, it takes slices of the inputs one after the other, and keeps what
-they gave of its tiles.
+warps add them. Where there are more activations than a block can keep, it takes several tiles at once, over some inputs after the other.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +15,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, LEAST_SLOTS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 from pallas_kernels.weight_format import Int4Weight
 
@@ -26,12 +24,7 @@ WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if reason := no_mosaic_gpu() or unsupported_stage(x, weights):
-        return reason
-    rows, outputs = math.prod(x.shape[:-1]), tuple(weight.shape[0] for weight in weights)
-    if plan_for(rows, weights[0].codes.shape[1], outputs).slots < LEAST_SLOTS:
-        return f"has no place for what {rows} rows of {sum(outputs)} outputs give beside weights"
-    return None
+    return no_mosaic_gpu() or unsupported_stage(x, weights)
 
 
 def unsupported_stage(x: Array, weights: Sequence[Int4Weight]) -> str | None:

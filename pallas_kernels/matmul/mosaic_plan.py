@@ -18,10 +18,12 @@ CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 CODE_PITCH = PASS * CODE_BYTES + 64
 PARAMETER_PITCH = 2 * PASS + 4
 SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
-# Of the ring: fewer leave the memory idle, and more are of no use.
-LEAST_SLOTS, MOST_SLOTS = 4, 12
+# Of the ring: fewer than enough leave the memory idle, and more than the most are of no use.
+LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 NUMBERS = 8  # of a row of activations that a thread moves at once
+PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
+MOST_TOGETHER = 3  # tiles that a block takes at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Stage:
         return sum(self.outputs) // TILE
 
     @property
+    def passes(self) -> int:
+        """For a tile."""
+        return math.ceil(self.groups / PASS)
+
+    @property
     def tile_outputs(self) -> int:
         return TILE // 2 if self.gated else TILE
 
@@ -51,21 +58,12 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slice:
-    """Groups of a stage's inputs."""
-
-    first: int
-    count: int
-
-    @property
-    def passes(self) -> int:
-        """For a tile."""
-        return math.ceil(self.count / PASS)
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """room: groups whose activations there is place for in a block, a multiple of PASS. eps: of norms."""
+    """room: passes whose activations there is place for in a block. eps: of norms.
+
+    A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. Of
+    another, a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
+    """
 
     rows: int
     stages: tuple[Stage, ...]
@@ -75,13 +73,12 @@ class Plan:
 
     @classmethod
     def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
-        """As few slices of the inputs as leave enough slots. Of a stage with a norm or a gate there is one."""
-        whole = max(stage.groups for stage in stages)
-        least = max([PASS, *(stage.groups for stage in stages if stage.normed or stage.gated)])
-        for slices in range(1, math.ceil(whole / PASS) + 1):
-            room = PASS * math.ceil(max(whole / slices, least) / PASS)
-            plan = cls(rows, stages, blocks, room, eps)
-            if plan.slots >= LEAST_SLOTS:
+        """As many stages resident as leave enough slots; those with a norm always are."""
+        least = max((stage.passes for stage in stages if stage.normed), default=0)
+        for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
+            others = any(stage.passes > most for stage in stages)
+            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps)
+            if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
 
@@ -89,22 +86,26 @@ class Plan:
     def row_tiles(self) -> int:
         return math.ceil(self.rows / ROWS)
 
-    def slices(self, stage: Stage) -> list[Slice]:
-        """Of the stage's inputs: a block takes one after the other, each for all of its tiles."""
-        return [Slice(first, min(self.room, stage.groups - first)) for first in range(0, stage.groups, self.room)]
+    def resident(self, stage: Stage) -> bool:
+        return stage.passes <= self.room
+
+    def together(self, stage: Stage) -> int:
+        """Tiles that a block takes at once."""
+        most = math.ceil(stage.tiles / self.blocks)
+        return 1 if self.resident(stage) else math.ceil(most / math.ceil(most / MOST_TOGETHER))
 
     @property
     def x_pitch(self) -> int:
         """Bytes from one column of activations to the next in shared memory: neighbours lie in different banks."""
-        return GROUP_SIZE * self.room + 64
+        return GROUP_SIZE * PASS * self.room + 64
 
     @property
     def handed_over(self) -> int:
         """Numbers that stages hand to those after them."""
         return self.rows * sum(stage.width for stage in self.stages[:-1])
 
-    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, what slices before the last gave of the
-    # block's tiles, the ring of the warps' sums of tiles, who has arrived at the two rings, and the ring of codes.
+    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
+    # who has arrived at the two rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -121,14 +122,9 @@ class Plan:
         return 4 * TILE * ROWS * self.row_tiles
 
     @property
-    def kept_start(self) -> int:
-        squares = 4 * WARPS * self.rows
-        return self.x_bytes + self.room * self.group_pitch + squares
-
-    @property
     def sums_start(self) -> int:
-        kept = [math.ceil(stage.tiles / self.blocks) for stage in self.stages if len(self.slices(stage)) > 1]
-        return self.kept_start + 4 * TILE * self.rows * max(kept, default=0)
+        squares = 4 * WARPS * self.rows
+        return self.x_bytes + PASS * self.room * self.group_pitch + squares
 
     @property
     def arrivals_start(self) -> int:
@@ -146,3 +142,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         return self.ring_start + self.slots * SLOT_BYTES
+
+
+def passes_at_once(rows: int) -> int:
+    """How many a warp places the activations of at once: an even number, for half of its lanes take one of two."""
+    return 2 * max(1, PIECES_AT_ONCE // rows)
