@@ -107,10 +107,12 @@ class Block(nnx.Module):
         x, h = self.add_attention(x, attended)
         return x + self.down_proj(self.mlp_hidden(h))
 
-    def until(self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
+    def until(
+        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], blank: Array | None = None
+    ) -> tuple[Array, Array, Array | None]:
         """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
 
-        Without one: x before the MLP, and what the MLP adds.
+        Without one: x before the MLP, and what the MLP adds. Last comes `blank` for the following layer (see `between_attentions`).
         """
         own = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
         linears = own + ([following.q_proj, following.k_proj, following.v_proj] if following else [])
@@ -120,14 +122,16 @@ class Block(nnx.Module):
             norm = self.post_attention_norm
             following_norm = following.input_norm.weight.get_value() if following else None
             attended = attended.reshape(*attended.shape[:2], -1)
-            x, y = between_attentions(x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, qkv, eps=norm.eps)
-            return x, following._finish_qkv(y) if following else y
+            norm_weight = norm.weight.get_value()
+            args = x, attended, o, norm_weight, gate, up, down, following_norm, qkv, blank
+            x, y, blank = between_attentions(*args, eps=norm.eps)
+            return x, following._finish_qkv(y) if following else y, blank
         x, h = self.add_attention(x, attended)
         added = self.down_proj(self.mlp_hidden(h))
         if following is None:
-            return x, added
+            return x, added, blank
         x, h = following.input_norm.add(x, added)
-        return x, following.qkv(h)
+        return x, following.qkv(h), blank
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
         """x with the output projection [B, T, D], and its norm, which the MLP reads."""
@@ -165,10 +169,10 @@ class Llama(nnx.Module):
         x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
-        layers = []
+        layers, blank = [], None
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
             attended, layer = cache.attend(i, y, cos, sin, planes=planes)
-            x, y = block.until(following, x, attended)
+            x, y, blank = block.until(following, x, attended, blank)
             layers.append(layer)
         return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
 

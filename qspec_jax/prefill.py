@@ -19,7 +19,9 @@ from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax.cache import Cache
 from qspec_jax.model import Llama
 
-CHUNK_TOKENS = 512
+# Of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
+CHUNK_TOKENS = 2048
+CHUNK_QUERIES = 512  # of attention without cuDNN, whose logits are in float32
 CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
 FLASH_BYTES = 1 << 27  # of queries, about, that it takes at a time: more than enough to fill a GPU
 
@@ -43,7 +45,7 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
     for i, block in enumerate(model.layers):
         q, k, v = _by_chunks(block.before_attention, x, *angles)
         attended = attend_prompt(q, k, v)
-        x = _replaced(block.after_attention, x, attended, parts=S // _chunk(S))
+        x = _replaced(block.after_attention, x, attended, parts=S // _chunk(S, CHUNK_TOKENS))
         # The barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
         layers.append(layer)
@@ -66,11 +68,12 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
         return decode_attention(q, everything, lengths, planes=None, implementation="reference")
 
-    return _replaced(attend, q, ends, parts=q.shape[1] // _chunk(q.shape[1]))
+    return _replaced(attend, q, ends, parts=q.shape[1] // _chunk(q.shape[1], CHUNK_QUERIES))
 
 
-def _chunk(tokens: int) -> int:
-    return min(CHUNK_TOKENS, tokens & -tokens)
+def _chunk(tokens: int, most: int) -> int:
+    """A power of two that divides the tokens."""
+    return min(most, tokens & -tokens)
 
 
 def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
@@ -86,7 +89,7 @@ def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int 
 def _by_chunks(function: Callable, *args: Array):
     """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
     S = args[0].shape[1]
-    chunk = _chunk(S)
+    chunk = _chunk(S, CHUNK_TOKENS)
     # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))
     take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]

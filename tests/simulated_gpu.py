@@ -213,7 +213,8 @@ def launch(
 ) -> dict:
     """As `pallas_kernels.launch.launch`."""
     arrays = {name: np.asarray(array) for name, array in (inputs | (updated or {})).items()}
-    arrays |= {name: np.full(shape.shape, np.nan, shape.dtype) for name, shape in outputs.items()}
+    unwritten = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 0
+    arrays |= {name: np.full(shape.shape, unwritten(shape.dtype), shape.dtype) for name, shape in outputs.items()}
     memory = Memory(1 << 40, sum(-(-array.nbytes // GUARD) * GUARD + GUARD for array in arrays.values()))
     refs, end = {"shared": SHARED_START}, 0
     for key, array in arrays.items():

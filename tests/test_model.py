@@ -98,10 +98,10 @@ def test_from_one_attention_to_the_next(settings, weights):
     x = jnp.asarray(r.standard_normal((2, 3, model.config.hidden_size)), jnp.float32)
     attended = jnp.asarray(r.standard_normal((2, 3, block.num_heads, block.head_dim)), jnp.float32)
     expected = block.after_attention(x, attended)
-    after, y = block.until(following, x, attended)
+    after, y, _ = block.until(following, x, attended)
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(y, following.qkv(following.input_norm(expected)), rtol=1e-4, atol=1e-4)
-    before, added = block.until(None, x, attended)
+    before, added, _ = block.until(None, x, attended)
     np.testing.assert_allclose(before + added, expected, rtol=1e-5, atol=1e-5)
 
 

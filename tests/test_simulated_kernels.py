@@ -29,6 +29,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import Plan, Stage
+from pallas_kernels.warp import ABSENT
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,9 @@ def test_between_attentions(shape, rows, blocks):
     plan = dataclasses.replace(between.plan_for(rows, o, gate, down, following, test_between_gpu.EPS), blocks=blocks)
     norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
     count = len(plan.stages)
-    found = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count])
+    blank = jnp.full(plan.handed_over, ABSENT, jnp.uint16)
+    *found, another = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count], blank)
+    np.testing.assert_array_equal(np.asarray(another), blank)
     for ours, exact in zip(found, test_between_gpu.exact(*problem)):
         assert ours.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)

@@ -35,6 +35,7 @@ def unsupported(
     down: Int4Weight,
     following_norm: Array | None,
     following: Sequence[Int4Weight],
+    blank: Array | None = None,
     *,
     eps: float,
 ) -> str | None:
@@ -81,17 +82,22 @@ def between_attentions(
     down: Int4Weight,
     following_norm: Float[Array, "D"] | None,
     following: Sequence[Int4Weight],
+    blank: Array | None = None,
     *,
     eps: float,
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"]]:
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
     """See `pallas_kernels.between.between_attentions`."""
+    from pallas_kernels.warp import ABSENT
+
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
     flat = lambda a: a.reshape(rows, -1)
-    found = run(plan, flat(x), flat(attended), norms, weights)
-    return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
+    if blank is None or blank.size < plan.handed_over:
+        blank = jnp.full(plan.handed_over, ABSENT, jnp.uint16)
+    *found, blank = run(plan, flat(x), flat(attended), norms, weights, blank)
+    return *(a.reshape(*x.shape[:-1], -1) for a in found), blank
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -102,17 +108,17 @@ def run(
     attended: Float[Array, "M channels"],
     norms: Sequence[Float[Array, "D"]],
     weights: Sequence[Sequence[Int4Weight]],
-) -> tuple[Array, Array]:
-    """norms: of the stages that have one. weights: of every stage."""
+    blank: Array,
+) -> tuple[Array, Array, Array]:
+    """norms: of the stages that have one. weights: of every stage. blank: `ABSENT` wherever stages hand over; returns another."""
     from pallas_kernels.matmul import mosaic_block
-    from pallas_kernels.warp import ABSENT
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
     for number, several in enumerate(weights):
         inputs |= weight_inputs(number, several)
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
     outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
-    updated = {"handed_over": jnp.full(plan.handed_over, ABSENT, jnp.uint16)}
+    outputs["blank"] = jax.ShapeDtypeStruct((plan.handed_over,), blank.dtype)
     emit = functools.partial(mosaic_block.emit_block, plan)
-    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, updated)
-    return found["residual_out"], found["y"]
+    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, {"handed_over": blank})
+    return found["residual_out"], found["y"], found["blank"]

@@ -21,14 +21,15 @@ def between_attentions(
     down: Int4Weight,
     following_norm: Float[Array, "D"] | None,
     following: Sequence[Int4Weight],
+    blank: Array | None = None,
     *,
     eps: float,
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"]]:
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """See `pallas_kernels.between.between_attentions`."""
     x, h = add_rms_norm(x, int4_matmul(attended, [o]), norm, eps=eps)
     gates, ups = jnp.split(int4_matmul(h, [gate, up]), 2, axis=-1)
     added = int4_matmul(jax.nn.silu(gates) * ups, [down])
     if following_norm is None:
-        return x, added
+        return x, added, blank
     x, h = add_rms_norm(x, added, following_norm, eps=eps)
-    return x, int4_matmul(h, following)
+    return x, int4_matmul(h, following), blank

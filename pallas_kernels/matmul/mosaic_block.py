@@ -53,6 +53,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     with w.when(thread == 0):
         ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
         sums.start(WARPS, FINISHERS)
+    if "blank" in at:
+        fill_absent(plan, at["blank"], share.block, thread)
     w.synchronize(w.i32(0), WARPS + COPIERS + FINISHERS)
     with w.when(warp < WARPS):
         compute(plan, at, share, ring, sums, warp, thread)
@@ -60,6 +62,16 @@ def emit_block(plan: Plan, refs: dict) -> None:
         copy(plan, at, share, ring, warp - WARPS, thread & 31)
     with w.when(w.i32(WARPS + COPIERS - 1) < warp):
         finish(plan, at, share, sums, thread - 32 * (WARPS + COPIERS))
+
+
+def fill_absent(plan: Plan, blank, block, thread) -> None:
+    """Makes what the next launch hands its numbers over in."""
+    threads, word = 32 * (WARPS + COPIERS + FINISHERS), w.i32(-1)  # two of `ABSENT`
+    pieces = plan.handed_over // NUMBERS
+    for first in range(0, pieces, threads * plan.blocks):
+        piece = block * threads + thread + first
+        with w.when(piece < pieces):
+            w.store_global_words(blank + w.i64(piece) * (2 * NUMBERS), *[word] * (NUMBERS // 2))
 
 
 class Share:
