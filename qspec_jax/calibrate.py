@@ -53,7 +53,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     x = model.embed(jnp.asarray(tokens))
     weights = model.weights()
     for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=_off(progress))):
-        x, moments = _block(block, x, cos, sin, valid)
+        x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
         for name, source in INPUTS.items():

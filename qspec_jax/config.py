@@ -18,24 +18,49 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent."""
+    """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
 
-    qkv_bias: bool = False
+    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: `sliding_window` counts by itself.
+    nope: some layers have no RoPE, by `no_rope_layers`.
+    """
+
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
     qk_norm: bool = False
-    bias_keys: tuple[str, ...] = ()
+    windowed: bool = False
+    nope: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
 _QWEN_DEFAULTS = (("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_window_layers", 28))
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        bias_keys=("attention_bias", "mlp_bias"), defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
+        **_ATTENTION_BIAS, mlp_bias="mlp_bias", defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
     ),
     "MistralForCausalLM": Architecture(
-        defaults=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096), ("eos_token_id", 2))
+        windowed=True,
+        defaults=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096), ("eos_token_id", 2)),
     ),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, bias_keys=("attention_bias",), defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
+    "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
+    "Phi3ForCausalLM": Architecture(windowed=True, defaults=(("max_position_embeddings", 4096), ("eos_token_id", 32000))),
+    "SmolLM3ForCausalLM": Architecture(
+        **_ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        nope=True,
+        defaults=(
+            ("max_position_embeddings", 32768),
+            ("num_key_value_heads", 4),
+            ("rope_theta", 2e6),
+            ("eos_token_id", 128001),
+            ("tie_word_embeddings", True),
+        ),
+    ),
+    "InternLM3ForCausalLM": Architecture(
+        qkv_bias="qkv_bias", output_bias="bias", mlp_bias="bias", defaults=(("max_position_embeddings", 32768), ("eos_token_id", 2))
+    ),
 }
 
 
@@ -79,6 +104,7 @@ class LlamaConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    nope_layers: tuple[int, ...] = ()  # without RoPE
 
     @property
     def max_length(self) -> int:
@@ -103,6 +129,9 @@ class LlamaConfig:
         return _Reader(config, source).llama()
 
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 class _Reader:
     """Reads one config.json; every error names the file."""
 
@@ -110,6 +139,8 @@ class _Reader:
         self.source = source
         names = raw.get("architectures")
         self.name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
+        if "Moe" in self.name or "Mixtral" in self.name or any(raw.get(key) for key in _EXPERTS):
+            raise self.error(f"{self.name} is a mixture of experts, which is not supported; a dense model is")
         if self.name not in ARCHITECTURES:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[self.name]
@@ -142,7 +173,11 @@ class _Reader:
     def llama(self) -> LlamaConfig:
         raw = self.raw
         if raw.get("quantization_config"):
-            raise self.error("the checkpoint is quantized already (quantization_config); bring the unquantized one")
+            method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
+            raise self.error(
+                f"the checkpoint is quantized already (quantization_config{f', {method}' if method else ''}); bring the unquantized one, "
+                "of which the draft is made here"
+            )
         if raw.get("hidden_act", "silu") != "silu":
             raise self.error(f"hidden_act {raw['hidden_act']} is not supported, only silu")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
@@ -153,13 +188,14 @@ class _Reader:
         if head_dim % 2:
             raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
         positions = self.number("max_position_embeddings")
-        attention_bias, mlp_bias = (key in self.architecture.bias_keys and self.flag(key) for key in ("attention_bias", "mlp_bias"))
+        bias = lambda which: self.flag(which) if isinstance(which, str) else which
+        layers = self.number("num_hidden_layers")
         config = LlamaConfig(
             architecture=self.name,
             vocab_size=self.number("vocab_size"),
             hidden_size=hidden,
             intermediate_size=self.number("intermediate_size"),
-            num_layers=self.number("num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -167,15 +203,25 @@ class _Reader:
             rope=self.rope(head_dim, positions),
             max_position_embeddings=positions,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
-            qkv_bias=self.architecture.qkv_bias or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=mlp_bias,
+            qkv_bias=bias(self.architecture.qkv_bias),
+            output_bias=bias(self.architecture.output_bias),
+            mlp_bias=bias(self.architecture.mlp_bias),
             qk_norm=self.architecture.qk_norm,
             eos_token_ids=token_ids(raw.get("eos_token_id"), self.source),
             dtype=self.dtype(),
+            nope_layers=self.nope_layers(layers) if self.architecture.nope else (),
         )
         self.refuse_sliding_window(config)
         return config
+
+    def nope_layers(self, layers: int) -> tuple[int, ...]:
+        given = self.raw.get("no_rope_layers")
+        if not given:
+            interval = self.number("no_rope_layer_interval", 4)
+            return tuple(i for i in range(layers) if (i + 1) % interval == 0)
+        if not isinstance(given, list) or len(given) != layers or any(rope not in (0, 1) for rope in given):
+            raise self.error(f"no_rope_layers should be a list of 0 or 1 for each of {layers} layers, 0 where there is no RoPE")
+        return tuple(i for i, rope in enumerate(given) if not rope)
 
     def dtype(self) -> str:
         name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
@@ -187,7 +233,7 @@ class _Reader:
         types = self.raw.get("layer_types")
         if types is not None and not (isinstance(types, list) and all(t in ("full_attention", "sliding_attention") for t in types)):
             raise self.error(f"layer_types {types!r} should be a list of full_attention")
-        if self.name == "MistralForCausalLM":
+        if self.architecture.windowed:
             active = True
         elif types is not None:
             active = "sliding_attention" in types

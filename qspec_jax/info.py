@@ -41,20 +41,20 @@ class ModelInfo:
 
 def model_info(directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None) -> ModelInfo:
     """Reads config.json and the tensors' headers. Raises InputError as loading would, and for a context below 1."""
-    config = checkpoint.load_config(directory)
+    with checkpoint.Source(directory) as source:
+        config = source.config
     dtype = jnp.dtype(checkpoint.stored_dtype(config))
     context = config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(directory, config, dtype, context, cache or CacheConfig())
+        return _sizes(config, dtype, context, cache or CacheConfig())
 
 
-def _sizes(directory: str | Path, config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
-    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in checkpoint.tensor_shapes(directory, config).items()}
+def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in checkpoint.weight_shapes(config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for name, w in weights.items() if name.endswith("_proj.weight")]
-    embedding = weights[checkpoint.hf_name("embedding")]
-    drafted.append(jax.eval_shape(quantize_rows, weights.get(checkpoint.hf_name("head"), embedding)))
+    drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 
     def cache_bytes(kind: CacheConfig) -> int:
         gamma = GenerationConfig.num_speculative_tokens

@@ -171,7 +171,7 @@ class Llama(nnx.Module):
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
         layers, blank = [], None
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer = cache.attend(i, y, cos, sin, planes=planes)
+            attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes)
             x, y, blank = block.until(following, x, attended, blank)
             layers.append(layer)
         return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
@@ -186,6 +186,10 @@ class Llama(nnx.Module):
     def cos_sin(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, Array]:
         c = self.config
         return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
+
+    def angles_of(self, layer: int, cos: Array, sin: Array) -> tuple[Array, Array]:
+        """`cos_sin` for a layer: angles of 0 in one without RoPE."""
+        return (jnp.ones_like(cos), jnp.zeros_like(sin)) if layer in self.config.nope_layers else (cos, sin)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Of the last hidden states, x or x + added."""

@@ -43,7 +43,7 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
     x = model.embed(tokens)
     layers = []
     for i, block in enumerate(model.layers):
-        q, k, v = _by_chunks(block.before_attention, x, *angles)
+        q, k, v = _by_chunks(block.before_attention, x, *model.angles_of(i, *angles))
         attended = attend_prompt(q, k, v)
         x = _replaced(block.after_attention, x, attended, parts=S // _chunk(S, CHUNK_TOKENS))
         # The barrier makes XLA quantize this layer before it works on the next.

@@ -23,7 +23,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.flax import save_file
 
 from pallas_kernels.append import split_and_rotate
-from qspec_jax.checkpoint import hf_name
+from qspec_jax.checkpoint import places
 from qspec_jax.config import LlamaConfig
 from qspec_jax.demo import corpus
 from qspec_jax.demo.tokenizer import encode, token_bytes
@@ -242,7 +242,8 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_b
     write_json(directory / "config.json", model)
     write_json(directory / "generation_config.json", ids)
     path = directory / "model.safetensors"
-    save_file({hf_name(p): a.astype(jnp.bfloat16) for p, a in params.items()}, path, metadata={"format": "pt"})
+    names = places(LlamaConfig.from_hf(model))
+    save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, path, metadata={"format": "pt"})
     path.chmod(0o644)
     if most_bytes is not None and path.stat().st_size > most_bytes:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {most_bytes}")

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 GOLDENS = Path(__file__).parent / "goldens" / "logits.npz"
 
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+OTHER_TYPES = {"Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3", "InternLM3ForCausalLM": "internlm3"}
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 HEAD_DIMS = (64, 96, 128)
 
@@ -25,7 +26,7 @@ def hf_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[st
     """A config.json as transformers 5 writes it. A key changed to `...` is left out."""
     config = {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
+        "model_type": (MODEL_TYPES | OTHER_TYPES)[architecture],
         "vocab_size": 64,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -86,6 +87,7 @@ def _cases() -> dict[str, dict[str, Any]]:
                 **rope_settings(rope_type, head_dim),
             )
     yarn = lambda **changes: hf_config(**rope_settings("yarn", **changes))
+    no_padding = {"pad_token_id": None}
     two_heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     return cases | {
         "llama-biases": hf_config(attention_bias=True, mlp_bias=True),
@@ -114,12 +116,29 @@ def _cases() -> dict[str, dict[str, Any]]:
         "yarn-ramp-beyond": yarn(rope_theta=4.0),
         "longrope-factor": hf_config(**rope_settings("longrope", factor=2.0)),
         "longrope-attention-factor": hf_config(**rope_settings("longrope", attention_factor=1.5)),
+        "phi3-default": hf_config("Phi3ForCausalLM", tie_word_embeddings=True, head_dim=..., **two_heads, **no_padding),
+        "phi3-longrope": hf_config(
+            "Phi3ForCausalLM", head_dim=..., original_max_position_embeddings=32, **two_heads, **no_padding, **rope_settings("longrope")
+        ),
+        # Every fourth layer without RoPE, or those that are named.
+        "smollm3-interval": hf_config("SmolLM3ForCausalLM", num_hidden_layers=4, tie_word_embeddings=True, **no_padding),
+        "smollm3-layers": hf_config("SmolLM3ForCausalLM", no_rope_layers=[0, 1], attention_bias=True, **no_padding),
+        "internlm3-dynamic": hf_config("InternLM3ForCausalLM", qkv_bias=False, bias=False, **rope_settings("dynamic")),
+        "internlm3-biases": hf_config("InternLM3ForCausalLM", qkv_bias=True, bias=True),
         # As Phi 3 has it: this one counts.
         "longrope-original-outside": hf_config(original_max_position_embeddings=16, **rope_settings("longrope")),
     }
 
 
 CASES: dict[str, dict[str, Any]] = _cases()
+
+
+def known_to_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model under an architecture whose code transformers has."""
+    if config["architectures"] != ["InternLM3ForCausalLM"]:
+        return config
+    biases = {"attention_bias": config["qkv_bias"], "mlp_bias": config["bias"]}
+    return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | biases
 
 
 def case_lengths(name: str) -> tuple[int, ...]:
@@ -134,13 +153,14 @@ def case_tokens(name: str) -> np.ndarray:
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint of a config, without lm_head.weight where it is tied."""
+    config = known_to_transformers(config)
     architecture = config["architectures"][0]
     hidden, width, vocab, heads = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
     head_dim = config.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
-    attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and config.get("attention_bias", False)
+    attention_bias = architecture not in ("MistralForCausalLM", "Qwen2ForCausalLM") and config.get("attention_bias", False)
     qkv_bias = architecture == "Qwen2ForCausalLM" or attention_bias
-    mlp_bias = architecture == "LlamaForCausalLM" and config.get("mlp_bias", False)
+    mlp_bias = architecture in ("LlamaForCausalLM", "SmolLM3ForCausalLM") and config.get("mlp_bias", False)
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
@@ -160,6 +180,11 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             ("mlp.down_proj", (hidden, width), mlp_bias),
         ):
             shapes |= {f"{layer}.{name}.weight": shape} | ({f"{layer}.{name}.bias": shape[:1]} if bias else {})
+        if architecture == "Phi3ForCausalLM":
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
+                del shapes[f"{layer}.{name}_proj.weight"]
+            shapes[f"{layer}.self_attn.qkv_proj.weight"] = (queries + 2 * keys, hidden)
+            shapes[f"{layer}.mlp.gate_up_proj.weight"] = (2 * width, hidden)
     return shapes
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from checkpoints import CASES, GOLDENS, case_lengths, case_tokens, old_spelling, write_checkpoint
+from checkpoints import CASES, GOLDENS, case_lengths, case_tokens, known_to_transformers, old_spelling, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     goldens = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, config in CASES.items():
+        for name, config in ((name, known_to_transformers(config)) for name, config in CASES.items()):
             new = load(write_checkpoint(Path(scratch, "new", name), config))
             old = load(write_checkpoint(Path(scratch, "old", name), old_spelling(config), shards=3))
             for length in case_lengths(name):

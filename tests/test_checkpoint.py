@@ -12,7 +12,7 @@ import pytest
 from checkpoints import MODEL_TYPES, hf_config, random_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax.checkpoint import hf_name, load, load_config, load_model, load_tokenizer
+from qspec_jax.checkpoint import Source, load, load_config, load_model, load_tokenizer, places
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 
@@ -22,8 +22,11 @@ Edit = Callable[[Path], object]
 
 
 def loaded(model: Llama) -> dict[str, np.ndarray]:
-    """Weights by their names in the checkpoint."""
-    return {hf_name(path): np.asarray(weight) for path, weight in model.weights().items()}
+    """The checkpoint's tensors, by their names, put together from the model's weights."""
+    weights, parts = model.weights(), {}
+    for path, place in places(model.config).items():
+        parts.setdefault(place.name, []).append(np.asarray(weights[path]))
+    return {name: np.concatenate(several) for name, several in parts.items()}
 
 
 def refused(directory: Path, *named: str, read: Callable = load_model) -> str:
@@ -162,6 +165,23 @@ def _without(file: str) -> Edit:
     return lambda d: (d / file).unlink()
 
 
+def _outside(file: str) -> Edit:
+    """An index that leads elsewhere."""
+    return lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": file}))
+
+
+def _again(more: float) -> Edit:
+    """A tensor a second time, so much larger."""
+
+    def edit(directory: Path) -> None:
+        shards = sorted(directory.glob("model-*.safetensors"))
+        holds = next(shard for shard in shards if "model.norm.weight" in load_file(shard))
+        other = next(shard for shard in shards if shard != holds)
+        save_file(load_file(other) | {"model.norm.weight": load_file(holds)["model.norm.weight"] + np.float32(more)}, other)
+
+    return edit
+
+
 def _only_bin(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
@@ -179,7 +199,7 @@ NOT_JSON = [
 
 ONE_FILE = [
     (_without("model.safetensors"), ("model.safetensors: missing",)),
-    (_only_bin, ("model.safetensors: missing", "convert the .bin files")),
+    (_only_bin, ("model.safetensors: missing", "can run code", "save the model as safetensors")),
     (_cut("model.safetensors", 0), ("model.safetensors", "not a whole safetensors file")),
     (_cut("model.safetensors", 100), ("model.safetensors", "not a whole safetensors file")),
     (_cut("model.safetensors", -1), ("model.safetensors", "not a whole safetensors file")),
@@ -199,6 +219,11 @@ SHARDS = [
     (_overwrite(INDEX, "{"), (INDEX, "not valid JSON")),
     (_overwrite(INDEX, "{}"), (INDEX, "weight_map")),
     (_overwrite(INDEX, '{"weight_map": {"model.norm.weight": 3}}'), (INDEX, "weight_map")),
+    *(
+        (_outside(file), (INDEX, "files beside it", repr(file)))
+        for file in ("../x.safetensors", "/etc/passwd", "a/b", "..", ".", "a\\b", "")
+    ),
+    (_again(1.0), ("model.norm.weight is in both model-00001-of-00003.safetensors", "differs")),
     (
         lambda d: edit_json(d / INDEX, lambda index: index["weight_map"].pop("model.norm.weight")),
         (INDEX, "no entry", "model.norm.weight"),
@@ -224,6 +249,48 @@ def test_refused(shards, edit, named, tmp_path):
     load_model(directory)
     edit(directory)
     refused(directory, *named)
+
+
+def test_a_tensor_in_two_files_may_be_the_same(tmp_path):
+    directory = write_checkpoint(tmp_path, hf_config(), shards=3)
+    _again(0.0)(directory)
+    assert loaded(load_model(directory)).keys() == random_tensors(hf_config()).keys()
+
+
+def test_mutated_headers_are_refused_or_read(tmp_path, monkeypatch):
+    directory = write_checkpoint(tmp_path, hf_config(num_hidden_layers=1))
+    found = places(load_config(directory))
+    monkeypatch.setattr("qspec_jax.checkpoint.places", lambda config: found)  # which takes most of the time
+    path = directory / "model.safetensors"
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    r = np.random.default_rng(0)
+    interesting = b'{}[],:"0123456789-.eE\\\x00\xff nulltruefalse'
+    refusals = 0
+    for i in range(2500):
+        header = bytearray(whole[8 : 8 + size])
+        length = size
+        match i % 5:
+            case 0:  # the length
+                length = int(r.integers(0, 1 << int(r.integers(1, 64)), dtype=np.uint64))
+            case 1:  # something cut out
+                at = int(r.integers(size))
+                del header[at : at + int(r.integers(1, 40))]
+                length = len(header)
+            case 2:  # something twice
+                at, more = int(r.integers(size)), int(r.integers(1, 40))
+                header[at:at] = header[at : at + more]
+                length = len(header)
+            case _:  # bytes
+                for _ in range(int(r.integers(1, 6))):
+                    header[int(r.integers(size))] = interesting[int(r.integers(len(interesting)))]
+        path.write_bytes(length.to_bytes(8, "little") + header + whole[8 + size :])
+        try:
+            with Source(directory):
+                pass
+        except InputError:
+            refusals += 1
+    assert refusals > 2000
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -202,16 +202,28 @@ def test_max_length(settings, longest):
         ({"eos_token_id": True}, "eos_token_id"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": "full_attention"}, "layer_types"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is a mixture of experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is a mixture of experts"),
+        ({"num_local_experts": 8}, "LlamaForCausalLM is a mixture of experts"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized already (quantization_config, gptq)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized already (quantization_config, awq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already (quantization_config, fp8)"),
     ],
 )
 def test_refused(change, named):
     refused(hf_config(**change), named)
 
 
+@pytest.mark.parametrize("layers", [[1], [1, 2], [1, "0"], "10", {"0": 1}])
+def test_no_rope_layers_are_one_for_each_layer(layers):
+    refused(hf_config("SmolLM3ForCausalLM", no_rope_layers=layers), "no_rope_layers")
+
+
 @pytest.mark.parametrize(
     ("architecture", "change"),
     [
         (MISTRAL, {"sliding_window": 127}),
+        ("Phi3ForCausalLM", {"sliding_window": 127}),
         (MISTRAL, {"sliding_window": ..., "max_position_embeddings": 4097}),
         # transformers' Mistral looks at nothing but the window.
         (MISTRAL, {"sliding_window": 127, "layer_types": ["full_attention"] * 2}),
