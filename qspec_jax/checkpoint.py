@@ -1,21 +1,22 @@
-"""Hugging Face checkpoints: the one table of tensor names, and loading a directory tensor by tensor to the device."""
+"""Checkpoints: the one table of tensor names, Hugging Face directories and their tensors, and loading these or converted ones."""
 
 import dataclasses
+import json
 import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (gives numpy its bfloat16, which safetensors asks for by name)
+import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from qspec_jax import converted
 from qspec_jax.config import ARCHITECTURES, LlamaConfig, read_json, token_ids
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
@@ -47,7 +48,7 @@ _PHI3: Table = _LLAMA | {
 TABLES: dict[str, Table] = dict.fromkeys(ARCHITECTURES, _LLAMA) | {"Phi3ForCausalLM": _PHI3}
 # Buffers that old checkpoints carry and that are computed here.
 _IGNORED = re.compile(r"(.*\.rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
-_FLOATS = {"F16", "BF16", "F32", "F64"}
+_FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _COMPARED = 1 << 24  # numbers at a time
 _LOADED_AS = ("bfloat16", "float32", "float64")
@@ -109,25 +110,43 @@ def load_config(directory: str | Path) -> LlamaConfig:
     return config
 
 
-def load_model(directory: str | Path, *, dtype: str | None = None, progress: bool | None = None) -> Llama:
-    """Loads a Hugging Face directory (config.json, one or sharded safetensors), one tensor at a time, to the default device.
+def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, progress: bool | None = None) -> Llama:
+    """Loads a Hugging Face directory (config.json, one or sharded safetensors), one tensor at a time, or a converted one.
 
-    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). progress: a bar on
-    standard error; None shows it on a terminal. Raises InputError that lists every missing, unexpected or misshapen tensor at once.
+    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). To the default device, or over a mesh, see
+    `converted.weight_sharding`. progress: a bar on standard error; None shows it on a terminal. Raises InputError that lists every
+    missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
     """
-    with Source(directory) as source:
-        source.check_contents()
-        wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
-        hide = None if progress is None else not progress
-        with tqdm(total=len(source.places), desc="load", unit="tensor", disable=hide) as bar:
+    if converted.is_converted(_existing(directory)):
+        return _load_converted(Path(directory), dtype, mesh)
+    source = Source(directory)
+    source.check_contents()
+    wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
+    with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
-            def make(path: str, shape: tuple[int, ...]) -> jax.Array:
-                array = source.read(path)
-                bar.update()
-                # Cast on the host's view, so that the device never holds two copies.
-                return jnp.asarray(array.astype(wanted, copy=False))
+        def make(path: str, shape: tuple[int, ...]) -> jax.Array:
+            array = source.read(path)
+            bar.update()
+            # Cast on the host, so that the device never holds two copies.
+            return jax.device_put(array.astype(wanted, copy=False), converted.weight_sharding(shape, mesh))
 
-            return Llama(source.config, make)
+        return Llama(source.config, make)
+
+
+def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
+    config = load_config(directory)
+    wanted = jnp.dtype(as_loaded(dtype or converted.read_manifest(directory).dtype))
+    shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
+    weights = converted.restore(directory, converted.TARGET, shapes, mesh)
+    return Llama(config, lambda path, shape: weights[path])
+
+
+def checked(directory: str | Path) -> tuple[LlamaConfig, str]:
+    """The config, and the dtype to load as by default, of a directory whose tensors are there; no weight is read."""
+    if converted.is_converted(_existing(directory)):
+        return load_config(directory), converted.read_manifest(Path(directory)).dtype
+    config = Source(directory).config
+    return config, stored_dtype(config)
 
 
 def as_loaded(dtype: str) -> str:
@@ -139,8 +158,36 @@ def as_loaded(dtype: str) -> str:
     return dtype
 
 
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor as it lies in a file: `start` is its first byte."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self, first: int = 0, rows: int | None = None) -> np.ndarray:
+        """So many of its rows, all by default, copied: a mapped file would count as memory in use, as much of it as was ever read."""
+        shape = self.shape if rows is None else (rows, *self.shape[1:])
+        array = np.empty(shape, _FLOATS[self.dtype])
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
+            if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+                raise InputError(f"{self.file}: shorter than when it was opened; it must not change while it is read")
+        return array
+
+    def equals(self, other: "Tensor") -> bool:
+        """Bit for bit, read a part at a time."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        rows = max(1, _COMPARED // max(1, math.prod(self.shape[1:])))
+        parts = [(i, min(rows, self.shape[0] - i)) for i in range(0, self.shape[0], rows)] if self.shape else [(0, None)]
+        return all(self.read(*part).tobytes() == other.read(*part).tobytes() for part in parts)
+
+
 class Source:
-    """A Hugging Face directory whose tensors are there and of the right shapes, opened to read them one at a time.
+    """A Hugging Face directory whose tensors are there and of the right shapes, to be read one at a time.
 
     Raises InputError that lists every missing, unexpected or misshapen tensor at once, and for a directory that is none.
     """
@@ -149,103 +196,103 @@ class Source:
         self.config = load_config(directory)
         self.directory = Path(directory)
         self.places = places(self.config)
-        self.files = ExitStack()
-        self.opened: dict[str, safe_open] = {}
-        self.twice: list[tuple[str, str, str]] = []  # tensors in two files
-        try:
-            self.tensors = self._open()
-            self._check()
-        except BaseException:
-            self.files.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.files.close()
+        self.tensors: dict[str, Tensor] = {}
+        self.twice: list[tuple[str, Tensor, Tensor]] = []
+        self._open()
+        self._check()
 
     def read(self, path: str) -> np.ndarray:
         """The weight at a path of the model, as it is stored."""
         place = self.places[path]
-        if place.first is None:
-            return self.tensors[place.name].get_tensor(place.name)
-        return self.tensors[place.name].get_slice(place.name)[place.first : place.first + place.shape[0]]
+        tensor = self.tensors[place.name]
+        return tensor.read() if place.first is None else tensor.read(place.first, place.shape[0])
+
+    def read_bytes(self, path: str) -> int:
+        """Of a weight, as it is stored."""
+        place = self.places[path]
+        return math.prod(place.shape) * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
 
     def check_contents(self) -> None:
         """Raises InputError where a tensor that is there twice, or the head of tied embeddings, is not the same both times."""
-        for name, file, other in self.twice:
-            if not _equal(self.opened[file], name, self.opened[other], name):
-                raise InputError(f"{self.directory}: {name} is in both {file} and {other}, and differs; one of them is wrong")
-        if self.carries_head:
-            head, embedding = (
-                next(n for n, paths in TABLES[self.config.architecture].items() if paths == (p,)) for p in ("head", "embedding")
-            )
-            if not _equal(self.tensors[head], head, self.tensors[embedding], embedding):
+        for name, one, other in self.twice:
+            if not one.equals(other):
                 raise InputError(
-                    f"{self.directory}: config.json says tie_word_embeddings, but {head} differs from the embedding; one of them is wrong"
+                    f"{self.directory}: {name} is in both {one.file.name} and {other.file.name}, and differs; one of them is wrong"
                 )
+        if self.carries_head and not self.tensors[self.head].equals(self.tensors[self.places["embedding"].name]):
+            raise InputError(
+                f"{self.directory}: config.json says tie_word_embeddings, but {self.head} differs from the embedding; one of them is wrong"
+            )
 
-    def _open(self) -> dict[str, safe_open]:
-        """Tensor name -> open file, over all shards."""
+    @property
+    def head(self) -> str:
+        """The name of the head's tensor."""
+        return next(name for name, paths in TABLES[self.config.architecture].items() if paths == ("head",))
+
+    @property
+    def carries_head(self) -> bool:
+        """Whether the head of tied embeddings is there too."""
+        return self.config.tie_word_embeddings and self.head in self.tensors
+
+    def _open(self) -> None:
+        """Finds the tensors of all shards."""
         index = self.directory / "model.safetensors.index.json"
         named: dict[str, str] | None = None
         if index.exists():
             named = read_json(index).get("weight_map")
             if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
                 raise InputError(f"{index}: weight_map should map tensors to files, and does not")
-            if outside := sorted(
-                file for file in set(named.values()) if file in ("", ".", "..") or Path(file).name != file or "\\" in file
-            ):
+            leads_out = lambda file: file in ("", ".", "..") or Path(file).name != file or "\\" in file
+            if outside := sorted(filter(leads_out, set(named.values()))):
                 raise InputError(f"{index}: weight_map should name files beside it, not {_some(map(repr, outside))}")
-            names = sorted(set(named.values()))
-        else:
-            names = ["model.safetensors"]
-        first: dict[str, str] = {}
-        for name in names:
-            file = self.opened[name] = self._open_file(name)
-            keys = set(file.keys())
-            self.twice += [(key, first[key], name) for key in sorted(keys & first.keys())]
-            first = dict.fromkeys(keys, name) | first
+        for name in sorted(set(named.values())) if named else ["model.safetensors"]:
+            found = self._tensors_of(name)
+            again = sorted(key for key in found.keys() & self.tensors.keys() if not _IGNORED.match(key))
+            self.twice += [(key, self.tensors[key], found[key]) for key in again]
+            self.tensors = found | self.tensors
             if named is not None:
-                lost = sorted(k for k, v in named.items() if v == name and k not in keys)
-                stray = sorted(keys - named.keys())
+                lost = sorted(k for k, v in named.items() if v == name and k not in found)
+                stray = sorted(found.keys() - named.keys())
                 if lost:
                     raise InputError(f"{index}: names tensors that {name} lacks: {_some(lost)}")
                 if stray:
                     raise InputError(f"{index}: has no entry for tensors of {name}: {_some(stray)}")
-        return {key: self.opened[name] for key, name in first.items()}
 
-    def _open_file(self, name: str) -> safe_open:
+    def _tensors_of(self, name: str) -> dict[str, Tensor]:
         path = self.directory / name
         if not path.is_file():
             pickled = any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pt*"))
             hint = "; pickled weights (.bin) can run code and are not read: save the model as safetensors" if pickled else ""
             raise InputError(f"{path}: missing{hint}")
         try:
-            return self.files.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
+            with safe_open(path, framework="np"):  # checks the header
+                pass
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+        except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path}: not a whole safetensors file ({_one_line(error)})") from None
+        header.pop("__metadata__", None)
+        start = lambda entry: 8 + size + entry["data_offsets"][0]
+        return {key: Tensor(path, entry["dtype"], tuple(entry["shape"]), start(entry)) for key, entry in header.items()}
 
     def _check(self) -> None:
         """Raises one InputError with all that is wrong with names, shapes and dtypes."""
-        head = next(name for name, paths in TABLES[self.config.architecture].items() if paths == ("head",))
         expected = tensor_shapes(self.config)
-        self.carries_head = self.config.tie_word_embeddings and head in self.tensors
         if self.carries_head:
-            expected[head] = self.places["embedding"].shape
+            expected[self.head] = self.places["embedding"].shape
         wrong = []
         if missing := sorted(expected.keys() - self.tensors.keys()):
-            reason = " (config.json says that the embeddings are not tied)" if missing == [head] else ""
+            reason = " (config.json says that the embeddings are not tied)" if missing == [self.head] else ""
             wrong.append(f"missing {_some(missing)}{reason}")
         if extra := sorted(k for k in self.tensors.keys() - expected.keys() if not _IGNORED.match(k)):
             wrong.append(f"unexpected {_some(extra)}")
         for name in sorted(expected.keys() & self.tensors.keys()):
-            part = self.tensors[name].get_slice(name)
-            if tuple(part.get_shape()) != expected[name]:
-                wrong.append(f"{name} has shape {list(part.get_shape())}, config.json asks for {list(expected[name])}")
-            elif part.get_dtype() not in _FLOATS:
-                wrong.append(f"{name} has dtype {part.get_dtype()}, should be floating point")
+            tensor = self.tensors[name]
+            if tensor.shape != expected[name]:
+                wrong.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(expected[name])}")
+            elif tensor.dtype not in _FLOATS:
+                wrong.append(f"{name} has dtype {tensor.dtype}, should be floating point")
         if wrong:
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
 
@@ -264,9 +311,9 @@ def load_tokenizer(directory: str | Path):
         raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
 
 
-def load(directory: str | Path, *, dtype: str | None = None):
-    """The model and the tokenizer of a checkpoint directory. Raises InputError."""
-    return load_model(directory, dtype=dtype), load_tokenizer(directory)
+def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):
+    """The model and the tokenizer of a checkpoint directory, see `load_model`. Raises InputError."""
+    return load_model(directory, dtype=dtype, mesh=mesh), load_tokenizer(directory)
 
 
 def _existing(directory: str | Path) -> Path:
@@ -282,19 +329,6 @@ def stored_dtype(config: LlamaConfig) -> str:
         log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"
     return config.dtype
-
-
-def _equal(file: safe_open, name: str, other_file: safe_open, other: str) -> bool:
-    """Whether two tensors are the same, read a part at a time."""
-    one, two = file.get_slice(name), other_file.get_slice(other)
-    shape = one.get_shape()
-    if (shape, one.get_dtype()) != (two.get_shape(), two.get_dtype()):
-        return False
-    if not shape:
-        return file.get_tensor(name).tobytes() == other_file.get_tensor(other).tobytes()
-    rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
-    parts = (slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows))
-    return all(one[part].tobytes() == two[part].tobytes() for part in parts)
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

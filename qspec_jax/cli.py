@@ -1,4 +1,4 @@
-"""The command line: `qspec demo`, `qspec generate`, `qspec info`, `qspec eval acceptance`, `qspec bench ...`.
+"""The command line: `qspec demo`, `qspec generate`, `qspec convert`, `qspec info`, `qspec eval acceptance`, `qspec bench ...`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from convert import convert
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
 from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
@@ -58,6 +59,11 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
+
+
+class ConvertedDtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory in Hugging Face format.")]
@@ -117,7 +123,12 @@ def generate_command(
         network, tokenizer = load(model, dtype, quiet=as_json)
         follow = _Stream(tokenizer) if stream else _Progress(max_new_tokens * len(prompts), quiet=as_json)
         tokens = token_lists(network, prompts, config, tokenizer)
-        draft = drafts.quantspec(network, calibration=tokens, progress=False if as_json else None) if calibrate else None
+        if method is Method.autoregressive:
+            draft = None
+        elif calibrate:
+            draft = drafts.quantspec(network, calibration=tokens, progress=False if as_json else None)
+        else:
+            draft = drafts.stored(model, network)
         out = _generate(network, tokenizer, tokens, config, seed, follow, draft)
         if as_json:
             write(json.dumps(dataclasses.asdict(out)) + "\n")
@@ -125,6 +136,25 @@ def generate_command(
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
         Console(stderr=True).print(_stats_table({method.value: out}))
+
+
+@app.command("convert")
+def convert_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
+    directory: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")],
+    dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="As stored, if not given.")] = None,
+    draft_bits: Annotated[int, typer.Option("--draft-bits", help="4 stores the draft's INT4 weights too; 16 does not.")] = 16,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
+    as_json: Json = False,
+):
+    """Convert a checkpoint to one that restores straight to devices, its draft with it."""
+    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, overwrite=overwrite)
+    report = convert(source, directory, progress=False if as_json else None, **settings)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
+        Console().print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
 
 
 @app.command()

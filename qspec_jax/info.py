@@ -41,9 +41,8 @@ class ModelInfo:
 
 def model_info(directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None) -> ModelInfo:
     """Reads config.json and the tensors' headers. Raises InputError as loading would, and for a context below 1."""
-    with checkpoint.Source(directory) as source:
-        config = source.config
-    dtype = jnp.dtype(checkpoint.stored_dtype(config))
+    config, dtype = checkpoint.checked(directory)
+    dtype = jnp.dtype(dtype)
     context = config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")

@@ -1,12 +1,19 @@
 """The QuantSpec draft: the model itself with INT4 weights and its head in INT8, reading the upper 4 bits of the cache."""
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
+import jax
+
+from qspec_jax import converted
 from qspec_jax.calibrate import quantize_linears_for
 from qspec_jax.decode import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_linears
+from qspec_jax.quantize import quantize_linears, quantize_weight
+
+log = logging.getLogger(__name__)
 
 
 def quantspec(
@@ -34,3 +41,20 @@ def quantspec(
         return CachedModel(model, planes)
     draft = quantize_linears(model) if calibration is None else quantize_linears_for(model, calibration, progress=progress)
     return CachedModel(draft, planes, head_bits)
+
+
+def stored(directory: str | Path, model: Llama) -> CachedModel | None:
+    """The draft in a converted directory, for the model that was loaded from there; None where it has none, or one of another dtype.
+
+    Raises InputError where it cannot be read.
+    """
+    directory = Path(directory)
+    if not converted.is_converted(directory) or (manifest := converted.read_manifest(directory)).draft_bits == 16:
+        return None
+    if manifest.dtype != model.dtype.name:
+        log.info("%s: its draft is of %s weights, and is made anew for %s", directory, manifest.dtype, model.dtype.name)
+        return None
+    weights = model.weights()
+    shapes = {path: jax.eval_shape(quantize_weight, weight) for path, weight in weights.items() if path.endswith("_proj.weight")}
+    weights |= converted.restore(directory, converted.DRAFT, shapes)
+    return CachedModel(Llama(model.config, lambda path, shape: weights[path]), 1, head_bits=8)

@@ -1,0 +1,190 @@
+"""Hugging Face safetensors to an Orbax checkpoint, a few tensors in memory at a time.
+
+Everything is written to a directory of another name beside the destination, which takes its place when all is there: whenever the
+conversion ends, the destination is whole or absent.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from pallas_kernels.weight_format import Int4Weight
+from qspec_jax.checkpoint import Source, as_loaded, stored_dtype
+from qspec_jax.converted import DRAFT, MANIFEST, TARGET, UNFINISHED, Manifest, as_tree
+from qspec_jax.errors import InputError
+from qspec_jax.quantize import quantize_weight
+
+BATCH_BYTES = 1 << 27  # that are written at once: fewer, and Orbax's own work takes longer than the writing
+QUANTIZED_AT_ONCE = 1 << 22  # numbers: quantizing takes several float32 copies of them
+COPIED = ("config.json", "generation_config.json")
+# Of tokenizers; never code.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was written. bytes_read: of tensors, in the source."""
+
+    source: str
+    directory: str
+    dtype: str
+    draft_bits: int
+    tensors: int
+    bytes_read: int
+    bytes_written: int
+
+
+def convert(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    draft_bits: int = 16,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> Report:
+    """Converts a Hugging Face directory to one that `qspec_jax.load` restores straight to devices.
+
+    dtype: bfloat16 or float32; None is the checkpoint's own (float16 becomes bfloat16). draft_bits: 4 stores the draft's INT4 weights
+    too. overwrite: replaces an earlier conversion. progress: a bar on standard error; None shows it on a terminal.
+
+    Raises InputError for a source that cannot be loaded, and where the destination exists, is within the source, cannot be written or
+    has no room; it is then as it was.
+    """
+    if draft_bits not in (4, 16):
+        raise InputError(f"draft bits {draft_bits} should be 4 or 16")
+    source, directory = Path(source), Path(directory)
+    opened = Source(source)
+    wanted = jnp.dtype(as_loaded(dtype or stored_dtype(opened.config)))
+    _check_places(source, directory, overwrite)
+    needed = _bytes_needed(opened, wanted, draft_bits)
+    unfinished = directory.with_name(f"{directory.name}.{UNFINISHED.lower()}")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)  # of a conversion that was killed
+        if (free := shutil.disk_usage(directory.parent).free) < needed:
+            raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+        unfinished.mkdir()
+        (unfinished / UNFINISHED).touch()
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
+    try:
+        opened.check_contents()
+        sha256 = _write(opened, unfinished, wanted, draft_bits, progress)
+        for name in (*COPIED, *TOKENIZER_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, unfinished / name)
+        versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
+        Manifest(str(source), wanted.name, draft_bits, sha256, versions).write(unfinished)
+        (unfinished / UNFINISHED).unlink()
+        _put_in_place(unfinished, directory)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, Exception) and not isinstance(error, InputError):
+            raise InputError(f"{directory}: cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
+        raise
+    written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    read = sum(opened.read_bytes(path) for path in opened.places)
+    return Report(str(source), str(directory), wanted.name, draft_bits, len(opened.places), read, written)
+
+
+def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
+    inner, outer = directory.resolve(), source.resolve()
+    if inner == outer or outer in inner.parents or inner in outer.parents:
+        raise InputError(f"{directory}: should be neither within {source} nor around it")
+    if not directory.exists():
+        return
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    if not overwrite:
+        raise InputError(f"{directory}: exists already; --overwrite replaces an earlier conversion")
+    if not (directory / MANIFEST).is_file():
+        raise InputError(f"{directory}: is not an earlier conversion, and is not replaced; give another directory")
+
+
+def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
+    """About, of the destination's weights."""
+    sizes = {path: int(np.prod(place.shape)) for path, place in source.places.items()}
+    drafted = sum(size for path, size in sizes.items() if _is_drafted(path)) if draft_bits == 4 else 0
+    return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
+
+
+def _is_drafted(path: str) -> bool:
+    return path.endswith("_proj.weight")
+
+
+def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> dict[str, str]:
+    """Writes the weights; returns the hash of each in the source."""
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # weights hardly shrink, and it takes six times as long
+    sha256: dict[str, str] = {}
+    total = sum(source.read_bytes(path) for path in source.places)
+    with context, tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None if progress is None else not progress) as bar:
+
+        def weights(drafted: bool) -> Iterator[tuple[str, Any]]:
+            for path in source.places:
+                if drafted and not _is_drafted(path):
+                    continue
+                array = source.read(path)
+                if not drafted:
+                    sha256[path] = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+                    bar.update(array.nbytes)
+                array = array.astype(dtype, copy=False)
+                yield path, quantize_by_rows(array) if drafted else array
+
+        for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
+            bar.set_description(f"convert the {name}")
+            for batch in _batches(weights(name == DRAFT)):
+                ocp.partial.save(directory / name, as_tree(batch))
+            ocp.partial.finalize(directory / name)
+    return sha256
+
+
+def _batches(weights: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    batch, size = {}, 0
+    for path, weight in weights:
+        batch[path] = weight
+        size += weight.nbytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
+def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
+    """`quantize_weight`, some rows at a time, in the host's memory."""
+    rows = max(1, QUANTIZED_AT_ONCE // weight.shape[1])
+    # All parts of one size, for it is compiled for each; rows do not depend on each other.
+    parts = []
+    for first in range(0, len(weight), rows):
+        part = weight[first : first + rows]
+        padded = np.pad(part, ((0, min(rows, len(weight)) - len(part)), (0, 0)))
+        parts.append(jax.tree.map(lambda x, kept=len(part): np.asarray(x)[:kept], quantize_weight(jnp.asarray(padded))))
+    return jax.tree.map(lambda *several: np.concatenate(several), *parts)
+
+
+def _put_in_place(new: Path, directory: Path) -> None:
+    old = directory.with_name(f"{directory.name}.old")
+    if directory.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.replace(directory, old)
+    os.replace(new, directory)
+    shutil.rmtree(old, ignore_errors=True)
