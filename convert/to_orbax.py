@@ -7,6 +7,7 @@ conversion ends, the destination is whole or absent.
 import dataclasses
 import hashlib
 import importlib.metadata
+import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -176,7 +177,8 @@ def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
     for first in range(0, len(weight), rows):
         part = weight[first : first + rows]
         padded = np.pad(part, ((0, min(rows, len(weight)) - len(part)), (0, 0)))
-        parts.append(jax.tree.map(lambda x, kept=len(part): np.asarray(x)[:kept], quantize_weight(jnp.asarray(padded))))
+        quantized = jax.device_get(quantize_weight(jnp.asarray(padded)))
+        parts.append(jax.tree.map(operator.itemgetter(slice(len(part))), quantized))
     return jax.tree.map(lambda *several: np.concatenate(several), *parts)
 
 

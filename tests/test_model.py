@@ -12,6 +12,7 @@ from runs import random_model
 
 from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.between import between_attentions
 from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax import prefill
 from qspec_jax.checkpoint import load_model
@@ -103,6 +104,18 @@ def test_from_one_attention_to_the_next(settings, weights):
     np.testing.assert_allclose(y, following.qkv(following.input_norm(expected)), rtol=1e-4, atol=1e-4)
     before, added, _ = block.until(None, x, attended)
     np.testing.assert_allclose(before + added, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_gets_the_blank_memory_of_the_layer_before(monkeypatch):
+    given = []
+
+    def fake(x, attended, *weights, eps):
+        given.append(weights[-1])
+        return *between_attentions(x, attended, *weights, eps=eps, implementation="reference")[:2], jnp.full(1, len(given))
+
+    monkeypatch.setattr("qspec_jax.model.between_attentions", fake)
+    one_pass(quantize_linears(random_model(jnp.float32, num_hidden_layers=3)), np.zeros((1, 2), np.int32), 2)
+    assert given[0] is None and given[1:] == [1, 2]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (6, 3), (4, 1)])

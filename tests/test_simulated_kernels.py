@@ -62,6 +62,8 @@ def at_once(function):
         (16, 256, (16, 32), 2, None),
         (1, 256, (32,), 3, None),  # a block without tiles
         (1, 4096, (128,), 1, None),  # more passes than the ring has slots
+        (2, 10240, (80,), 1, 4),  # three tiles together, of which one is not there; four passes at once, and one more
+        (5, 4608, (16,), 1, None),  # all passes resident, placed two at a time
     ],
 )
 def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
@@ -97,6 +99,34 @@ def test_between_attentions(shape, rows, blocks):
     for ours, exact in zip(found, test_between_gpu.exact(*problem)):
         assert ours.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+def test_a_launch_leaves_blank_memory():
+    # More than the threads of a block fill in a turn, and not the same share for each block.
+    plan = Plan(8, (Stage(16, (2048,)), Stage(16, (2048,))), blocks=3, room=1)
+
+    def emit(refs: dict) -> None:
+        warp = mosaic_block.w
+        mosaic_block.fill_absent(plan, warp.address(refs["blank"]), warp.block_index(), warp.thread_index())
+
+    found = launch("fill_absent", emit, {}, {"blank": jax.ShapeDtypeStruct((plan.handed_over,), jnp.uint16)}, 3, between.WARPGROUPS, 128)
+    np.testing.assert_array_equal(np.asarray(found["blank"]), ABSENT)
+
+
+def test_blank_memory_that_is_too_small_is_not_used(monkeypatch):
+    problem = test_between_gpu.problem(256, 256, 256, (), 1)
+    plans = []
+    monkeypatch.setattr(between, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(between, "run", lambda plan, x, attended, norms, weights, blank: plans.append((plan, blank)) or (x, x, blank))
+    for size in (None, 8, 512, 1024):
+        blank = None if size is None else jnp.zeros(size, jnp.uint16)
+        between.between_attentions(*problem, blank, eps=1e-5)
+        plan, used = plans.pop()
+        assert plan.handed_over == 512
+        if size is not None and size >= 512:
+            assert used is blank
+        else:
+            np.testing.assert_array_equal(np.asarray(used), np.full(512, ABSENT))
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

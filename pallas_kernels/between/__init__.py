@@ -28,10 +28,11 @@ def between_attentions(
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
     x: the residual stream. attended: what attention read. Returns the new residual stream and the projections, one after the other in
-    the last axis; without `following` and its norm, the stream before the MLP and what the MLP adds to it. On a GPU the reference is a
+    the last axis; without `following` and its norm, the stream before the MLP and what the MLP adds to it; and `blank` for the next
+    layer's call. On a GPU the reference is a
     composition of kernels. Independent calls must not run at the same time on one device (see mosaic_gpu.py).
 
-    blank: the last thing that the call for the layer before returned, which saves this one a launch; None before the first.
+    blank: what the call for the layer before returned as such, which saves this one a launch; None before the first.
 
     Raises ValueError where of `following` and its norm one is missing, and where the implementation asked for does not support the
     device or the shapes.

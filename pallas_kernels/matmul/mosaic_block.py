@@ -8,8 +8,8 @@ group by group in float32.
 Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep. A warp
 that computes has groups of inputs of its own, and places the activations that it alone reads.
 A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
-kind that no stage writes, and who needs a number reads until it is another. The ring does not wait: weights of the next stage are on
-their way already.
+kind that no stage writes, put there by the launch before, and who needs a number reads until it is another. The ring does not wait:
+weights of the next stage are on their way already.
 """
 
 from pallas_kernels import warp as w
@@ -138,14 +138,14 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
     lower, upper = share.tiles(stage)
     together = plan.together(stage)
 
-    def turn(turn, carry):
+    def one_turn(turn, carry):
         def one_pass(number_of_pass, carry):
-            for first in range(together):
+            for which in range(together):
                 slot, parity, *earlier = carry
                 w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
                 w.wait_for_arrivals(ring.emptied(slot), parity)
                 left = w.minimum(w.i32(stage.groups) - number_of_pass * PASS, w.i32(PASS))
-                tile = lower + turn * together + first
+                tile = lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
                     left = w.select(tile < upper, left, w.i32(0))
                     tile = w.minimum(tile, upper - 1)
@@ -156,7 +156,7 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
 
         return w.loop(w.i32(0), w.i32(stage.passes), carry, one_pass)
 
-    return w.loop(w.i32(0), share.turns(stage), carry, turn)
+    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
@@ -223,7 +223,7 @@ def everyone() -> None:
 
 class Activations:
     """In shared memory: a stage's inputs in some passes [row][upper or lower byte][input]; their sums over groups and their scales
-    [group][row][sum or scale]. Of groups that are not there, anything finite."""
+    [group][row][sum or scale]; 0 for groups that are not there."""
 
     def __init__(self, plan: Plan, at: dict, share: Share, warp, thread):
         self.plan, self.at, self.share, self.warp, self.lane = plan, at, share, warp, thread & 31
@@ -259,10 +259,10 @@ class Activations:
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
             for (row, piece), words in zip(some, self.inputs(number, some)):
-                self.put(stage, row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
+                self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
         w.synchronize(None, 1)
 
-    def put(self, stage: Stage, row: int, piece, words: list) -> None:
+    def put(self, row: int, piece, words: list) -> None:
         numbers = [x for word in words for x in w.bf16_entries(word)]
         total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
@@ -272,7 +272,7 @@ class Activations:
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
         upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with w.when(piece < min(stage.passes, self.plan.room) * (PASS * PIECES)):
+        with w.when(piece < self.plan.room * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
             w.store_shared(to, *upper)
             w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
@@ -317,7 +317,7 @@ class Activations:
         scales = [w.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            self.put(stage, row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
+            self.put(row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
         w.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:
@@ -347,7 +347,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
         one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
-    def turn(turn, carry):
+    def one_turn(turn, carry):
         slot, parity, sums_slot, sums_parity = carry
 
         def one_pass(number_of_pass, carry):
@@ -380,7 +380,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             sums_slot, sums_parity = sums.following(sums_slot, sums_parity)
         return slot, parity, sums_slot, sums_parity
 
-    return w.loop(w.i32(0), share.turns(stage), carry, turn)
+    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
 
 
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:

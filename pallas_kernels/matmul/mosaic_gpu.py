@@ -3,7 +3,8 @@
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
 in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
 of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
-warps add them. Where there are more activations than a block can keep, it takes several tiles at once, over some inputs after the other.
+warps add them. Where there are more activations than a block can keep, it takes several tiles together, over some of the inputs, then
+over the next.
 """
 
 import functools

@@ -23,7 +23,7 @@ LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 NUMBERS = 8  # of a row of activations that a thread moves at once
 PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
-MOST_TOGETHER = 3  # tiles that a block takes at once
+MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Plan:
         return stage.passes <= self.room
 
     def together(self, stage: Stage) -> int:
-        """Tiles that a block takes at once."""
+        """Tiles that a block takes over the same inputs."""
         most = math.ceil(stage.tiles / self.blocks)
         return 1 if self.resident(stage) else math.ceil(most / math.ceil(most / MOST_TOGETHER))
 
