@@ -72,7 +72,7 @@ def convert(
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(opened.config)))
     _check_places(source, directory, overwrite)
     needed = _bytes_needed(opened, wanted, draft_bits)
-    unfinished = directory.with_name(f"{directory.name}.{UNFINISHED.lower()}")
+    unfinished = directory.with_name(directory.name + UNFINISHED)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         if unfinished.exists():
@@ -80,7 +80,6 @@ def convert(
         if (free := shutil.disk_usage(directory.parent).free) < needed:
             raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
         unfinished.mkdir()
-        (unfinished / UNFINISHED).touch()
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
     try:
@@ -91,7 +90,6 @@ def convert(
                 shutil.copyfile(source / name, unfinished / name)
         versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
         Manifest(str(source), wanted.name, draft_bits, sha256, versions).write(unfinished)
-        (unfinished / UNFINISHED).unlink()
         _put_in_place(unfinished, directory)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -151,8 +149,15 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
 
         for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
             bar.set_description(f"convert the {name}")
-            for batch in _batches(weights(name == DRAFT)):
-                ocp.partial.save(directory / name, as_tree(batch))
+            saving = None
+            try:
+                for batch in _batches(weights(name == DRAFT)):  # which reads while the batch before is written
+                    if saving:
+                        saving.result()
+                    saving = ocp.partial.save_async(directory / name, as_tree(batch))
+            finally:
+                if saving:
+                    saving.result()
             ocp.partial.finalize(directory / name)
     return sha256
 

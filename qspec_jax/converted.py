@@ -16,7 +16,7 @@ from qspec_jax.config import read_json
 from qspec_jax.errors import InputError
 
 MANIFEST = "qspec.json"
-UNFINISHED = "UNFINISHED"  # a file that marks a directory that is being written
+UNFINISHED = ".unfinished"  # how the name ends of a directory that is being written; the manifest comes last
 FORMAT = 1
 TARGET, DRAFT = "target", "draft"
 
@@ -39,7 +39,7 @@ class Manifest:
 
 def is_converted(directory: Path) -> bool:
     """Raises InputError for one that is not finished."""
-    if (directory / UNFINISHED).exists():
+    if directory.name.endswith(UNFINISHED):
         raise InputError(f"{directory}: an unfinished conversion; convert again")
     return (directory / MANIFEST).exists()
 

@@ -1,0 +1,267 @@
+"""Conversion: what arrives is what direct loading gives, whatever happens on the way, and what is wrong is said in one line."""
+
+import errno
+import functools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import CASES, hf_config, write_checkpoint
+
+from convert import convert, to_orbax
+from pallas_kernels.weight_format import Int4Weight, dequantize_weight
+from qspec_jax import drafts, load
+from qspec_jax.checkpoint import load_config, load_model
+from qspec_jax.config import GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.generate import generate
+from qspec_jax.info import model_info
+from qspec_jax.model import Llama
+from qspec_jax.quantize import quantize_weight
+
+
+def bits(model: Llama) -> dict[str, tuple]:
+    """Every array of the model: its dtype, shape and bytes."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.weights())
+    return {jax.tree_util.keystr(path): (str(x.dtype), x.shape, np.asarray(x).tobytes()) for path, x in leaves}
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def refused(named: str, *args, **settings) -> None:
+    with pytest.raises(InputError) as error:
+        convert(*args, **settings)
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+# What arrives ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "qwen3-biases", "mistral-default", "phi3-longrope", "smollm3-interval", "internlm3-biases"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(to_orbax, "BATCH_BYTES", 30_000)
+    source = write_checkpoint(tmp_path / "hf", CASES[case] | {"dtype": dtype}, dtype=dtype, shards=2)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    before = files(source)
+    report = convert(source, tmp_path / "out")
+    assert files(source) == before and report.tensors == len(load_model(source).weights())
+    assert bits(load_model(tmp_path / "out")) == bits(load_model(source))
+    assert load_config(tmp_path / "out") == load_config(source)
+    assert model_info(tmp_path / "out") == model_info(source)
+    assert drafts.stored(tmp_path / "out", load_model(tmp_path / "out")) is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "converted", "loaded"),
+    [("float32", "bfloat16", None), ("bfloat16", "float32", None), ("float16", None, None), ("bfloat16", None, "float32")],
+)
+def test_dtypes(stored, converted, loaded, tmp_path):
+    source = write_checkpoint(tmp_path / "hf", hf_config(dtype=stored), dtype=stored)
+    report = convert(source, tmp_path / "out", dtype=converted)
+    assert report.dtype == converted or converted is None
+    assert bits(load_model(tmp_path / "out", dtype=loaded)) == bits(load_model(source, dtype=loaded or converted))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path):
+    source = write_checkpoint(tmp_path / "hf", hf_config(dtype=dtype, tie_word_embeddings=True), dtype=dtype)
+    assert convert(source, tmp_path / "out", draft_bits=4).draft_bits == 4
+    model = load_model(tmp_path / "out")
+    draft = drafts.stored(tmp_path / "out", model)
+    expected = drafts.quantspec(load_model(source))
+    assert (draft.planes, draft.head_bits) == (expected.planes, expected.head_bits)
+    assert bits(draft.model) == bits(expected.model)
+    assert sum(isinstance(weight, Int4Weight) for weight in draft.model.weights().values()) == 14
+    run = functools.partial(generate, config=GenerationConfig(max_new_tokens=9, num_speculative_tokens=3))
+    assert run(model, [[1, 2, 3] * 9], draft=draft).token_ids == run(load_model(source), [[1, 2, 3] * 9]).token_ids
+    other = "bfloat16" if dtype == "float32" else "float32"
+    assert drafts.stored(tmp_path / "out", load_model(tmp_path / "out", dtype=other)) is None
+
+
+def test_rows_are_quantized_some_at_a_time(monkeypatch):
+    monkeypatch.setattr(to_orbax, "QUANTIZED_AT_ONCE", 40 * 96)
+    weight = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
+    parts, whole = to_orbax.quantize_by_rows(weight), quantize_weight(weight)
+    assert jax.tree.map(lambda x: (x.dtype, x.shape), parts) == jax.tree.map(lambda x: (x.dtype, x.shape), whole)
+    # XLA adds in another order, by which scales differ in their last bits, and now and then a code.
+    np.testing.assert_allclose(parts.scale, whole.scale, rtol=1e-5)
+    error = lambda found: np.square(dequantize_weight(found, np.float32) - weight).mean(1)
+    np.testing.assert_allclose(error(parts), error(whole), rtol=1e-4)
+
+
+def test_over_a_mesh(tmp_path):
+    source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4))
+    convert(source, tmp_path / "out")
+    script = """
+import sys, jax, numpy as np
+from qspec_jax.checkpoint import load_model
+mesh = jax.make_mesh((4,), ("model",))
+direct, *others = (load_model(d, mesh=m).weights() for d, m in ((sys.argv[1], None), (sys.argv[1], mesh), (sys.argv[2], mesh)))
+for weights in others:
+    for path, weight in weights.items():
+        assert np.array_equal(np.asarray(weight), np.asarray(direct[path])), path
+        assert weight.sharding.mesh == mesh and len(weight.sharding.device_set) == 4
+        assert weight.sharding.shard_shape(weight.shape)[0] == len(weight) // (4 if weight.ndim > 1 else 1), path
+"""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", script, source, tmp_path / "out"], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_the_tokenizer_comes_along_and_no_code(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    source = write_checkpoint(tmp_path / "hf", hf_config())
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (source / "modeling_evil.py").write_text("raise SystemExit")
+    convert(source, tmp_path / "out")
+    assert load(tmp_path / "out")[1].encode("ab") == [0, 1]
+    assert not list((tmp_path / "out").rglob("*.py"))
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "hf", hf_config())
+
+
+def test_a_destination_that_exists(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    before = files(out)
+    refused("--overwrite", source, out)
+    assert files(out) == before
+    convert(source, out, dtype="bfloat16", overwrite=True)
+    assert load_model(out).dtype == jax.numpy.bfloat16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    refused("not an earlier conversion", source, tmp_path / "mine", overwrite=True)
+    assert files(tmp_path / "mine") == {"thesis.txt": b"years"}
+    (tmp_path / "file").write_text("x")
+    refused("exists already", source, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty")
+
+
+def test_a_destination_within_the_source(source, tmp_path):
+    before = files(source)
+    for place in (source, source / "out", source / ".." / "hf" / "out", tmp_path):
+        refused("neither within", source, place)
+    (tmp_path / "link").symlink_to(source)
+    refused("neither within", source, tmp_path / "link" / "out")
+    assert files(source) == before and not (source / "out").exists()
+
+
+def test_a_place_that_cannot_be_written(source, tmp_path):
+    (tmp_path / "file").write_text("x")
+    refused("cannot be written", source, tmp_path / "file" / "out")
+
+
+def test_too_little_room(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    refused("GB are free", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_disk_that_is_full_on_the_way(calls, source, tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    save = ocp.partial.save_async
+
+    def full(*args):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*args)
+
+    monkeypatch.setattr(to_orbax, "BATCH_BYTES", 30_000)
+    monkeypatch.setattr(ocp.partial, "save_async", full)
+    refused("No space left on device", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("settings", [{"draft_bits": 8}, {"dtype": "int8"}])
+def test_senseless_settings(settings, source, tmp_path):
+    refused(str(*settings.values()), source, tmp_path / "out", **settings)
+
+
+def test_a_manifest_of_another_version_and_a_broken_checkpoint(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    manifest = json.loads((out / "qspec.json").read_text())
+    (out / "qspec.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(InputError, match="not a manifest of format 1"):
+        load_model(out)
+    (out / "qspec.json").write_text(json.dumps(manifest))
+    load_model(out)
+    shutil.rmtree(out / "target" / "state")
+    with pytest.raises(InputError, match="cannot be restored"):
+        load_model(out)
+
+
+def _convert_in_a_process(source: Path, out: Path) -> None:
+    to_orbax.BATCH_BYTES = 30_000
+    to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1], 0)  # to compile it would take most of the time
+    convert(source, out, draft_bits=4, overwrite=True, progress=False)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(source, tmp_path):
+    """Twenty times: the destination is absent, or what it was; what is left over is refused; and converting again succeeds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_convert", "orbax.checkpoint.v1", "tensorstore"])
+    expected, out = bits(load_model(source)), tmp_path / "out"
+
+    def started(directory: Path) -> multiprocessing.Process:
+        process = context.Process(target=_convert_in_a_process, args=(source, directory))
+        process.start()
+        return process
+
+    whole = []
+    for i in range(2):  # the first starts the server too
+        began = time.monotonic()
+        process = started(tmp_path / f"timed{i}")
+        process.join()
+        assert process.exitcode == 0
+        whole.append(time.monotonic() - began)
+    r, killed = random.Random(0), 0
+    for i in range(20):
+        there = out.exists()
+        process = started(out)
+        process.join(r.uniform(0, 1.1) * whole[1])
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        if there:
+            assert bits(load_model(out)) == expected
+        elif out.exists():
+            assert process.exitcode == 0 and bits(load_model(out)) == expected
+        if (tmp_path / "out.unfinished").exists():
+            with pytest.raises(InputError, match="unfinished conversion"):
+                load_model(tmp_path / "out.unfinished")
+        if i % 5 == 4:
+            convert(source, out, draft_bits=4, overwrite=True)
+            assert bits(load_model(out)) == expected and not (tmp_path / "out.unfinished").exists()
+            if i < 14:
+                shutil.rmtree(out)
+    assert killed >= 10
