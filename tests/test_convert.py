@@ -221,7 +221,8 @@ def test_a_manifest_of_another_version_and_a_broken_checkpoint(source, tmp_path)
 
 def _convert_in_a_process(source: Path, out: Path) -> None:
     to_orbax.BATCH_BYTES = 30_000
-    to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1], 0)  # to compile it would take most of the time
+    # To compile it would take most of the time.
+    to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1], 0)
     convert(source, out, draft_bits=4, overwrite=True, progress=False)
 
 
