@@ -1,15 +1,18 @@
 """Hugging Face safetensors to an Orbax checkpoint, a few tensors in memory at a time.
 
 Everything is written to a directory of another name beside the destination, which takes its place when all is there: whenever the
-conversion ends, the destination is whole or absent.
+process ends, the destination is whole, or what it was.
 """
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import importlib.metadata
 import operator
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,15 @@ import numpy as np
 from tqdm import tqdm
 
 from pallas_kernels.weight_format import Int4Weight
-from qspec_jax.checkpoint import Source, as_loaded, stored_dtype
-from qspec_jax.converted import DRAFT, MANIFEST, TARGET, UNFINISHED, Manifest, as_tree
+from qspec_jax import converted
+from qspec_jax.checkpoint import Source, stored_dtype
+from qspec_jax.converted import DRAFT, MANIFEST, TARGET, UNFINISHED, Manifest
 from qspec_jax.errors import InputError
 from qspec_jax.quantize import quantize_weight
 
 BATCH_BYTES = 1 << 27  # that are written at once: fewer, and Orbax's own work takes longer than the writing
 QUANTIZED_AT_ONCE = 1 << 22  # numbers: quantizing takes several float32 copies of them
+DTYPES = ("bfloat16", "float32")
 COPIED = ("config.json", "generation_config.json")
 # Of tokenizers; never code.
 TOKENIZER_FILES = (
@@ -63,56 +68,82 @@ def convert(
     too. overwrite: replaces an earlier conversion. progress: a bar on standard error; None shows it on a terminal.
 
     Raises InputError for a source that cannot be loaded, and where the destination exists, is within the source, cannot be written or
-    has no room; it is then as it was.
+    has no room; it is then as it was. With overwrite it must be an earlier conversion and hold nothing else.
     """
     if draft_bits not in (4, 16):
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
-    source, directory = Path(source), Path(directory)
+    source = Path(source)
+    try:
+        directory = Path(directory).resolve()
+        if converted.is_converted(source):
+            raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
+        _check_places(source, directory, overwrite)
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise InputError(f"{directory}: cannot be written ({error})") from None
     opened = Source(source)
-    wanted = jnp.dtype(as_loaded(dtype or stored_dtype(opened.config)))
-    _check_places(source, directory, overwrite)
-    needed = _bytes_needed(opened, wanted, draft_bits)
-    unfinished = directory.with_name(directory.name + UNFINISHED)
+    wanted = dtype or stored_dtype(opened.config)
+    if wanted not in DTYPES:
+        raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
+    opened.check_contents()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)  # of a conversion that was killed
-        if (free := shutil.disk_usage(directory.parent).free) < needed:
+        _remove_unfinished(directory)
+        needed, free = _bytes_needed(opened, jnp.dtype(wanted), draft_bits), shutil.disk_usage(directory.parent).free
+        if free < needed:
             raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-        unfinished.mkdir()
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
-    try:
-        opened.check_contents()
-        sha256 = _write(opened, unfinished, wanted, draft_bits, progress)
-        for name in (*COPIED, *TOKENIZER_FILES):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, unfinished / name)
-        versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-        Manifest(str(source), wanted.name, draft_bits, sha256, versions).write(unfinished)
-        _put_in_place(unfinished, directory)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, Exception) and not isinstance(error, InputError):
-            raise InputError(f"{directory}: cannot be written ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
+        with _beside(directory, "unfinished") as folder:
+            (folder / UNFINISHED).touch()
+            unfinished = folder / directory.name
+            unfinished.mkdir()
+            sha256 = {}
+            for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
+                sha256 |= _write(opened, unfinished, name, jnp.dtype(wanted), progress)
+            for name in (*COPIED, *TOKENIZER_FILES):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, unfinished / name)
+            versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
+            Manifest(str(source), wanted, draft_bits, sha256, versions).write(unfinished)
+            _put_in_place(unfinished, directory)
+    except Exception as error:
+        if isinstance(error, OSError) or "No space left" in str(error):  # TensorStore has errors of its own
+            raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
         raise
     written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return Report(str(source), str(directory), wanted.name, draft_bits, len(opened.places), read, written)
+    return Report(str(source), str(directory), wanted, draft_bits, len(opened.places), read, written)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
-    inner, outer = directory.resolve(), source.resolve()
-    if inner == outer or outer in inner.parents or inner in outer.parents:
+    outer = source.resolve()
+    if directory == outer or outer in directory.parents or directory in outer.parents:
         raise InputError(f"{directory}: should be neither within {source} nor around it")
-    if not directory.exists():
-        return
-    if directory.is_dir() and not any(directory.iterdir()):
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not overwrite:
         raise InputError(f"{directory}: exists already; --overwrite replaces an earlier conversion")
-    if not (directory / MANIFEST).is_file():
-        raise InputError(f"{directory}: is not an earlier conversion, and is not replaced; give another directory")
+    known = {MANIFEST, TARGET, DRAFT, *COPIED, *TOKENIZER_FILES}
+    others = sorted(path.name for path in directory.iterdir() if path.name not in known) if directory.is_dir() else []
+    if others or not converted.is_converted(directory):
+        found = f", it holds {others[0]!r}" if others else ""
+        raise InputError(f"{directory}: is not an earlier conversion and nothing else{found}; it is not replaced, give another directory")
+    converted.read_manifest(directory)
+
+
+@contextlib.contextmanager
+def _beside(directory: Path, what: str) -> Iterator[Path]:
+    """A new directory of that kind beside this one, which in the end is gone."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name[:100]}.", suffix=f".{what}", dir=directory.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """What conversions to this directory have left that were killed."""
+    for path in directory.parent.glob(f".{glob.escape(directory.name[:100])}.*.unfinished"):
+        if path.is_dir() and not path.is_symlink() and (path / UNFINISHED).is_file():
+            shutil.rmtree(path)
 
 
 def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
@@ -126,39 +157,38 @@ def _is_drafted(path: str) -> bool:
     return path.endswith("_proj.weight")
 
 
-def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> dict[str, str]:
-    """Writes the weights; returns the hash of each in the source."""
+def _write(source: Source, directory: Path, name: str, dtype: jnp.dtype, progress: bool | None) -> dict[str, str]:
+    """Writes the weights of the target or the draft; returns the hash of each in the source."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly shrink, and it takes six times as long
     sha256: dict[str, str] = {}
-    total = sum(source.read_bytes(path) for path in source.places)
-    with context, tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=None if progress is None else not progress) as bar:
+    paths = [path for path in source.places if name == TARGET or _is_drafted(path)]
+    total = sum(map(source.read_bytes, paths))
+    hide = None if progress is None else not progress
+    with context, tqdm(total=total, desc=f"convert the {name}", unit="B", unit_scale=True, disable=hide) as bar:
 
-        def weights(drafted: bool) -> Iterator[tuple[str, Any]]:
-            for path in source.places:
-                if drafted and not _is_drafted(path):
-                    continue
+        def weights() -> Iterator[tuple[str, Any]]:
+            for path in paths:
                 array = source.read(path)
-                if not drafted:
-                    sha256[path] = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-                    bar.update(array.nbytes)
+                sha256[path] = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+                bar.update(array.nbytes)
                 array = array.astype(dtype, copy=False)
-                yield path, quantize_by_rows(array) if drafted else array
+                yield path, quantize_by_rows(array) if name == DRAFT else array
+                del array
 
-        for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
-            bar.set_description(f"convert the {name}")
-            saving = None
-            try:
-                for batch in _batches(weights(name == DRAFT)):  # which reads while the batch before is written
-                    if saving:
-                        saving.result()
-                    saving = ocp.partial.save_async(directory / name, as_tree(batch))
-            finally:
+        saving = None
+        try:
+            for batch in _batches(weights()):  # which reads while the batch before is written
                 if saving:
                     saving.result()
-            ocp.partial.finalize(directory / name)
+                saving = ocp.partial.save_async(directory / name, converted.as_tree(batch))
+                del batch
+        finally:
+            if saving:
+                saving.result()
+        ocp.partial.finalize(directory / name)
     return sha256
 
 
@@ -188,10 +218,13 @@ def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
 
 
 def _put_in_place(new: Path, directory: Path) -> None:
-    old = directory.with_name(f"{directory.name}.old")
-    if directory.exists():
-        if old.exists():
-            shutil.rmtree(old)
-        os.replace(directory, old)
-    os.replace(new, directory)
-    shutil.rmtree(old, ignore_errors=True)
+    if not directory.exists():
+        os.replace(new, directory)
+        return
+    with _beside(directory, "old") as folder:
+        os.replace(directory, folder / directory.name)
+        try:
+            os.replace(new, directory)
+        except BaseException:
+            os.replace(folder / directory.name, directory)
+            raise

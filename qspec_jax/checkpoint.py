@@ -128,7 +128,8 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
             array = source.read(path)
             bar.update()
             # Cast on the host, so that the device never holds two copies.
-            return jax.device_put(array.astype(wanted, copy=False), converted.weight_sharding(shape, mesh))
+            array = array.astype(wanted, copy=False)
+            return jnp.asarray(array) if mesh is None else jax.device_put(array, converted.weight_sharding(shape, mesh))
 
         return Llama(source.config, make)
 
@@ -171,10 +172,14 @@ class Tensor:
         """So many of its rows, all by default, copied: a mapped file would count as memory in use, as much of it as was ever read."""
         shape = self.shape if rows is None else (rows, *self.shape[1:])
         array = np.empty(shape, _FLOATS[self.dtype])
-        with self.file.open("rb") as file:
-            file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
-            if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
-                raise InputError(f"{self.file}: shorter than when it was opened; it must not change while it is read")
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
+                count = file.readinto(array.reshape(-1).view(np.uint8))
+        except OSError as error:
+            raise InputError(f"{self.file}: cannot be read ({error.strerror})") from None
+        if count != array.nbytes:
+            raise InputError(f"{self.file}: shorter than when it was opened; it must not change while it is read")
         return array
 
     def equals(self, other: "Tensor") -> bool:
@@ -195,10 +200,14 @@ class Source:
     def __init__(self, directory: str | Path):
         self.config = load_config(directory)
         self.directory = Path(directory)
-        self.places = places(self.config)
         self.tensors: dict[str, Tensor] = {}
         self.twice: list[tuple[str, Tensor, Tensor]] = []
         self._open()
+        if self.config.num_layers > len(self.tensors):  # before so many are counted
+            raise InputError(
+                f"{directory}: config.json asks for {self.config.num_layers} layers, and there are {len(self.tensors)} tensors"
+            )
+        self.places = places(self.config)
         self._check()
 
     def read(self, path: str) -> np.ndarray:
@@ -242,7 +251,7 @@ class Source:
             named = read_json(index).get("weight_map")
             if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
                 raise InputError(f"{index}: weight_map should map tensors to files, and does not")
-            leads_out = lambda file: file in ("", ".", "..") or Path(file).name != file or "\\" in file
+            leads_out = lambda file: file in ("", ".", "..") or Path(file).name != file or "\\" in file or len(file.encode()) > 255
             if outside := sorted(filter(leads_out, set(named.values()))):
                 raise InputError(f"{index}: weight_map should name files beside it, not {_some(map(repr, outside))}")
         for name in sorted(set(named.values())) if named else ["model.safetensors"]:
@@ -292,7 +301,7 @@ class Source:
             if tensor.shape != expected[name]:
                 wrong.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(expected[name])}")
             elif tensor.dtype not in _FLOATS:
-                wrong.append(f"{name} has dtype {tensor.dtype}, should be floating point")
+                wrong.append(f"{name} has dtype {tensor.dtype}, should be one of {', '.join(_FLOATS)}")
         if wrong:
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
 
@@ -332,7 +341,7 @@ def stored_dtype(config: LlamaConfig) -> str:
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
+    names = [name if name.isprintable() else ascii(name) for name in names]
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -66,7 +66,7 @@ class ConvertedDtype(enum.StrEnum):
     float32 = "float32"
 
 
-ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory in Hugging Face format.")]
+ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory: in Hugging Face format, or converted.")]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
 Calibrate = Annotated[
@@ -154,7 +154,7 @@ def convert_command(
         print(json.dumps(dataclasses.asdict(report)))
     else:
         draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
-        Console().print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
+        print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
 
 
 @app.command()

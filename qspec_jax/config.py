@@ -21,7 +21,7 @@ class Architecture:
     """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
 
     qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: `sliding_window` counts by itself.
-    nope: some layers have no RoPE, by `no_rope_layers`.
+    nope: some layers have no RoPE, by `no_rope_layers`. only_longrope: the one rope type but the default, by whatever name.
     """
 
     qkv_bias: bool | str = False
@@ -30,6 +30,7 @@ class Architecture:
     qk_norm: bool = False
     windowed: bool = False
     nope: bool = False
+    only_longrope: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
@@ -45,7 +46,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
-    "Phi3ForCausalLM": Architecture(windowed=True, defaults=(("max_position_embeddings", 4096), ("eos_token_id", 32000))),
+    "Phi3ForCausalLM": Architecture(
+        windowed=True,
+        only_longrope=True,
+        defaults=(
+            *(("max_position_embeddings", 4096), ("original_max_position_embeddings", 4096)),
+            *(("rms_norm_eps", 1e-5), ("eos_token_id", 32000)),
+        ),
+    ),
     "SmolLM3ForCausalLM": Architecture(
         **_ATTENTION_BIAS,
         mlp_bias="mlp_bias",
@@ -59,7 +67,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "InternLM3ForCausalLM": Architecture(
-        qkv_bias="qkv_bias", output_bias="bias", mlp_bias="bias", defaults=(("max_position_embeddings", 32768), ("eos_token_id", 2))
+        qkv_bias="qkv_bias",
+        output_bias="bias",
+        mlp_bias="bias",
+        defaults=(("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("eos_token_id", 2)),
     ),
 }
 
@@ -139,7 +150,7 @@ class _Reader:
         self.source = source
         names = raw.get("architectures")
         self.name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
-        if "Moe" in self.name or "Mixtral" in self.name or any(raw.get(key) for key in _EXPERTS):
+        if "moe" in self.name.lower() or "Mixtral" in self.name or any(raw.get(key) for key in _EXPERTS):
             raise self.error(f"{self.name} is a mixture of experts, which is not supported; a dense model is")
         if self.name not in ARCHITECTURES:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -216,7 +227,7 @@ class _Reader:
 
     def nope_layers(self, layers: int) -> tuple[int, ...]:
         given = self.raw.get("no_rope_layers")
-        if not given:
+        if given is None:
             interval = self.number("no_rope_layer_interval", 4)
             return tuple(i for i in range(layers) if (i + 1) % interval == 0)
         if not isinstance(given, list) or len(given) != layers or any(rope not in (0, 1) for rope in given):
@@ -237,6 +248,8 @@ class _Reader:
             active = True
         elif types is not None:
             active = "sliding_attention" in types
+        elif self.architecture.nope:  # the layers without RoPE are those with the window
+            active = self.flag("use_sliding_window") and bool(config.nope_layers)
         else:
             active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
         if active and "sliding_window" in self.raw and (window := self.number("sliding_window")) < config.max_length:
@@ -252,6 +265,10 @@ class _Reader:
             raise self.error(f"rope settings {given!r} should be one flat object")
         given = {k: v for k, v in given.items() if v is not None}
         rope_type = given.get("rope_type", given.get("type", "default"))
+        if self.architecture.only_longrope and rope_type != "default":
+            if rope_type not in ("longrope", "su", "yarn"):  # the last two are old names of the first
+                raise self.error(f"rope type {rope_type} is not supported for {self.name}; longrope is")
+            rope_type = "longrope"
         if rope_type not in ROPE_TYPES:
             raise self.error(f"rope type {rope_type} is not supported; supported are {', '.join(ROPE_TYPES)}")
         if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.weight_format import Int4Weight
 from qspec_jax.config import read_json
 from qspec_jax.errors import InputError
 
 MANIFEST = "qspec.json"
-UNFINISHED = ".unfinished"  # how the name ends of a directory that is being written; the manifest comes last
+UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
 FORMAT = 1
 TARGET, DRAFT = "target", "draft"
 
@@ -39,7 +40,7 @@ class Manifest:
 
 def is_converted(directory: Path) -> bool:
     """Raises InputError for one that is not finished."""
-    if directory.name.endswith(UNFINISHED):
+    if (directory.parent / UNFINISHED).exists():
         raise InputError(f"{directory}: an unfinished conversion; convert again")
     return (directory / MANIFEST).exists()
 
@@ -61,6 +62,7 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
     """
     from orbax.checkpoint import v1 as ocp
 
+    directory = directory.resolve()  # Orbax takes no relative path
     wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(x.shape, mesh))
     try:
@@ -75,7 +77,7 @@ def weight_sharding(shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.S
     """On the default device, or on a mesh: there the first axis of a matrix is divided along the mesh's first, where it can be, and
     everything else is on all devices."""
     if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
+        return jnp.zeros(()).sharding
     axis = mesh.axis_names[0]
     divided = len(shape) > 1 and shape[0] % mesh.shape[axis] == 0
     return NamedSharding(mesh, PartitionSpec(axis) if divided else PartitionSpec())

@@ -38,6 +38,23 @@ def test_generate_prints_the_text_and_statistics(run, directory):
     assert "acceptance rate" not in out
 
 
+def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_path, monkeypatch):
+    code, out, _ = run("convert", directory, tmp_path / "out", "--draft-bits", "4", "--json")
+    report = json.loads(out)
+    assert code == 0 and (report["draft_bits"], report["tensors"], report["dtype"]) == (4, 12, "float32")
+    texts = []
+    for model in (directory, tmp_path / "out"):
+        code, out, _ = run("generate", "--model", model, "--prompt", "def main():", *SETTINGS)
+        assert code == 0
+        texts.append(out)
+        monkeypatch.setattr(sys.modules["qspec_jax.generate"], "quantspec", None)  # nor is a draft made for the second
+    assert texts[0] == texts[1]
+    code, out, err = run("convert", directory, tmp_path / "out")
+    assert code == 2 and "--overwrite" in err and not out
+    code, out, _ = run("convert", directory, tmp_path / "out", "--dtype", "bfloat16", "--overwrite")
+    assert code == 0 and "12 tensors in bfloat16" in out
+
+
 def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n" * 9)

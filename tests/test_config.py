@@ -72,6 +72,31 @@ def test_absent_keys_are_what_transformers_assumes(architecture, kv_heads, head_
     assert config.dtype == "float32"
 
 
+def test_absent_keys_of_the_others():
+    needed = {key: hf_config()[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    needed |= {"hidden_size": 2048, "num_attention_heads": 64}
+    phi, smol, intern = (
+        LlamaConfig.from_hf(needed | {"architectures": [f"{name}ForCausalLM"]}) for name in ("Phi3", "SmolLM3", "InternLM3")
+    )
+    assert (phi.rms_norm_eps, phi.max_position_embeddings, phi.num_kv_heads, phi.tie_word_embeddings) == (1e-5, 4096, 64, False)
+    assert (smol.rope.rope_theta, smol.max_position_embeddings, smol.num_kv_heads, smol.tie_word_embeddings) == (2e6, 32768, 4, True)
+    assert (intern.max_position_embeddings, intern.num_kv_heads, intern.tie_word_embeddings) == (32768, 32, False)
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_the_long_rope_of_phi_3_by_its_names(name):
+    settings = rope_settings("longrope", 64)
+    settings["rope_parameters"] |= {"rope_type": name}
+    del settings["rope_parameters"]["original_max_position_embeddings"]
+    config = LlamaConfig.from_hf(hf_config("Phi3ForCausalLM", **settings | {"max_position_embeddings": 8192}))
+    assert (config.rope.rope_type, config.rope.original_max_position_embeddings, config.rope.factor) == ("longrope", 4096, 2.0)
+
+
+@pytest.mark.parametrize("name", ["linear", "dynamic", "llama3"])
+def test_phi_3_has_no_other_rope(name):
+    refused(hf_config("Phi3ForCausalLM", **rope_settings(name)), f"rope type {name}", "longrope")
+
+
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_null_kv_heads_are_all_heads_and_null_eos_is_none(architecture):
     config = LlamaConfig.from_hf(hf_config(architecture, num_key_value_heads=None, eos_token_id=None))
@@ -214,7 +239,7 @@ def test_refused(change, named):
     refused(hf_config(**change), named)
 
 
-@pytest.mark.parametrize("layers", [[1], [1, 2], [1, "0"], "10", {"0": 1}])
+@pytest.mark.parametrize("layers", [[1], [1, 2], [1, "0"], "10", {"0": 1}, [], 0])
 def test_no_rope_layers_are_one_for_each_layer(layers):
     refused(hf_config("SmolLM3ForCausalLM", no_rope_layers=layers), "no_rope_layers")
 
@@ -224,6 +249,7 @@ def test_no_rope_layers_are_one_for_each_layer(layers):
     [
         (MISTRAL, {"sliding_window": 127}),
         ("Phi3ForCausalLM", {"sliding_window": 127}),
+        ("SmolLM3ForCausalLM", {"sliding_window": 127, "use_sliding_window": True, "num_hidden_layers": 4}),
         (MISTRAL, {"sliding_window": ..., "max_position_embeddings": 4097}),
         # transformers' Mistral looks at nothing but the window.
         (MISTRAL, {"sliding_window": 127, "layer_types": ["full_attention"] * 2}),

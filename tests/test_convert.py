@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import hashlib
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from checkpoints import CASES, hf_config, write_checkpoint
+from checkpoints import CASES, hf_config, random_tensors, write_checkpoint
 
 from convert import convert, to_orbax
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
@@ -105,17 +106,24 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch):
 
 def test_over_a_mesh(tmp_path):
     source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4))
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", draft_bits=4)
     script = """
 import sys, jax, numpy as np
 from qspec_jax.checkpoint import load_model
-mesh = jax.make_mesh((4,), ("model",))
+from qspec_jax import GenerationConfig, drafts, generate
+mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 direct, *others = (load_model(d, mesh=m).weights() for d, m in ((sys.argv[1], None), (sys.argv[1], mesh), (sys.argv[2], mesh)))
 for weights in others:
     for path, weight in weights.items():
         assert np.array_equal(np.asarray(weight), np.asarray(direct[path])), path
         assert weight.sharding.mesh == mesh and len(weight.sharding.device_set) == 4
         assert weight.sharding.shard_shape(weight.shape)[0] == len(weight) // (4 if weight.ndim > 1 else 1), path
+model = load_model(sys.argv[2], mesh=mesh)
+draft = drafts.stored(sys.argv[2], model)
+assert len(draft.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4
+config = GenerationConfig(max_new_tokens=5, num_speculative_tokens=2)
+found = [generate(m, [[1, 2, 3]], config=config, draft=d).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), None))]
+assert found[0] == found[1], found
 """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", script, source, tmp_path / "out"], capture_output=True, text=True, env=env)
@@ -155,6 +163,8 @@ def test_a_destination_that_exists(source, tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("years")
     refused("not an earlier conversion", source, tmp_path / "mine", overwrite=True)
     assert files(tmp_path / "mine") == {"thesis.txt": b"years"}
+    (out / "notes.txt").write_text("mine")
+    refused("'notes.txt'", source, out, overwrite=True)
     (tmp_path / "file").write_text("x")
     refused("exists already", source, tmp_path / "file")
     (tmp_path / "empty").mkdir()
@@ -173,6 +183,75 @@ def test_a_destination_within_the_source(source, tmp_path):
 def test_a_place_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("x")
     refused("cannot be written", source, tmp_path / "file" / "out")
+    refused("cannot be written", source, tmp_path / ("x" * 300))
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    refused("cannot be written", source, tmp_path / "round" / "out")
+
+
+def test_neighbours_stay_as_they_are(tmp_path):
+    """Whatever they are called, the source among them."""
+    source = write_checkpoint(tmp_path / "out.old", hf_config())
+    mine = [tmp_path / name for name in ("out.unfinished", ".out.x.unfinished", ".out.x.old")]
+    for directory in mine:
+        directory.mkdir()
+        (directory / "thesis.txt").write_text("years")
+    before = files(source)
+    for _ in range(2):
+        convert(source, tmp_path / "out", overwrite=True)
+    assert files(source) == before and all(files(directory) == {"thesis.txt": b"years"} for directory in mine)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.x.old", ".out.x.unfinished", "out", "out.old", "out.unfinished"]
+
+
+def test_what_cannot_be_put_in_place_leaves_the_earlier_one(source, tmp_path, monkeypatch):
+    out, replace, calls = tmp_path / "out", os.replace, []
+    convert(source, out)
+    before = files(out)
+
+    def failing(*args):
+        if Path(args[1]) == out:
+            calls.append(args)
+            if len(calls) == 1:
+                raise OSError(errno.EIO, "Input/output error")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", failing)
+    refused("Input/output error", source, out, dtype="bfloat16", overwrite=True)
+    assert files(out) == before and sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_relative_paths_and_links(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    convert("hf", "out", draft_bits=4)
+    assert bits(load_model("out")) == bits(load_model("hf"))
+    assert drafts.stored("out", load_model("out")) is not None
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    convert("hf", "link")
+    convert("hf", "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink() and bits(load_model("link")) == bits(load_model("hf"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert("../hf", ".")
+    assert bits(load_model(tmp_path / "here")) == bits(load_model(source))
+
+
+def test_what_the_manifest_says_and_what_is_checked(source, tmp_path):
+    report = convert(source, tmp_path / "out", draft_bits=4, dtype="bfloat16")
+    manifest = json.loads((tmp_path / "out" / "qspec.json").read_text())
+    tensors = {path: load_model(source).weights()[path] for path in manifest["sha256"]}
+    assert {path: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for path, x in tensors.items()} == manifest["sha256"]
+    assert report.bytes_read == sum(x.nbytes for x in tensors.values()) < 2 * report.bytes_written
+    model = load_model(tmp_path / "out")
+    expected = drafts.quantspec(load_model(source, dtype="bfloat16")).model
+    assert bits(drafts.stored(tmp_path / "out", model).model) == bits(expected)
+    refused("is converted already", tmp_path / "out", tmp_path / "again")
+    tensors = random_tensors(hf_config(tie_word_embeddings=True))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    differs = write_checkpoint(tmp_path / "differs", hf_config(tie_word_embeddings=True), tensors=tensors)
+    refused("tie_word_embeddings", differs, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    double = write_checkpoint(tmp_path / "double", hf_config(dtype="float64"), dtype="float64")
+    refused("--dtype", double, tmp_path / "no")
 
 
 def test_too_little_room(source, tmp_path, monkeypatch):
@@ -257,12 +336,12 @@ def test_killed_at_any_moment(source, tmp_path):
             assert bits(load_model(out)) == expected
         elif out.exists():
             assert process.exitcode == 0 and bits(load_model(out)) == expected
-        if (tmp_path / "out.unfinished").exists():
+        for left in tmp_path.glob(".out.*.unfinished/out"):
             with pytest.raises(InputError, match="unfinished conversion"):
-                load_model(tmp_path / "out.unfinished")
+                load_model(left)
         if i % 5 == 4:
             convert(source, out, draft_bits=4, overwrite=True)
-            assert bits(load_model(out)) == expected and not (tmp_path / "out.unfinished").exists()
+            assert bits(load_model(out)) == expected and not list(tmp_path.glob(".out.*.unfinished"))
             if i < 14:
                 shutil.rmtree(out)
     assert killed >= 10

@@ -14,9 +14,10 @@ from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.between import between_attentions
 from pallas_kernels.kv_format import FullLayer, Lengths
-from qspec_jax import prefill
+from qspec_jax import calibrate, prefill
+from qspec_jax.cache import empty_cache
 from qspec_jax.checkpoint import load_model
-from qspec_jax.config import LlamaConfig
+from qspec_jax.config import CacheConfig, LlamaConfig
 from qspec_jax.model import Llama
 from qspec_jax.quantize import quantize_linears
 
@@ -116,6 +117,23 @@ def test_a_layer_gets_the_blank_memory_of_the_layer_before(monkeypatch):
     monkeypatch.setattr("qspec_jax.model.between_attentions", fake)
     one_pass(quantize_linears(random_model(jnp.float32, num_hidden_layers=3)), np.zeros((1, 2), np.int32), 2)
     assert given[0] is None and given[1:] == [1, 2]
+
+
+def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
+    model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0])
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 64))
+    cache = empty_cache(model.config, CacheConfig("full"), batch=1, capacity=64, num_speculative_tokens=0, dtype=jnp.float32)
+    logits, _ = prefill.prefill(model, jnp.asarray(tokens), jnp.array([50]), cache)
+    np.testing.assert_allclose(logits, one_pass(model, tokens, 64)[:, 49], rtol=0, atol=1e-4)
+    without, block = [], calibrate._block
+
+    def watched(layer, x, cos, sin, valid):
+        without.append(bool((cos == 1).all() and (sin == 0).all()))
+        return block(layer, x, cos, sin, valid)
+
+    monkeypatch.setattr(calibrate, "_block", watched)
+    calibrate.quantize_linears_for(model, [[1, 2, 3]], progress=False)
+    assert without == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (6, 3), (4, 1)])

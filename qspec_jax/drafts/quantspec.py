@@ -52,9 +52,11 @@ def stored(directory: str | Path, model: Llama) -> CachedModel | None:
     if not converted.is_converted(directory) or (manifest := converted.read_manifest(directory)).draft_bits == 16:
         return None
     if manifest.dtype != model.dtype.name:
-        log.info("%s: its draft is of %s weights, and is made anew for %s", directory, manifest.dtype, model.dtype.name)
+        log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, manifest.dtype, model.dtype.name)
         return None
     weights = model.weights()
-    shapes = {path: jax.eval_shape(quantize_weight, weight) for path, weight in weights.items() if path.endswith("_proj.weight")}
-    weights |= converted.restore(directory, converted.DRAFT, shapes)
+    # Of shapes alone: a weight may say how it is sharded, and quantizing does not know what to make of that.
+    shape = lambda weight: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(weight.shape, weight.dtype))
+    shapes = {path: shape(weight) for path, weight in weights.items() if path.endswith("_proj.weight")}
+    weights |= converted.restore(directory, converted.DRAFT, shapes, getattr(weights["embedding"].sharding, "mesh", None))
     return CachedModel(Llama(model.config, lambda path, shape: weights[path]), 1, head_bits=8)
