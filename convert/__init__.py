@@ -1,5 +1,10 @@
-"""Conversion of Hugging Face checkpoints for JAX: `convert(SRC, DST)`; `qspec_jax.load` reads both kinds of directory."""
+"""Conversion of Hugging Face checkpoints for JAX, and back: `convert(SRC, DST)`, `verify(SRC, DST)`, `export(DST, HF_DIR)`.
 
+`qspec_jax.load` reads both kinds of directory.
+"""
+
+from convert.to_hf import export as export
 from convert.to_orbax import convert as convert
+from convert.verify import verify as verify
 
-__all__ = ["convert"]
+__all__ = ["convert", "export", "verify"]

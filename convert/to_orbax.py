@@ -4,15 +4,11 @@ Everything is written to a directory of another name beside the destination, whi
 process ends, the destination is whole, or what it was.
 """
 
-import contextlib
 import dataclasses
-import glob
 import hashlib
 import importlib.metadata
 import operator
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from convert.placing import check_apart, written
 from pallas_kernels.weight_format import Int4Weight
 from qspec_jax import converted
 from qspec_jax.checkpoint import Source, stored_dtype
-from qspec_jax.converted import DRAFT, MANIFEST, TARGET, UNFINISHED, Manifest
+from qspec_jax.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.errors import InputError
 from qspec_jax.quantize import quantize_weight
 
@@ -85,38 +82,20 @@ def convert(
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
     opened.check_contents()
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(directory)
-        needed, free = _bytes_needed(opened, jnp.dtype(wanted), draft_bits), shutil.disk_usage(directory.parent).free
-        if free < needed:
-            raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-        with _beside(directory, "unfinished") as folder:
-            (folder / UNFINISHED).touch()
-            unfinished = folder / directory.name
-            unfinished.mkdir()
-            sha256 = {}
-            for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
-                sha256 |= _write(opened, unfinished, name, jnp.dtype(wanted), progress)
-            for name in (*COPIED, *TOKENIZER_FILES):
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, unfinished / name)
-            versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-            Manifest(str(source), wanted, draft_bits, sha256, versions).write(unfinished)
-            _put_in_place(unfinished, directory)
-    except Exception as error:
-        if isinstance(error, OSError) or "No space left" in str(error):  # TensorStore has errors of its own
-            raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
-        raise
-    written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits)) as unfinished:
+        sha256 = {}
+        for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
+            sha256 |= _write(opened, unfinished, name, jnp.dtype(wanted), progress)
+        copy_small_files(source, unfinished)
+        versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
+        Manifest(str(source), wanted, draft_bits, sha256, versions).write(unfinished)
+    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return Report(str(source), str(directory), wanted, draft_bits, len(opened.places), read, written)
+    return Report(str(source), str(directory), wanted, draft_bits, len(opened.places), read, size)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
-    outer = source.resolve()
-    if directory == outer or outer in directory.parents or directory in outer.parents:
-        raise InputError(f"{directory}: should be neither within {source} nor around it")
+    check_apart(source, directory)
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not overwrite:
@@ -129,21 +108,11 @@ def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
     converted.read_manifest(directory)
 
 
-@contextlib.contextmanager
-def _beside(directory: Path, what: str) -> Iterator[Path]:
-    """A new directory of that kind beside this one, which in the end is gone."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{directory.name[:100]}.", suffix=f".{what}", dir=directory.parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_unfinished(directory: Path) -> None:
-    """What conversions to this directory have left that were killed."""
-    for path in directory.parent.glob(f".{glob.escape(directory.name[:100])}.*.unfinished"):
-        if path.is_dir() and not path.is_symlink() and (path / UNFINISHED).is_file():
-            shutil.rmtree(path)
+def copy_small_files(source: Path, directory: Path) -> None:
+    """The config and the tokenizer's."""
+    for name in (*COPIED, *TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
 
 
 def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
@@ -215,16 +184,3 @@ def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
         quantized = jax.device_get(quantize_weight(jnp.asarray(padded)))
         parts.append(jax.tree.map(operator.itemgetter(slice(len(part))), quantized))
     return jax.tree.map(lambda *several: np.concatenate(several), *parts)
-
-
-def _put_in_place(new: Path, directory: Path) -> None:
-    if not directory.exists():
-        os.replace(new, directory)
-        return
-    with _beside(directory, "old") as folder:
-        os.replace(directory, folder / directory.name)
-        try:
-            os.replace(new, directory)
-        except BaseException:
-            os.replace(folder / directory.name, directory)
-            raise

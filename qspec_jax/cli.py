@@ -1,4 +1,4 @@
-"""The command line: `qspec demo`, `qspec generate`, `qspec convert`, `qspec info`, `qspec eval acceptance`, `qspec bench ...`.
+"""The command line: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `eval acceptance`, `bench ...`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from convert import convert
+from convert import convert, export, verify
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
 from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
@@ -155,6 +155,41 @@ def convert_command(
     else:
         draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
         print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
+
+
+@app.command("verify")
+def verify_command(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
+    directory: Annotated[Path, typer.Argument(metavar="DST", help="What it was converted to.")],
+    logits: Annotated[bool | None, typer.Option(help="Compare logits too: where a model fits in memory, if not given.")] = None,
+    as_json: Json = False,
+):
+    """Compare a conversion with its source; exit code 1 if something differs."""
+    report = verify(source, directory, logits=logits, progress=False if as_json else None)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        for what in report.wrong:
+            print(f"{report.directory}: {what}")
+        draft = f"; of the draft, {report.drafted} err {report.draft_error:.2f} times as much as they may" if report.drafted else ""
+        verdict = f"{len(report.wrong)} points differ" if report.wrong else "all the same"
+        print(f"{report.weights} weights compared{', and logits' if report.logits else ''}: {verdict}{draft}")
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export_command(
+    source: Annotated[Path, typer.Argument(metavar="DST", help="Converted directory.")],
+    directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Directory to make, in Hugging Face format.")],
+    as_json: Json = False,
+):
+    """Write a converted checkpoint as Hugging Face safetensors."""
+    report = export(source, directory, progress=False if as_json else None)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        print(f"{report.directory}: {report.tensors} tensors, {report.bytes_written / 1e9:.2f} GB")
 
 
 @app.command()

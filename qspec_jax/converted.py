@@ -57,16 +57,19 @@ def read_manifest(directory: Path) -> Manifest:
 def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or sharded over a mesh.
 
-    shapes: by path, a ShapeDtypeStruct or an Int4Weight of them; arrays are cast to their dtypes. Raises InputError where it cannot be
-    read.
+    shapes: by path, a ShapeDtypeStruct or an Int4Weight of them, of all weights or some; arrays are cast to their dtypes. Raises
+    InputError where it cannot be read.
     """
     from orbax.checkpoint import v1 as ocp
 
     directory = directory.resolve()  # Orbax takes no relative path
     wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(x.shape, mesh))
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
     try:
-        found = ocp.load(directory / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
+        with context:
+            found = ocp.load(directory / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)

@@ -1,5 +1,6 @@
 """Conversion: what arrives is what direct loading gives, whatever happens on the way, and what is wrong is said in one line."""
 
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -17,8 +18,10 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import CASES, hf_config, random_tensors, write_checkpoint
+from safetensors.numpy import load_file
 
-from convert import convert, to_orbax
+from convert import convert, export, to_hf, to_orbax, verify
+from convert.verify import draft_error
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 from qspec_jax import drafts, load
 from qspec_jax.checkpoint import load_config, load_model
@@ -140,6 +143,70 @@ def test_the_tokenizer_comes_along_and_no_code(tmp_path):
     convert(source, tmp_path / "out")
     assert load(tmp_path / "out")[1].encode("ab") == [0, 1]
     assert not list((tmp_path / "out").rglob("*.py"))
+
+
+# And back, and compared -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "phi3-longrope", "smollm3-interval"])
+def test_exported_it_is_what_it_was(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(to_hf, "SHARD_BYTES", 40_000 if case == "phi3-longrope" else 10**9)
+    source = write_checkpoint(tmp_path / "hf", CASES[case])
+    (source / "tokenizer.json").write_text("{}")
+    convert(source, tmp_path / "out", draft_bits=4)
+    report = export(tmp_path / "out", tmp_path / "back")
+    shards = [load_file(tmp_path / "back" / file) for file in report.files]
+    found = {name: tensor for shard in shards for name, tensor in shard.items()}
+    expected = load_file(source / "model.safetensors")
+    assert found.keys() == expected.keys() and report.tensors == len(expected) == sum(map(len, shards))
+    assert all(found[name].dtype == x.dtype and found[name].tobytes() == x.tobytes() for name, x in expected.items())
+    assert (len(shards) > 1) == (case == "phi3-longrope")
+    assert bits(load_model(tmp_path / "back")) == bits(load_model(source)) and (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    for place, named in ((tmp_path / "back", "exists already"), (tmp_path / "out" / "in", "neither within")):
+        with pytest.raises(InputError, match=named):
+            export(tmp_path / "out", place)
+    with pytest.raises(InputError, match="not a converted checkpoint"):
+        export(source, tmp_path / "again")
+
+
+def test_an_export_has_the_dtype_of_the_conversion(source, tmp_path):
+    convert(source, tmp_path / "out", dtype="bfloat16")
+    export(tmp_path / "out", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert bits(load_model(tmp_path / "back")) == bits(load_model(source, dtype="bfloat16"))
+
+
+def test_verify(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out, draft_bits=4)
+    report = verify(source, out)
+    assert not report.wrong and report.logits and (report.weights, report.drafted) == (21, 14) and 0 < report.draft_error <= 1
+    # Another source.
+    tensors = random_tensors(hf_config())
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].copy()
+    tensors["model.layers.1.mlp.up_proj.weight"][-1] = -tensors["model.layers.1.mlp.up_proj.weight"][-1]
+    other = write_checkpoint(tmp_path / "other", hf_config(), tensors=tensors)
+    first, second, third = verify(other, out).wrong
+    assert "is not the tensor that was converted" in first and "layers.1.up_proj.weight differs from" in second and "rounding" in third
+    # Another conversion in its place.
+    shutil.rmtree(out / "target")
+    convert(other, tmp_path / "others")
+    shutil.copytree(tmp_path / "others" / "target", out / "target")
+    assert verify(source, out).wrong == ["layers.1.up_proj.weight differs from model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(InputError, match="its config"):
+        verify(write_checkpoint(tmp_path / "third", hf_config(rms_norm_eps=1e-3)), out)
+    with pytest.raises(InputError, match="not a converted checkpoint"):
+        verify(source, source)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_draft_s_bound_holds_and_binds(dtype, scale):
+    weight = jax.numpy.asarray(scale * np.random.default_rng(0).standard_t(2, (48, 256)), dtype)
+    quantized = quantize_weight(weight)
+    assert draft_error(quantized, np.asarray(weight)) <= 1
+    wrong = dataclasses.replace(quantized, codes=quantized.codes.at[3, 1].set(quantized.codes[3, 1] ^ 0x11))
+    assert draft_error(wrong, np.asarray(weight)) > 1
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""A converted checkpoint back to Hugging Face safetensors, a weight in memory at a time."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from convert.placing import check_apart, written
+from convert.to_orbax import copy_small_files
+from qspec_jax import converted
+from qspec_jax.checkpoint import Place, load_config, places
+from qspec_jax.converted import TARGET
+from qspec_jax.errors import InputError
+
+SHARD_BYTES = 5_000_000_000
+DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    source: str
+    directory: str
+    tensors: int
+    bytes_written: int
+    files: list[str]
+
+
+def export(source: str | Path, directory: str | Path, *, progress: bool | None = None) -> Report:
+    """Writes the target of a converted checkpoint as a Hugging Face directory, in shards of at most `SHARD_BYTES` (or of a tensor).
+
+    Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out. progress: a bar on
+    standard error; None shows it on a terminal. Raises InputError for a source that is not converted, and where the destination exists,
+    is within the source, cannot be written or has no room.
+    """
+    source = Path(source)
+    try:
+        directory = Path(directory).resolve()
+        check_apart(source, directory)
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise InputError(f"{directory}: exists already; give another directory")
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{directory}: cannot be written ({error})") from None
+    if not converted.is_converted(source):
+        raise InputError(f"{source}: not a converted checkpoint; `qspec convert` makes one")
+    dtype = converted.read_manifest(source).dtype
+    tensors: dict[str, list[tuple[str, Place]]] = {}
+    for path, place in places(load_config(source)).items():
+        tensors.setdefault(place.name, []).append((path, place))
+    size = lambda name: sum(int(np.prod(place.shape)) for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
+    shards: list[list[str]] = [[]]
+    for name in tensors:
+        if shards[-1] and sum(map(size, shards[-1])) + size(name) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(name)
+    total = sum(map(size, tensors))
+    several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    files = several if len(shards) > 1 else ["model.safetensors"]
+    hide = None if progress is None else not progress
+    with written(directory, total) as unfinished, tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=hide) as bar:
+        for file, names in zip(files, shards):
+            _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, dtype, bar)
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in zip(files, shards) for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        copy_small_files(source, unfinished)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        (unfinished / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2) + "\n", encoding="utf-8")
+    return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
+
+
+def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Place]]], dtype: str, bar: tqdm) -> None:
+    """A safetensors file: the length of the header, the header, the tensors one after the other."""
+    kind, header, end = jnp.dtype(dtype), {"__metadata__": {"format": "pt"}}, 0
+    for name, parts in tensors.items():
+        shape = [sum(place.shape[0] for _, place in parts), *parts[0][1].shape[1:]]
+        begin, end = end, end + int(np.prod(shape)) * kind.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for parts in tensors.values():
+            for path, place in parts:
+                weight = converted.restore(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind)})[path]
+                out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
+                bar.update(weight.nbytes)
