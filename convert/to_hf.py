@@ -53,11 +53,13 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     for path, place in places(load_config(source)).items():
         tensors.setdefault(place.name, []).append((path, place))
     size = lambda name: sum(int(np.prod(place.shape)) for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
-    shards: list[list[str]] = [[]]
+    shards, filled = [[]], 0
     for name in tensors:
-        if shards[-1] and sum(map(size, shards[-1])) + size(name) > SHARD_BYTES:
+        if shards[-1] and filled + size(name) > SHARD_BYTES:
             shards.append([])
+            filled = 0
         shards[-1].append(name)
+        filled += size(name)
     total = sum(map(size, tensors))
     several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = several if len(shards) > 1 else ["model.safetensors"]
@@ -71,8 +73,8 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         copy_small_files(source, unfinished)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        (unfinished / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2) + "\n", encoding="utf-8")
+        config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
 
 
@@ -88,7 +90,7 @@ def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Pl
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for parts in tensors.values():
-            for path, place in parts:
+            for path, place in sorted(parts, key=lambda part: part[1].first or 0):
                 weight = converted.restore(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind)})[path]
                 out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
                 bar.update(weight.nbytes)

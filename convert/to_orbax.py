@@ -1,7 +1,8 @@
 """Hugging Face safetensors to an Orbax checkpoint, a few tensors in memory at a time.
 
 Everything is written to a directory of another name beside the destination, which takes its place when all is there: whenever the
-process ends, the destination is whole, or what it was.
+process ends, the destination is whole, or what it was (or, killed just as it takes the place of an earlier conversion, absent, and that
+one in a hidden directory beside it).
 """
 
 import dataclasses
@@ -82,7 +83,7 @@ def convert(
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
     opened.check_contents()
-    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits)) as unfinished:
+    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), replace=overwrite) as unfinished:
         sha256 = {}
         for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
             sha256 |= _write(opened, unfinished, name, jnp.dtype(wanted), progress)

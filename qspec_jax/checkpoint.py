@@ -327,7 +327,11 @@ def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None =
 
 def _existing(directory: str | Path) -> Path:
     directory = Path(directory)
-    if not directory.is_dir():
+    try:
+        there = directory.is_dir()
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be read ({error.strerror})") from None
+    if not there:
         raise InputError(f"{directory}: no such directory; a Hugging Face checkpoint directory is needed")
     return directory
 

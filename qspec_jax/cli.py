@@ -171,8 +171,12 @@ def verify_command(
     else:
         for what in report.wrong:
             print(f"{report.directory}: {what}")
-        draft = f"; of the draft, {report.drafted} err {report.draft_error:.2f} times as much as they may" if report.drafted else ""
-        verdict = f"{len(report.wrong)} points differ" if report.wrong else "all the same"
+        draft = (
+            f"; {report.drafted} of the draft, whose errors are at most {report.draft_error:.2f} of what they may be"
+            if report.draft_error
+            else ""
+        )
+        verdict = "see above" if report.wrong else "all as in the source"
         print(f"{report.weights} weights compared{', and logits' if report.logits else ''}: {verdict}{draft}")
     if report.wrong:
         raise typer.Exit(1)

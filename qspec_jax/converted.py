@@ -40,16 +40,20 @@ class Manifest:
 
 def is_converted(directory: Path) -> bool:
     """Raises InputError for one that is not finished."""
-    if (directory.parent / UNFINISHED).exists():
-        raise InputError(f"{directory}: an unfinished conversion; convert again")
-    return (directory / MANIFEST).exists()
+    try:
+        if (directory.parent / UNFINISHED).exists():
+            raise InputError(f"{directory}: an unfinished conversion; convert again")
+        return (directory / MANIFEST).exists()
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be read ({error.strerror})") from None
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Raises InputError for one that this version cannot read."""
     raw = read_json(directory / MANIFEST)
     names = {field.name for field in dataclasses.fields(Manifest)}
-    if raw.get("format") != FORMAT or raw.keys() != names:
+    known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16) and isinstance(raw.get("sha256"), dict)
+    if raw.get("format") != FORMAT or raw.keys() != names or not known:
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
     return Manifest(**raw)
 

@@ -51,13 +51,13 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
         monkeypatch.setattr(sys.modules["qspec_jax.generate"], "quantspec", None)  # nor is a draft made for the second
     assert texts[0] == texts[1]
     code, out, _ = run("verify", directory, tmp_path / "out")
-    assert code == 0 and "12 weights compared, and logits: all the same; of the draft, 7 err 0." in out
+    assert code == 0 and "12 weights compared, and logits: all as in the source; 7 of the draft, whose errors are at most 0." in out
     code, out, _ = run("export", tmp_path / "out", tmp_path / "back", "--json")
     assert code == 0 and json.loads(out)["tensors"] == 12
     tensors = load_file(tmp_path / "back" / "model.safetensors")
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}, tmp_path / "back" / "model.safetensors")
     code, out, _ = run("verify", tmp_path / "back", tmp_path / "out")
-    assert code == 1 and "norm.weight differs from model.norm.weight" in out and "2 points differ" in out
+    assert code == 1 and "norm.weight differs from model.norm.weight" in out
     code, out, err = run("convert", directory, tmp_path / "out")
     assert code == 2 and "--overwrite" in err and not out
     code, out, _ = run("convert", directory, tmp_path / "out", "--dtype", "bfloat16", "--overwrite")
