@@ -41,7 +41,7 @@ def written(directory: Path, needed: int, *, replace: bool = False) -> Iterator[
                 yield unfinished
                 _put_in_place(unfinished, directory, replace)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder, directory.name)
     except Exception as error:
         if isinstance(error, OSError) or "No space left" in str(error):  # TensorStore has errors of its own
             raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
@@ -53,6 +53,12 @@ def _beside(directory: Path, what: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=f".{what}", dir=directory.parent))
 
 
+def _remove(folder: Path, name: str) -> None:
+    """The marker last: what is killed meanwhile stays marked."""
+    shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _remove_unfinished(directory: Path) -> None:
     """What writing to this directory has left that was killed, and is not under way."""
     for path in directory.parent.glob(f".{glob.escape(directory.name)}.????????.unfinished"):
@@ -60,7 +66,7 @@ def _remove_unfinished(directory: Path) -> None:
             if not path.is_symlink():
                 with (path / UNFINISHED).open("r+") as marker:
                     fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path)
+                    _remove(path, directory.name)
 
 
 def _put_in_place(new: Path, directory: Path, replace: bool) -> None:
