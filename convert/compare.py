@@ -20,7 +20,7 @@ from qspec_jax.converted import DRAFT, TARGET
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 from qspec_jax.prefill import prefill
-from qspec_jax.quantize import quantize_weight
+from qspec_jax.quantize import is_linear, quantize_weight
 
 TOKENS = 64  # that the logits are compared after
 
@@ -44,8 +44,8 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
 
     Weights must be the source's, bit for bit, in the dtype of the conversion; the draft's may err as much as `draft_error` says.
     logits: of some tokens, from either, if all else is the same; one model at a time is in memory for it, and None compares them where
-    there is room for two. progress: a bar on standard
-    error; None shows it on a terminal. Raises InputError where one of them cannot be read, or they are not of one model.
+    there is room for two. progress: a bar on standard error; None shows it on a terminal. Raises InputError where one of them cannot be
+    read, or they are not of one model.
     """
     opened, source, directory = Source(source), Path(source), Path(directory)
     if not converted.is_converted(directory):
@@ -67,7 +67,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
         found = converted.restore(directory, TARGET, {path: jax.ShapeDtypeStruct(place.shape, dtype)})[path]
         if not _same_bits(np.asarray(found), weight):
             wrong.append(f"{path} differs from {place.name}")
-        if manifest.draft_bits == 4 and path.endswith("_proj.weight"):
+        if manifest.draft_bits == 4 and is_linear(path):
             shape = jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(place.shape, dtype))
             errors.append(draft_error(converted.restore(directory, DRAFT, {path: shape})[path], weight))
             if not errors[-1] <= 1:
@@ -116,7 +116,7 @@ def _prefilled(model: Llama, tokens: jax.Array, cache: Cache) -> jax.Array:
 
 def _fits(source: Source, dtype: jnp.dtype) -> bool:
     """Whether there is twice the room that the weights take, on the default device."""
-    numbers = sum(int(np.prod(place.shape)) for place in source.places.values())
+    numbers = sum(place.size for place in source.places.values())
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 2 * numbers * dtype.itemsize < free

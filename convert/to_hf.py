@@ -52,7 +52,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     tensors: dict[str, list[tuple[str, Place]]] = {}
     for path, place in places(load_config(source)).items():
         tensors.setdefault(place.name, []).append((path, place))
-    size = lambda name: sum(int(np.prod(place.shape)) for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
+    size = lambda name: sum(place.size for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
     shards, filled = [[]], 0
     for name in tensors:
         if shards[-1] and filled + size(name) > SHARD_BYTES:

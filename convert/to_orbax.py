@@ -25,7 +25,7 @@ from qspec_jax import converted
 from qspec_jax.checkpoint import Source, stored_dtype
 from qspec_jax.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.errors import InputError
-from qspec_jax.quantize import quantize_weight
+from qspec_jax.quantize import is_linear, quantize_weight
 
 BATCH_BYTES = 1 << 27  # that are written at once: fewer, and Orbax's own work takes longer than the writing
 QUANTIZED_AT_ONCE = 1 << 22  # numbers: quantizing takes several float32 copies of them
@@ -118,13 +118,9 @@ def copy_small_files(source: Path, directory: Path) -> None:
 
 def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
     """About, of the destination's weights."""
-    sizes = {path: int(np.prod(place.shape)) for path, place in source.places.items()}
-    drafted = sum(size for path, size in sizes.items() if _is_drafted(path)) if draft_bits == 4 else 0
+    sizes = {path: place.size for path, place in source.places.items()}
+    drafted = sum(size for path, size in sizes.items() if is_linear(path)) if draft_bits == 4 else 0
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
-
-
-def _is_drafted(path: str) -> bool:
-    return path.endswith("_proj.weight")
 
 
 def _write(source: Source, directory: Path, name: str, dtype: jnp.dtype, progress: bool | None) -> dict[str, str]:
@@ -134,7 +130,7 @@ def _write(source: Source, directory: Path, name: str, dtype: jnp.dtype, progres
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly shrink, and it takes six times as long
     sha256: dict[str, str] = {}
-    paths = [path for path in source.places if name == TARGET or _is_drafted(path)]
+    paths = [path for path in source.places if name == TARGET or is_linear(path)]
     total = sum(map(source.read_bytes, paths))
     hide = None if progress is None else not progress
     with context, tqdm(total=total, desc=f"convert the {name}", unit="B", unit_scale=True, disable=hide) as bar:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Table = Mapping[str, tuple[str, ...]]
 
 # What an architecture calls its tensors -> paths in qspec_jax.model; {i} is the layer. Where there are several paths, the tensor has their
-# rows one after the other.
+# rows one after the other. A path is read from the last tensor that names it.
 _LLAMA: Table = {
     "model.embed_tokens.weight": ("embedding",),
     "lm_head.weight": ("head",),
@@ -61,6 +61,10 @@ class Place:
     name: str
     shape: tuple[int, ...]
     first: int | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 def places(config: LlamaConfig) -> dict[str, Place]:
@@ -219,7 +223,7 @@ class Source:
     def read_bytes(self, path: str) -> int:
         """Of a weight, as it is stored."""
         place = self.places[path]
-        return math.prod(place.shape) * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
+        return place.size * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
 
     def check_contents(self) -> None:
         """Raises InputError where a tensor that is there twice, or the head of tied embeddings, is not the same both times."""

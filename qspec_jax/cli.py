@@ -324,7 +324,7 @@ def acceptance_command(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point; exits with 0, or 2 for bad input."""
+    """The entry point; exits with 0, 2 for bad input, or 1 where `verify` finds a difference."""
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     # transformers says on import that it has no torch; only its tokenizers are used here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -11,7 +11,7 @@ from qspec_jax import checkpoint
 from qspec_jax.cache import empty_cache
 from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig
 from qspec_jax.errors import InputError
-from qspec_jax.quantize import quantize_rows, quantize_weight
+from qspec_jax.quantize import is_linear, quantize_rows, quantize_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
 
 def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
     weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in checkpoint.weight_shapes(config).items()}
-    drafted = [jax.eval_shape(quantize_weight, w) for name, w in weights.items() if name.endswith("_proj.weight")]
+    drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 
     def cache_bytes(kind: CacheConfig) -> int:

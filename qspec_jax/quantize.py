@@ -122,12 +122,17 @@ def _compensated(
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), stacked)
 
 
+def is_linear(path: str) -> bool:
+    """Whether the weight at a path of the model is one that the draft has in INT4."""
+    return path.endswith("_proj.weight")
+
+
 def quantize_linears(model: Llama) -> Llama:
     """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
     weights = model.weights()
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return quantize_weight(weights[path]) if path.endswith("_proj.weight") else weights[path]
+        return quantize_weight(weights[path]) if is_linear(path) else weights[path]
 
     return Llama(model.config, make)
 

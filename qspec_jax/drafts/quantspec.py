@@ -11,7 +11,7 @@ from qspec_jax.calibrate import quantize_linears_for
 from qspec_jax.decode import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_linears, quantize_weight
+from qspec_jax.quantize import is_linear, quantize_linears, quantize_weight
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,6 @@ def stored(directory: str | Path, model: Llama) -> CachedModel | None:
     weights = model.weights()
     # Of shapes alone: a weight may say how it is sharded, and quantizing does not know what to make of that.
     shape = lambda weight: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(weight.shape, weight.dtype))
-    shapes = {path: shape(weight) for path, weight in weights.items() if path.endswith("_proj.weight")}
+    shapes = {path: shape(weight) for path, weight in weights.items() if is_linear(path)}
     weights |= converted.restore(directory, converted.DRAFT, shapes, getattr(weights["embedding"].sharding, "mesh", None))
     return CachedModel(Llama(model.config, lambda path, shape: weights[path]), 1, head_bits=8)
