@@ -11,13 +11,18 @@ from pathlib import Path
 
 from qspec_jax.converted import UNFINISHED
 from qspec_jax.errors import InputError
+from qspec_jax.hub import SMALL_FILES
+
+OLD = "old"  # a directory in that of an unfinished one: what stood in its place
 
 
 def check_apart(source: Path, directory: Path) -> None:
-    """Raises InputError where one is within the other. directory: resolved."""
+    """Raises InputError where one is within the other, or nothing can take the place of the directory. It is resolved."""
     outer = source.resolve()
     if directory == outer or outer in directory.parents or directory in outer.parents:
         raise InputError(f"{directory}: should be neither within {source} nor around it")
+    if os.path.ismount(directory):
+        raise InputError(f"{directory}: is a mount point, which cannot be renamed to; give a directory within it")
 
 
 @contextlib.contextmanager
@@ -32,53 +37,53 @@ def written(directory: Path, needed: int, *, replace: bool = False) -> Iterator[
         _remove_unfinished(directory)
         if (free := shutil.disk_usage(directory.parent).free) < needed:
             raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-        folder = _beside(directory, "unfinished")
+        folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
         try:
             with (folder / UNFINISHED).open("w") as marker:
                 fcntl.flock(marker, fcntl.LOCK_EX)  # held until this process ends, however it does
                 unfinished = folder / directory.name
                 unfinished.mkdir()
                 yield unfinished
-                _put_in_place(unfinished, directory, replace)
+                _put_in_place(folder, directory, replace)
         finally:
-            _remove(folder, directory.name)
-    except Exception as error:
-        if isinstance(error, OSError) or "No space left" in str(error):  # TensorStore has errors of its own
-            raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
-        raise
+            _remove(folder, directory)
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
 
 
-def _beside(directory: Path, what: str) -> Path:
-    """A new directory of that kind."""
-    return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=f".{what}", dir=directory.parent))
+def copy_small_files(source: Path, directory: Path) -> None:
+    """The config and the tokenizer's. Raises InputError where one cannot be read."""
+    for name in SMALL_FILES:
+        if (source / name).is_file():
+            try:
+                content = (source / name).read_bytes()
+            except OSError as error:
+                raise InputError(f"{source / name}: cannot be read ({error.strerror})") from None
+            (directory / name).write_bytes(content)
 
 
-def _remove(folder: Path, name: str) -> None:
-    """The marker last: what is killed meanwhile stays marked."""
-    shutil.rmtree(folder / name, ignore_errors=True)
+def _remove(folder: Path, directory: Path) -> None:
+    """Puts back what was there before, if the new one is not. The marker goes last: what is killed meanwhile stays marked."""
+    old = folder / OLD / directory.name
+    if old.exists() and (folder / directory.name).exists():
+        os.replace(old, directory)  # fails where something has come there
+    shutil.rmtree(folder / directory.name, ignore_errors=True)
+    shutil.rmtree(folder / OLD, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """What writing to this directory has left that was killed, and is not under way."""
+    """Removes what writing to this directory has left that was killed, and is not under way."""
     for path in directory.parent.glob(f".{glob.escape(directory.name)}.????????.unfinished"):
         with contextlib.suppress(OSError):  # another's, or no directory of ours, or locked
             if not path.is_symlink():
                 with (path / UNFINISHED).open("r+") as marker:
                     fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(path, directory.name)
+                    _remove(path, directory)
 
 
-def _put_in_place(new: Path, directory: Path, replace: bool) -> None:
-    if not (replace and directory.exists()):
-        os.replace(new, directory)  # fails where something has come there
-        return
-    old = _beside(directory, "old")
-    os.replace(directory, old / directory.name)
-    try:
-        os.replace(new, directory)
-    except BaseException:
-        os.replace(old / directory.name, directory)
-        old.rmdir()
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def _put_in_place(folder: Path, directory: Path, replace: bool) -> None:
+    if replace and directory.exists():
+        (folder / OLD).mkdir()
+        os.replace(directory, folder / OLD / directory.name)
+    os.replace(folder / directory.name, directory)  # fails where something has come there

@@ -1,4 +1,4 @@
-"""A converted checkpoint back to Hugging Face safetensors, a weight in memory at a time."""
+"""A converted checkpoint back to Hugging Face safetensors, a few weights in memory at a time."""
 
 import dataclasses
 import json
@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from convert.placing import check_apart, written
-from convert.to_orbax import copy_small_files
+from convert.placing import check_apart, copy_small_files, written
 from qspec_jax import converted
-from qspec_jax.checkpoint import Place, load_config, places
+from qspec_jax.checkpoint import Place, load_config, places, weight_shapes
 from qspec_jax.converted import TARGET
 from qspec_jax.errors import InputError
 
@@ -48,9 +47,11 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         raise InputError(f"{directory}: cannot be written ({error})") from None
     if not converted.is_converted(source):
         raise InputError(f"{source}: not a converted checkpoint; `qspec convert` makes one")
-    dtype = converted.read_manifest(source).dtype
+    manifest = converted.read_manifest(source)
+    dtype, config = manifest.dtype, load_config(source)
+    converted.check_shapes(source, manifest, weight_shapes(config))
     tensors: dict[str, list[tuple[str, Place]]] = {}
-    for path, place in places(load_config(source)).items():
+    for path, place in places(config).items():
         tensors.setdefault(place.name, []).append((path, place))
     size = lambda name: sum(place.size for _, place in tensors[name]) * jnp.dtype(dtype).itemsize
     shards, filled = [[]], 0
@@ -72,9 +73,9 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         copy_small_files(source, unfinished)
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
+        (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
 
 
@@ -87,10 +88,9 @@ def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Pl
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    in_order = [part for parts in tensors.values() for part in sorted(parts, key=lambda part: part[1].first or 0)]
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for parts in tensors.values():
-            for path, place in sorted(parts, key=lambda part: part[1].first or 0):
-                weight = converted.restore(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind)})[path]
-                out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
-                bar.update(weight.nbytes)
+        for _, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
+            out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
+            bar.update(weight.nbytes)

@@ -1,41 +1,40 @@
 """Hugging Face safetensors to an Orbax checkpoint, a few tensors in memory at a time.
 
 Everything is written to a directory of another name beside the destination, which takes its place when all is there: whenever the
-process ends, the destination is whole, or what it was (or, killed just as it takes the place of an earlier conversion, absent, and that
-one in a hidden directory beside it).
+process ends, the destination is whole, or what it was (or, killed just as it takes the place of an earlier conversion, absent until the
+next run puts that one back).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import operator
-import shutil
+import itertools
+import os
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from convert.placing import check_apart, written
-from pallas_kernels.weight_format import Int4Weight
+from convert.by_rows import quantize_by_rows
+from convert.placing import check_apart, copy_small_files, written
 from qspec_jax import converted
 from qspec_jax.checkpoint import Source, stored_dtype
+from qspec_jax.config import read_json
 from qspec_jax.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.errors import InputError
-from qspec_jax.quantize import is_linear, quantize_weight
+from qspec_jax.hub import SMALL_FILES, local
+from qspec_jax.quantize import is_linear
 
-BATCH_BYTES = 1 << 27  # that are written at once: fewer, and Orbax's own work takes longer than the writing
-QUANTIZED_AT_ONCE = 1 << 22  # numbers: quantizing takes several float32 copies of them
 DTYPES = ("bfloat16", "float32")
-COPIED = ("config.json", "generation_config.json")
-# Of tokenizers; never code.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-)
+FILE_BYTES = 1 << 26  # about, of a file that Orbax writes: several are written at once
+READERS = 4  # threads: one hashes more slowly than a disk writes
+ALIGNMENT = 64  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ def convert(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> Report:
-    """Converts a Hugging Face directory to one that `qspec_jax.load` restores straight to devices.
+    """Converts a Hugging Face directory, or ORG/NAME on the Hub, to one that `qspec_jax.load` restores straight to devices.
 
     dtype: bfloat16 or float32; None is the checkpoint's own (float16 becomes bfloat16). draft_bits: 4 stores the draft's INT4 weights
     too. overwrite: replaces an earlier conversion. progress: a bar on standard error; None shows it on a terminal.
@@ -70,29 +69,29 @@ def convert(
     """
     if draft_bits not in (4, 16):
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
-    source = Path(source)
+    folder = local(source, progress=progress)
+    origin = str(source) if Path(source).exists() else f"{source}".partition("@")[0] + f"@{folder.name}"
     try:
         directory = Path(directory).resolve()
-        if converted.is_converted(source):
+        if converted.is_converted(folder):
             raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
-        _check_places(source, directory, overwrite)
+        _check_places(folder, directory, overwrite)
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
         raise InputError(f"{directory}: cannot be written ({error})") from None
-    opened = Source(source)
+    opened = Source(folder)
     wanted = dtype or stored_dtype(opened.config)
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
     opened.check_contents()
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), replace=overwrite) as unfinished:
-        sha256 = {}
-        for name in [TARGET, DRAFT] if draft_bits == 4 else [TARGET]:
-            sha256 |= _write(opened, unfinished, name, jnp.dtype(wanted), progress)
-        copy_small_files(source, unfinished)
-        versions = {name: importlib.metadata.version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-        Manifest(str(source), wanted, draft_bits, sha256, versions).write(unfinished)
+        sha256 = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
+        copy_small_files(folder, unfinished)
+        shapes = {path: place.shape for path, place in opened.places.items()}
+        versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
+        Manifest(origin, wanted, draft_bits, shapes, sha256, converted.stored_files(unfinished), versions).write(unfinished)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return Report(str(source), str(directory), wanted, draft_bits, len(opened.places), read, size)
+    return Report(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
@@ -101,19 +100,18 @@ def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise InputError(f"{directory}: exists already; --overwrite replaces an earlier conversion")
-    known = {MANIFEST, TARGET, DRAFT, *COPIED, *TOKENIZER_FILES}
+    known = {MANIFEST, TARGET, DRAFT, *SMALL_FILES}
     others = sorted(path.name for path in directory.iterdir() if path.name not in known) if directory.is_dir() else []
-    if others or not converted.is_converted(directory):
+    if others or not converted.is_converted(directory) or "format" not in read_json(directory / MANIFEST):
         found = f", it holds {others[0]!r}" if others else ""
         raise InputError(f"{directory}: is not an earlier conversion and nothing else{found}; it is not replaced, give another directory")
-    converted.read_manifest(directory)
 
 
-def copy_small_files(source: Path, directory: Path) -> None:
-    """The config and the tokenizer's."""
-    for name in (*COPIED, *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "not installed"
 
 
 def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
@@ -123,61 +121,83 @@ def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
 
 
-def _write(source: Source, directory: Path, name: str, dtype: jnp.dtype, progress: bool | None) -> dict[str, str]:
-    """Writes the weights of the target or the draft; returns the hash of each in the source."""
+def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> dict[str, str]:
+    """Writes the weights of the target, and of the draft; returns the hash of each in the source."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly shrink, and it takes six times as long
+    context.array.saving.ocdbt_target_data_file_size = FILE_BYTES
+    context.memory.deepcopy_host_arrays = False  # they are not changed
+    room = lambda path: -(-source.read_bytes(path) // ALIGNMENT) * ALIGNMENT
+    plan = list(converted.batches(source.places, room, converted.BATCH_BYTES))
+    memories = [np.empty(2 * converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
     sha256: dict[str, str] = {}
-    paths = [path for path in source.places if name == TARGET or is_linear(path)]
-    total = sum(map(source.read_bytes, paths))
     hide = None if progress is None else not progress
-    with context, tqdm(total=total, desc=f"convert the {name}", unit="B", unit_scale=True, disable=hide) as bar:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(context)
+        stack.enter_context(converted.quiet_orbax())
+        pool = stack.enter_context(ThreadPoolExecutor(READERS))
+        total = sum(map(source.read_bytes, source.places))
+        bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
+        target, *draft = (stack.enter_context(_Saved(directory / name)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
-        def weights() -> Iterator[tuple[str, Any]]:
-            for path in paths:
-                array = source.read(path)
-                sha256[path] = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-                bar.update(array.nbytes)
-                array = array.astype(dtype, copy=False)
-                yield path, quantize_by_rows(array) if name == DRAFT else array
-                del array
+        def read(path: str, memory: np.ndarray) -> np.ndarray:
+            stored = source.read(path, memory)
+            sha256[path] = hashlib.sha256(memory).hexdigest()
+            bar.update(len(memory))
+            return stored.astype(dtype, copy=False)
 
-        saving = None
-        try:
-            for batch in _batches(weights()):  # which reads while the batch before is written
-                if saving:
-                    saving.result()
-                saving = ocp.partial.save_async(directory / name, converted.as_tree(batch))
-                del batch
-        finally:
+        for paths, memory in zip(plan, itertools.cycle(memories)):
+            *starts, end = itertools.accumulate(map(room, paths), initial=0)
+            if end > len(memory):
+                memory = np.empty(end, np.uint8)
+            pieces = [memory[start : start + source.read_bytes(path)] for start, path in zip(starts, paths)]
+            weights = dict(zip(paths, pool.map(read, paths, pieces)))
+            target.add(weights)  # which waits for those before: then their memory can be read into
+            for saved in draft:
+                if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
+                    saved.add(quantized)
+    return {path: sha256[path] for path in source.places}
+
+
+class _Saved:
+    """An Orbax checkpoint to which weights are added, written while the caller goes on."""
+
+    def __init__(self, directory: Path):
+        self._directory, self._saving = directory, None
+
+    def add(self, weights: dict[str, Any]) -> None:
+        """By their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
+        from orbax.checkpoint import v1 as ocp
+
+        self._wait()
+        with _writing():
+            self._saving = ocp.partial.save_async(self._directory, converted.as_tree(weights))
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        with _writing():
             if saving:
                 saving.result()
-        ocp.partial.finalize(directory / name)
-    return sha256
+
+    def __enter__(self) -> "_Saved":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        from orbax.checkpoint import v1 as ocp
+
+        self._wait()
+        if kind is None:
+            with _writing():
+                ocp.partial.finalize(self._directory)
 
 
-def _batches(weights: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    batch, size = {}, 0
-    for path, weight in weights:
-        batch[path] = weight
-        size += weight.nbytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
-
-
-def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
-    """`quantize_weight`, some rows at a time, in the host's memory."""
-    rows = max(1, QUANTIZED_AT_ONCE // weight.shape[1])
-    # All parts of one size, for it is compiled for each; rows do not depend on each other.
-    parts = []
-    for first in range(0, len(weight), rows):
-        part = weight[first : first + rows]
-        padded = np.pad(part, ((0, min(rows, len(weight)) - len(part)), (0, 0)))
-        quantized = jax.device_get(quantize_weight(jnp.asarray(padded)))
-        parts.append(jax.tree.map(operator.itemgetter(slice(len(part))), quantized))
-    return jax.tree.map(lambda *several: np.concatenate(several), *parts)
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Makes an OSError of whatever Orbax and TensorStore make of a full disk, a quota, or a lost connection."""
+    try:
+        yield
+    except Exception as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # of TensorStore, after the names of many files
+        raise OSError(os.strerror(int(code[1])) if code else f"{type(error).__name__}: {error}") from None

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from qspec_jax import converted
 from qspec_jax.config import ARCHITECTURES, LlamaConfig, read_json, token_ids
 from qspec_jax.errors import InputError
+from qspec_jax.hub import local
 from qspec_jax.model import Llama
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def load_config(directory: str | Path) -> LlamaConfig:
     """The model's config, with the EOS ids of generation_config.json where it has them."""
-    directory = _existing(directory)
+    directory = local(directory)
     config = LlamaConfig.from_hf(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
@@ -115,14 +116,16 @@ def load_config(directory: str | Path) -> LlamaConfig:
 
 
 def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, progress: bool | None = None) -> Llama:
-    """Loads a Hugging Face directory (config.json, one or sharded safetensors), one tensor at a time, or a converted one.
+    """Loads a Hugging Face directory (config.json, one or sharded safetensors) or ORG/NAME on the Hub, one tensor at a time, or a
+    converted directory.
 
     dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). To the default device, or over a mesh, see
     `converted.weight_sharding`. progress: a bar on standard error; None shows it on a terminal. Raises InputError that lists every
     missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
     """
-    if converted.is_converted(_existing(directory)):
-        return _load_converted(Path(directory), dtype, mesh)
+    directory = local(directory, progress=progress)
+    if converted.is_converted(directory):
+        return _load_converted(directory, dtype, mesh)
     source = Source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
@@ -139,8 +142,8 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
 
 
 def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
-    config = load_config(directory)
-    wanted = jnp.dtype(as_loaded(dtype or converted.read_manifest(directory).dtype))
+    config, stored = _checked_conversion(directory)
+    wanted = jnp.dtype(as_loaded(dtype or stored))
     shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
     weights = converted.restore(directory, converted.TARGET, shapes, mesh)
     return Llama(config, lambda path, shape: weights[path])
@@ -148,10 +151,17 @@ def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Ll
 
 def checked(directory: str | Path) -> tuple[LlamaConfig, str]:
     """The config, and the dtype to load as by default, of a directory whose tensors are there; no weight is read."""
-    if converted.is_converted(_existing(directory)):
-        return load_config(directory), converted.read_manifest(Path(directory)).dtype
+    directory = local(directory)
+    if converted.is_converted(directory):
+        return _checked_conversion(directory)
     config = Source(directory).config
     return config, stored_dtype(config)
+
+
+def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
+    config, manifest = load_config(directory), converted.read_manifest(directory)
+    converted.check_shapes(directory, manifest, weight_shapes(config))
+    return config, manifest.dtype
 
 
 def as_loaded(dtype: str) -> str:
@@ -172,10 +182,13 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
 
-    def read(self, first: int = 0, rows: int | None = None) -> np.ndarray:
-        """So many of its rows, all by default, copied: a mapped file would count as memory in use, as much of it as was ever read."""
-        shape = self.shape if rows is None else (rows, *self.shape[1:])
-        array = np.empty(shape, _FLOATS[self.dtype])
+    def read(self, first: int = 0, rows: int | None = None, memory: np.ndarray | None = None) -> np.ndarray:
+        """So many of its rows, all by default, copied: a mapped file would count as memory in use, as much of it as was ever read.
+
+        memory: bytes to read them into.
+        """
+        shape, dtype = self.shape if rows is None else (rows, *self.shape[1:]), _FLOATS[self.dtype]
+        array = np.empty(shape, dtype) if memory is None else memory.view(dtype).reshape(shape)
         try:
             with self.file.open("rb") as file:
                 file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
@@ -202,8 +215,8 @@ class Source:
     """
 
     def __init__(self, directory: str | Path):
-        self.config = load_config(directory)
-        self.directory = Path(directory)
+        self.directory = local(directory)
+        self.config = load_config(self.directory)
         self.tensors: dict[str, Tensor] = {}
         self.twice: list[tuple[str, Tensor, Tensor]] = []
         self._open()
@@ -214,11 +227,11 @@ class Source:
         self.places = places(self.config)
         self._check()
 
-    def read(self, path: str) -> np.ndarray:
-        """The weight at a path of the model, as it is stored."""
+    def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
+        """The weight at a path of the model, as it is stored. memory: `read_bytes` bytes to read it into."""
         place = self.places[path]
         tensor = self.tensors[place.name]
-        return tensor.read() if place.first is None else tensor.read(place.first, place.shape[0])
+        return tensor.read(memory=memory) if place.first is None else tensor.read(place.first, place.shape[0], memory)
 
     def read_bytes(self, path: str) -> int:
         """Of a weight, as it is stored."""
@@ -312,7 +325,7 @@ class Source:
 
 def load_tokenizer(directory: str | Path):
     """The directory's tokenizer (a transformers fast tokenizer)."""
-    directory = _existing(directory)
+    directory = local(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
@@ -327,17 +340,6 @@ def load_tokenizer(directory: str | Path):
 def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):
     """The model and the tokenizer of a checkpoint directory, see `load_model`. Raises InputError."""
     return load_model(directory, dtype=dtype, mesh=mesh), load_tokenizer(directory)
-
-
-def _existing(directory: str | Path) -> Path:
-    directory = Path(directory)
-    try:
-        there = directory.is_dir()
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be read ({error.strerror})") from None
-    if not there:
-        raise InputError(f"{directory}: no such directory; a Hugging Face checkpoint directory is needed")
-    return directory
 
 
 def stored_dtype(config: LlamaConfig) -> str:

@@ -9,6 +9,7 @@ import importlib.resources
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from convert import convert, export, verify
+from convert.commands import conversions
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
 from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
@@ -43,6 +44,7 @@ app = typer.Typer(
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
+app.add_typer(conversions)
 
 
 class Method(enum.StrEnum):
@@ -59,11 +61,6 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
-
-
-class ConvertedDtype(enum.StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
 
 
 ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory: in Hugging Face format, or converted.")]
@@ -136,64 +133,6 @@ def generate_command(
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
         Console(stderr=True).print(_stats_table({method.value: out}))
-
-
-@app.command("convert")
-def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
-    directory: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")],
-    dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="As stored, if not given.")] = None,
-    draft_bits: Annotated[int, typer.Option("--draft-bits", help="4 stores the draft's INT4 weights too; 16 does not.")] = 16,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
-    as_json: Json = False,
-):
-    """Convert a checkpoint to one that restores straight to devices, its draft with it."""
-    settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, overwrite=overwrite)
-    report = convert(source, directory, progress=False if as_json else None, **settings)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
-        print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
-
-
-@app.command("verify")
-def verify_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
-    directory: Annotated[Path, typer.Argument(metavar="DST", help="What it was converted to.")],
-    logits: Annotated[bool | None, typer.Option(help="Compare logits too: where a model fits in memory, if not given.")] = None,
-    as_json: Json = False,
-):
-    """Compare a conversion with its source; exit code 1 if something differs."""
-    report = verify(source, directory, logits=logits, progress=False if as_json else None)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        for what in report.wrong:
-            print(f"{report.directory}: {what}")
-        draft = (
-            f"; {report.drafted} of the draft, whose errors are at most {report.draft_error:.2f} of what they may be"
-            if report.draft_error
-            else ""
-        )
-        verdict = "see above" if report.wrong else "all as in the source"
-        print(f"{report.weights} weights compared{', and logits' if report.logits else ''}: {verdict}{draft}")
-    if report.wrong:
-        raise typer.Exit(1)
-
-
-@app.command("export")
-def export_command(
-    source: Annotated[Path, typer.Argument(metavar="DST", help="Converted directory.")],
-    directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Directory to make, in Hugging Face format.")],
-    as_json: Json = False,
-):
-    """Write a converted checkpoint as Hugging Face safetensors."""
-    report = export(source, directory, progress=False if as_json else None)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        print(f"{report.directory}: {report.tensors} tensors, {report.bytes_written / 1e9:.2f} GB")
 
 
 @app.command()
@@ -329,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # transformers says on import that it has no torch; only its tokenizers are used here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # With Python's own handler asyncio, which Orbax runs, would make of Ctrl-C the end of one of its tasks, and may lose it.
+    signal.signal(signal.SIGINT, lambda *interrupt: signal.default_int_handler(*interrupt))
     try:
         code = app(args=list(arguments) if arguments is not None else None, prog_name="qspec", standalone_mode=False)
     except InputError as error:

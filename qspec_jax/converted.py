@@ -1,11 +1,15 @@
 """Converted checkpoints: a directory with a manifest, an Orbax checkpoint of the target, perhaps one of the draft, and the small files of
 the source. What `convert` writes is read here."""
 
+import contextlib
 import dataclasses
+import gc
 import json
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +20,30 @@ from pallas_kernels.weight_format import Int4Weight
 from qspec_jax.config import read_json
 from qspec_jax.errors import InputError
 
+log = logging.getLogger(__name__)
+
 MANIFEST = "qspec.json"
 UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
-FORMAT = 1
+FORMAT = 2
 TARGET, DRAFT = "target", "draft"
+BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's own work takes longer than that
+LOADED_BYTES = 1 << 30  # that are on their way to the device at once, beside the largest weight
+
+
+Entry = TypeVar("Entry")
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """source: the directory that was converted. dtype: of the weights. draft_bits: 4, or 16 where no draft is stored. sha256: of each
-    weight as the source has it, by its path in the model. versions: of what wrote it."""
+    """source: the directory, or ORG/NAME@COMMIT, that was converted. dtype: of the weights. draft_bits: 4, or 16 where no draft is stored.
+    sha256: of each weight as the source has it, by its path in the model. files: sizes of what Orbax wrote. versions: of what wrote it."""
 
     source: str
     dtype: str
     draft_bits: int
+    shapes: Mapping[str, Sequence[int]]
     sha256: Mapping[str, str]
+    files: Mapping[str, int]
     versions: Mapping[str, str]
     format: int = FORMAT
 
@@ -49,13 +62,35 @@ def is_converted(directory: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises InputError for one that this version cannot read."""
+    """Raises InputError for one that this version cannot read, and where files that it names are not there whole."""
     raw = read_json(directory / MANIFEST)
     names = {field.name for field in dataclasses.fields(Manifest)}
-    known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16) and isinstance(raw.get("sha256"), dict)
-    if raw.get("format") != FORMAT or raw.keys() != names or not known:
+    known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16)
+    if raw.get("format") != FORMAT or raw.keys() != names or not known or not all(isinstance(raw[x], dict) for x in ("shapes", "files")):
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
+    sizes = stored_files(directory)
+    if lost := [name for name, size in raw["files"].items() if sizes.get(name) != size]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise InputError(f"{directory}: {lost[0]}{more} of it is not there, or not whole; copy it again, or convert again")
     return Manifest(**raw)
+
+
+def stored_files(directory: Path) -> dict[str, int]:
+    """Sizes of what Orbax wrote, in bytes."""
+    found = (path for name in (TARGET, DRAFT) for path in (directory / name).rglob("*"))
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in found if path.is_file()}
+
+
+def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises InputError where these, of the config beside it, are not those that were converted."""
+    stored = {path: tuple(shape) for path, shape in manifest.shapes.items()}
+    if wrong := sorted(path for path in stored.keys() | shapes.keys() if stored.get(path) != shapes.get(path)):
+        path, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        say = lambda shape: list(shape) if shape else "none"
+        raise InputError(
+            f"{directory}: its config.json is not the one that was converted: {path} is {say(stored.get(path))} in it, and "
+            f"{say(shapes.get(path))} by config.json{more}"
+        )
 
 
 def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
@@ -64,6 +99,19 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
     shapes: by path, a ShapeDtypeStruct or an Int4Weight of them, of all weights or some; arrays are cast to their dtypes. Raises
     InputError where it cannot be read.
     """
+    return dict(restored(directory, name, shapes, mesh, LOADED_BYTES))
+
+
+def restored(
+    directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int = BATCH_BYTES
+) -> Iterator[tuple[str, Any]]:
+    """What `restore` gives, one after the other; `most` bytes of them, or a weight more, are read at once."""
+    size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
+    for batch in batches(shapes.items(), size, most):
+        yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
+
+
+def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     directory = directory.resolve()  # Orbax takes no relative path
@@ -72,12 +120,44 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
-        with context:
+        with context, quiet_orbax():
             found = ocp.load(directory / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
     return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Without what Orbax and TensorStore print of each part that fails: the error that they raise says it once."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL + 1)
+        sys.unraisablehook = lambda unraisable: log.debug("%r", unraisable.exc_value)
+        yield
+    except BaseException:
+        gc.collect()  # futures that nobody asked are reported as they go
+        raise
+    finally:
+        sys.unraisablehook = hook
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:
+    """Lists of them whose sizes are `most` together, or where the last makes it more."""
+    batch, filled = [], 0
+    for entry in entries:
+        batch.append(entry)
+        filled += size(entry)
+        if filled >= most:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
 
 
 def weight_sharding(shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.Sharding:

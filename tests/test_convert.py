@@ -20,11 +20,11 @@ import pytest
 from checkpoints import CASES, hf_config, random_tensors, write_checkpoint
 from safetensors.numpy import load_file
 
-from convert import convert, export, to_hf, to_orbax, verify
-from convert.compare import draft_error
+from convert import by_rows, convert, export, to_hf, to_orbax, verify
+from convert.by_rows import draft_error
 from convert.placing import written
 from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax import drafts, load
+from qspec_jax import converted, drafts, load
 from qspec_jax.checkpoint import load_config, load_model
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -58,7 +58,7 @@ def refused(named: str, *args, **settings) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr(to_orbax, "BATCH_BYTES", 30_000)
+    monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
     source = write_checkpoint(tmp_path / "hf", CASES[case] | {"dtype": dtype}, dtype=dtype, shards=2)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     before = files(source)
@@ -98,9 +98,9 @@ def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path):
 
 
 def test_rows_are_quantized_some_at_a_time(monkeypatch):
-    monkeypatch.setattr(to_orbax, "QUANTIZED_AT_ONCE", 40 * 96)
+    monkeypatch.setattr(by_rows, "ROWS_SIZE", 40 * 96)
     weight = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
-    parts, whole = to_orbax.quantize_by_rows(weight), quantize_weight(weight)
+    parts, whole = by_rows.quantize_by_rows(weight), quantize_weight(weight)
     assert jax.tree.map(lambda x: (x.dtype, x.shape), parts) == jax.tree.map(lambda x: (x.dtype, x.shape), whole)
     # XLA adds in another order, by which scales differ in their last bits, and now and then a code.
     np.testing.assert_allclose(parts.scale, whole.scale, rtol=1e-5)
@@ -190,9 +190,13 @@ def test_verify(source, tmp_path):
     first, second, third = verify(other, out).wrong
     assert "is not the tensor that was converted" in first and "layers.1.up_proj.weight differs from" in second and "as it may" in third
     # Another conversion in its place.
-    shutil.rmtree(out / "target")
     convert(other, tmp_path / "others")
+    shutil.rmtree(out / "target")
     shutil.copytree(tmp_path / "others" / "target", out / "target")
+    with pytest.raises(InputError, match="is not there, or not whole"):
+        verify(source, out)
+    manifest = json.loads((out / "qspec.json").read_text())
+    (out / "qspec.json").write_text(json.dumps(manifest | {"files": converted.stored_files(out)}))
     assert verify(source, out).wrong == ["layers.1.up_proj.weight differs from model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(InputError, match="its config"):
         verify(write_checkpoint(tmp_path / "third", hf_config(rms_norm_eps=1e-3)), out)
@@ -206,11 +210,13 @@ def test_verify(source, tmp_path):
 def test_the_draft_s_bound_holds_and_binds(dtype, scale, width, monkeypatch):
     weight = jax.numpy.asarray(scale * np.random.default_rng(0).standard_t(2, (48, width)), dtype)
     quantized = quantize_weight(weight)
-    monkeypatch.setattr("convert.compare.QUANTIZED_AT_ONCE", 10 * width)
+    monkeypatch.setattr("convert.by_rows.ROWS_SIZE", 10 * width)
     assert draft_error(quantized, np.asarray(weight)) <= 1
     if scale == 1e-39:
         return  # zeros on some machines
     code = quantized.codes[3, 1, 2]
+    nan, far = (np.asarray(weight.at[3, 7].set(value)) for value in (np.nan, 200 * scale))
+    assert draft_error(quantized, nan) <= 1 < draft_error(quantized, far)
     for change in (
         {"codes": quantized.codes.at[3, 1].set(quantized.codes[3, 1] ^ 0x11)},
         {"codes": quantized.codes.at[3, 1, 2].set((code & 0xF0) | (code + 8 & 0x0F))},
@@ -278,6 +284,21 @@ def test_a_place_that_cannot_be_written(source, tmp_path):
     refused("cannot be written", source, tmp_path / ("x" * 300))
     (tmp_path / "round").symlink_to(tmp_path / "round")
     refused("cannot be written", source, tmp_path / "round" / "out")
+    refused("is a mount point", source, "/proc")
+
+
+def test_a_small_file_of_the_source_that_cannot_be_read(source, tmp_path, monkeypatch):
+    (source / "tokenizer.json").write_text("{}")
+    read = Path.read_bytes
+
+    def failing(path):
+        if path == source / "tokenizer.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    refused(f"{source / 'tokenizer.json'}: cannot be read (Input/output error)", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def test_neighbours_stay_as_they_are(tmp_path):
@@ -294,7 +315,9 @@ def test_neighbours_stay_as_they_are(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.x.old", ".out.x.unfinished", "out", "out.old", "out.unfinished"]
 
 
-def test_what_cannot_be_put_in_place_leaves_the_earlier_one(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("again", [False, True])
+def test_what_cannot_be_put_in_place_leaves_the_earlier_one(again, source, tmp_path, monkeypatch):
+    """again: nor can that one at once, and the next conversion puts it back, before anything else."""
     out, replace, calls = tmp_path / "out", os.replace, []
     convert(source, out)
     before = files(out)
@@ -302,12 +325,16 @@ def test_what_cannot_be_put_in_place_leaves_the_earlier_one(source, tmp_path, mo
     def failing(*args):
         if Path(args[1]) == out:
             calls.append(args)
-            if len(calls) == 1:
+            if len(calls) <= 1 + again:
                 raise OSError(errno.EIO, "Input/output error")
         replace(*args)
 
     monkeypatch.setattr(os, "replace", failing)
     refused("Input/output error", source, out, dtype="bfloat16", overwrite=True)
+    if again:
+        assert not out.exists()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+        refused("GB are free", source, out)
     assert files(out) == before and sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
@@ -365,9 +392,50 @@ def test_a_disk_that_is_full_on_the_way(calls, source, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*args)
 
-    monkeypatch.setattr(to_orbax, "BATCH_BYTES", 30_000)
+    monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
     monkeypatch.setattr(ocp.partial, "save_async", full)
     refused("No space left on device", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+_LIMITED = """
+import resource, signal, sys
+from qspec_jax import converted
+from qspec_jax.cli import main
+converted.BATCH_BYTES = 30_000
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("most", [20, 5_000, 40_000])
+def test_a_file_system_that_takes_no_more(most, source, tmp_path):
+    """By the kernel's own error: of our files, of Orbax's and of TensorStore's."""
+    command = [sys.executable, "-c", _LIMITED, str(most), "convert", str(source), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and "out: cannot be written (" in ran.stderr and "File too large" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+_INTERRUPTED = """
+import os, signal, sys
+from orbax.checkpoint import v1 as ocp
+from qspec_jax import converted
+from qspec_jax.cli import main
+save, converted.BATCH_BYTES = ocp.partial.save_async, 30_000
+def interrupted(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+    return save(*args)
+ocp.partial.save_async = interrupted
+main(sys.argv[1:])
+"""
+
+
+def test_interrupted(source, tmp_path):
+    command = [sys.executable, "-c", _INTERRUPTED, "convert", str(source), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (130, "") and "Traceback" not in ran.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
@@ -380,18 +448,42 @@ def test_a_manifest_of_another_version_and_a_broken_checkpoint(source, tmp_path)
     out = tmp_path / "out"
     convert(source, out)
     manifest = json.loads((out / "qspec.json").read_text())
-    (out / "qspec.json").write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(InputError, match="not a manifest of format 1"):
-        load_model(out)
+    for changed in ({"format": 1}, {"shapes": []}, {"dtype": "int8"}, {"more": 1}):
+        (out / "qspec.json").write_text(json.dumps(manifest | changed))
+        with pytest.raises(InputError, match="not a manifest of format 2"):
+            load_model(out)
     (out / "qspec.json").write_text(json.dumps(manifest))
     load_model(out)
-    shutil.rmtree(out / "target" / "state")
-    with pytest.raises(InputError, match="cannot be restored"):
+    config = json.loads((out / "config.json").read_text())
+    for changed in ({"num_hidden_layers": 3}, {"intermediate_size": 32}):
+        (out / "config.json").write_text(json.dumps(config | changed))
+        for reads in (load_model, model_info, lambda out: export(out, tmp_path / "back")):
+            with pytest.raises(InputError, match=r"config.json is not the one that was converted: layers\.\d"):
+                reads(out)
+    (out / "config.json").write_text(json.dumps(config))
+    largest = max((out / "target").rglob("*"), key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    for spoil in (lambda: largest.write_bytes(whole[:-1]), largest.unlink):
+        spoil()
+        for reads in (load_model, model_info, lambda out: export(out, tmp_path / "back"), lambda out: verify(source, out)):
+            with pytest.raises(InputError, match="is not there, or not whole; copy it again"):
+                reads(out)
+    convert(source, out, overwrite=True)
+    assert bits(load_model(out)) == bits(load_model(source))
+
+
+def test_what_orbax_cannot_read_is_said_in_one_line(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    file = out / "target" / "state" / "manifest.ocdbt"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.raises(InputError, match="cannot be restored") as error:
         load_model(out)
+    assert "\n" not in str(error.value)
 
 
 def _convert_in_a_process(source: Path, out: Path) -> None:
-    to_orbax.BATCH_BYTES = 30_000
+    converted.BATCH_BYTES = 30_000
     # To compile it would take most of the time.
     to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1], 0)
     convert(source, out, draft_bits=4, overwrite=True, progress=False)

@@ -1,0 +1,114 @@
+"""Checkpoints by their names on the Hub, which a server on this machine plays."""
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoints import hf_config, write_checkpoint
+
+from qspec_jax import hub
+from qspec_jax.checkpoint import load_model
+from qspec_jax.errors import InputError
+
+COMMIT = "0123456789" * 4
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Has one repository, org/name, with the files of a folder, and counts what is asked for."""
+
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.asked = folder, []
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        path, files = self.path.split("?")[0], sorted(path for path in self.server.folder.rglob("*") if path.is_file())
+        names = [file.relative_to(self.server.folder).as_posix() for file in files]
+        if path in ("/api/models/org/name/revision/main", "/api/models/org/name/revision/v1"):
+            self._answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}).encode())
+        elif path == f"/api/models/org/name/tree/{COMMIT}":
+            tree = [{"type": "file", "path": n, "oid": "0" * 40, "size": f.stat().st_size} for n, f in zip(names, files)]
+            self._answer(json.dumps(tree).encode())
+        elif (name := path.removeprefix(f"/org/name/resolve/{COMMIT}/")) in names:
+            self.server.asked += [name] if self.command == "GET" else []
+            self._answer((self.server.folder / name).read_bytes())
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def _answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    source = write_checkpoint(tmp_path / "repository", hf_config(), shards=2)
+    (source / "tokenizer.json").write_text("{}")
+    for left in ("modeling_own.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"):
+        (source / left).parent.mkdir(exist_ok=True)
+        (source / left).write_text("raise SystemExit")
+    with Hub(source) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
+def qspec(tmp_path: Path, *arguments, **environment) -> subprocess.CompletedProcess:
+    settings = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
+    command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path)
+
+
+def test_a_name_is_converted_and_verified(server, tmp_path):
+    here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    ran = qspec(tmp_path, "convert", "org/name@v1", "out", "--json", **here)
+    assert (ran.returncode, ran.stderr) == (0, "") and json.loads(ran.stdout)["source"] == f"org/name@{COMMIT}"
+    shards = [path.name for path in server.folder.glob("model-*.safetensors")]
+    assert sorted(server.asked) == sorted(["config.json", "tokenizer.json", "model.safetensors.index.json", *shards])
+    direct, converted = load_model(server.folder).weights(), load_model(tmp_path / "out").weights()
+    assert all((direct[path] == converted[path]).all() for path in direct) and direct.keys() == converted.keys()
+    # From now on without a network.
+    ran = qspec(tmp_path, "verify", f"org/name@{COMMIT}", "out", HF_HUB_OFFLINE="1")
+    assert ran.returncode == 0 and "all as in the source" in ran.stdout
+    ran = qspec(tmp_path, "info", f"org/name@{COMMIT}", HF_HUB_OFFLINE="1")
+    assert ran.returncode == 0 and "LlamaForCausalLM" in ran.stdout
+    # The server has no such repository, and what is here goes first.
+    ran = qspec(tmp_path, "convert", "org/other", "again", **here)
+    assert ran.returncode == 2 and "org/other: no such directory" in ran.stderr and "RepositoryNotFoundError" in ran.stderr
+    shutil.copytree(server.folder, tmp_path / "org" / "other")
+    assert qspec(tmp_path, "convert", "org/other", "again", **here).returncode == 0
+
+
+def test_without_a_network(tmp_path):
+    for how in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        ran = qspec(tmp_path, "convert", "org/name", "out", **how)
+        assert (ran.returncode, ran.stdout) == (2, "") and not (tmp_path / "out").exists()
+        assert len(ran.stderr.splitlines()) == 1 and "org/name: no such directory, and not to be had from the" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/nowhere/model", "../org/name", "a/b/c", "org/name@", "org/na me"])
+def test_what_is_no_name_is_not_asked_for(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "_fetched", lambda name: pytest.fail(f"{name} was asked for"))
+    with pytest.raises(InputError, match="no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME"):
+        hub.local(name)
