@@ -131,7 +131,7 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
     context.memory.deepcopy_host_arrays = False  # they are not changed
     room = lambda path: -(-source.read_bytes(path) // ALIGNMENT) * ALIGNMENT
     plan = list(converted.batches(source.places, room, converted.BATCH_BYTES))
-    memories = [np.empty(2 * converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
+    memories = [np.empty(converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
     sha256: dict[str, str] = {}
     hide = None if progress is None else not progress
     with contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
 FORMAT = 2
 TARGET, DRAFT = "target", "draft"
 BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's own work takes longer than that
-LOADED_BYTES = 1 << 30  # that are on their way to the device at once, beside the largest weight
+LOADED_BYTES = 1 << 30  # that are on their way to the device at once
 
 
 Entry = TypeVar("Entry")
@@ -105,7 +105,7 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
 def restored(
     directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int = BATCH_BYTES
 ) -> Iterator[tuple[str, Any]]:
-    """What `restore` gives, one after the other; `most` bytes of them, or a weight more, are read at once."""
+    """What `restore` gives, one after the other; at most `most` bytes of them, or a weight, are read at once."""
     size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
     for batch in batches(shapes.items(), size, most):
         yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
@@ -148,14 +148,14 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:
-    """Lists of them whose sizes are `most` together, or where the last makes it more."""
+    """Lists of them whose sizes are at most `most` together, or of one that is larger."""
     batch, filled = [], 0
     for entry in entries:
-        batch.append(entry)
-        filled += size(entry)
-        if filled >= most:
+        if batch and filled + size(entry) > most:
             yield batch
             batch, filled = [], 0
+        batch.append(entry)
+        filled += size(entry)
     if batch:
         yield batch
 
