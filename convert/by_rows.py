@@ -16,21 +16,24 @@ ROWS_SIZE = 1 << 22  # numbers at a time
 def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
     """`quantize_weight`, in the host's memory."""
     parts = []
-    for rows in _parts(weight):
-        quantized = jax.device_get(quantize_weight(jnp.asarray(_padded(weight[rows], weight))))
-        parts.append(jax.tree.map(operator.itemgetter(slice(len(weight[rows]))), quantized))
+    for rows, part in _parts(weight):
+        quantized = jax.device_get(quantize_weight(jnp.asarray(part)))
+        parts.append(jax.tree.map(operator.itemgetter(slice(rows.stop - rows.start)), quantized))
     return jax.tree.map(lambda *several: np.concatenate(several), *parts)
 
 
 def draft_error(stored: Int4Weight, weight: np.ndarray) -> float:
     """The largest root mean square error of a row's group, as a share of what it may be: that of quantizing the weight again, one per
-    cent more, and a thousandth of the group's range, for XLA may add in another order.
+    cent more, a thousandth of the group's range, and what rounds in float32, for XLA may add in another order.
 
     A group of the weight that is not finite has none.
     """
     host = jax.tree.map(np.asarray, stored)
-    parts = ((jax.tree.map(lambda x: _padded(x[rows], weight), host), _padded(weight[rows], weight)) for rows in _parts(weight))  # noqa: B023
-    return max(float(_largest_error(*part)) for part in parts)
+    worst = 0.0
+    for rows, part in _parts(weight):
+        codes = jax.tree.map(lambda x: _padded(x[rows], len(part)), host)  # noqa: B023
+        worst = max(worst, float(_largest_error(codes, part)))
+    return worst
 
 
 @jax.jit
@@ -41,25 +44,26 @@ def _largest_error(stored: Int4Weight, weight: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
 
     groups = split(weight)
-    tiny = jnp.finfo(jnp.float32).tiny
-    width = groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True) + tiny
-    # In widths of the group, whose square may be beyond float32.
-    apart = lambda w: (split(dequantize_weight(w, jnp.float32)) - groups) / width
+    # In powers of two near the group's largest number, for squares may leave float32.
+    exponent = jnp.frexp(jnp.abs(groups).max(-1, keepdims=True))[1]
+    scaled = lambda x: jnp.ldexp(x, -exponent)
+    apart = lambda w: scaled(split(dequantize_weight(w, jnp.float32))) - scaled(groups)
     error, expected = (jnp.sqrt(jnp.square(apart(w)).mean(-1)) for w in (stored, quantize_weight(weight)))
-    ratio = error / (1.01 * expected + 1e-3)
+    width = scaled(groups).max(-1) - scaled(groups).min(-1)
+    float32 = jnp.finfo(jnp.float32)
+    rounding = 4 * float32.eps + 4 * scaled(jnp.full_like(exponent, float32.tiny, jnp.float32))[..., 0]
+    ratio = error / (1.01 * expected + 1e-3 * width + rounding)
     ratio = jnp.where(jnp.isnan(ratio), jnp.inf, ratio)
     return jnp.where(jnp.isfinite(groups).all(-1), ratio, 0).max()
 
 
-def _parts(weight: np.ndarray) -> Iterator[slice]:
-    rows = _rows(weight)
-    return (slice(first, first + rows) for first in range(0, len(weight), rows))
+def _parts(weight: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Some rows at a time, all parts of one size, for each size is compiled; rows do not depend on each other."""
+    size = min(len(weight), max(1, ROWS_SIZE // weight.shape[1]))
+    for first in range(0, len(weight), size):
+        rows = slice(first, min(first + size, len(weight)))
+        yield rows, _padded(weight[rows], size)
 
 
-def _rows(weight: np.ndarray) -> int:
-    return min(len(weight), max(1, ROWS_SIZE // weight.shape[1]))
-
-
-def _padded(part: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """All parts of one size, for each size is compiled; rows do not depend on each other."""
-    return np.pad(part, ((0, _rows(weight) - len(part)), *((0, 0),) * (part.ndim - 1)))
+def _padded(part: np.ndarray, rows: int) -> np.ndarray:
+    return np.pad(part, ((0, rows - len(part)), *((0, 0),) * (part.ndim - 1)))

@@ -14,6 +14,7 @@ from convert.to_orbax import convert
 from qspec_jax.command_line import Json
 
 conversions = typer.Typer()
+SOURCE = "Checkpoint directory in Hugging Face format, or ORG/NAME (or ORG/NAME@REVISION) on the Hub."
 
 
 class ConvertedDtype(enum.StrEnum):
@@ -23,11 +24,13 @@ class ConvertedDtype(enum.StrEnum):
 
 @conversions.command("convert")
 def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help=SOURCE)],
     directory: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")],
     dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="As stored, if not given.")] = None,
     draft_bits: Annotated[int, typer.Option("--draft-bits", help="4 stores the draft's INT4 weights too; 16 does not.")] = 16,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier conversion.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier conversion, in a directory that holds nothing else.")
+    ] = False,
     as_json: Json = False,
 ):
     """Convert a checkpoint to one that restores straight to devices, its draft with it."""
@@ -42,7 +45,7 @@ def convert_command(
 
 @conversions.command("verify")
 def verify_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory in Hugging Face format.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help=SOURCE)],
     directory: Annotated[Path, typer.Argument(metavar="DST", help="What it was converted to.")],
     logits: Annotated[bool | None, typer.Option(help="Compare logits too: where a model fits in memory, if not given.")] = None,
     as_json: Json = False,
@@ -54,11 +57,8 @@ def verify_command(
     else:
         for what in report.wrong:
             print(f"{report.directory}: {what}")
-        draft = (
-            f"; {report.drafted} of the draft, whose errors are at most {report.draft_error:.2f} of what they may be"
-            if report.draft_error
-            else ""
-        )
+        errors = "not finite" if report.draft_error is None else f"at most {report.draft_error:.2f} of what they may be"
+        draft = f"; {report.drafted} of the draft, whose errors are {errors}" if report.drafted else ""
         verdict = "see above" if report.wrong else "all as in the source"
         print(f"{report.weights} weights compared{', and logits' if report.logits else ''}: {verdict}{draft}")
     if report.wrong:

@@ -1,7 +1,6 @@
 """Whether a converted checkpoint holds what its source does: every tensor, and the logits of a few tokens."""
 
 import dataclasses
-import hashlib
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.by_rows import draft_error
+from convert.placing import small_file
 from qspec_jax import converted
 from qspec_jax.cache import Cache, empty_cache
 from qspec_jax.checkpoint import Source, load_config, load_model
@@ -48,6 +48,8 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     read, or they are not of one model.
     """
     source, directory = local(source, progress=progress), Path(directory)
+    if converted.is_converted(source):
+        raise InputError(f"{source}: is a conversion; its source comes first, then the conversion")
     opened = Source(source)
     if not converted.is_converted(directory):
         raise InputError(f"{directory}: not a converted checkpoint; `qspec convert` makes one")
@@ -56,9 +58,8 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     dtype = jnp.dtype(manifest.dtype)
     if config != opened.config:
         raise InputError(f"{directory}: its config.json or generation_config.json is not that of {source}")
-    names = [name for name in SMALL_FILES if (source / name).is_file()]
-    there = lambda name: (directory / name).is_file() and (directory / name).read_bytes() == (source / name).read_bytes()
-    wrong = [f"{name} is not the source's" for name in names if not there(name)]
+    converted.check_shapes(directory, manifest, {path: place.shape for path, place in opened.places.items()})
+    wrong = [f"{name} is not the source's" for name in SMALL_FILES if small_file(source, name) != small_file(directory, name)]
     shapes = {path: jax.ShapeDtypeStruct(place.shape, dtype) for path, place in opened.places.items()}
     weights, errors = converted.restored(directory, TARGET, shapes), []
     drafted = {path: jax.eval_shape(quantize_weight, shape) for path, shape in shapes.items() if is_linear(path)}
@@ -66,13 +67,16 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     hide = None if progress is None else not progress
     for path, place in tqdm(opened.places.items(), desc="verify", unit="tensor", disable=hide):
         stored = opened.read(path)
-        if hashlib.sha256(stored.reshape(-1).view(np.uint8)).hexdigest() != manifest.sha256.get(path):
+        if converted.digest(stored) != manifest.sha256.get(path):
             wrong.append(f"{place.name} of the source is not the tensor that was converted")
         weight = stored.astype(dtype, copy=False)
         if not _same_bits(np.asarray(next(weights)[1]), weight):
             wrong.append(f"{path} differs from {place.name}")
         if manifest.draft_bits == 4 and is_linear(path):
-            errors.append(draft_error(next(draft)[1], weight))
+            quantized = next(draft)[1]
+            errors.append(draft_error(quantized, weight))
+            if converted.digest(quantized) != manifest.written[DRAFT].get(path):
+                wrong.append(f"the draft's {path} is not what was written")
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)

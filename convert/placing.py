@@ -6,7 +6,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qspec_jax.converted import UNFINISHED
@@ -26,15 +26,16 @@ def check_apart(source: Path, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def written(directory: Path, needed: int, *, replace: bool = False) -> Iterator[Path]:
+def written(directory: Path, needed: int, check: Callable[[], None]) -> Iterator[Path]:
     """Where to write what becomes this directory if nothing fails; it takes about so many bytes. directory: resolved.
 
-    replace: what is there may be replaced; otherwise it is absent or empty. Raises InputError where it cannot be written or there is no
-    room.
+    check: raises InputError unless what is there may be replaced. It is asked before anything is written, and again when all is.
+    Raises InputError where it cannot be written or there is no room.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
+        check()
         if (free := shutil.disk_usage(directory.parent).free) < needed:
             raise InputError(f"{directory}: needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
         folder = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
@@ -44,7 +45,11 @@ def written(directory: Path, needed: int, *, replace: bool = False) -> Iterator[
                 unfinished = folder / directory.name
                 unfinished.mkdir()
                 yield unfinished
-                _put_in_place(folder, directory, replace)
+                check()
+                if directory.exists():
+                    (folder / OLD).mkdir()
+                    os.replace(directory, folder / OLD / directory.name)
+                os.replace(unfinished, directory)
         finally:
             _remove(folder, directory)
     except OSError as error:
@@ -54,22 +59,27 @@ def written(directory: Path, needed: int, *, replace: bool = False) -> Iterator[
 def copy_small_files(source: Path, directory: Path) -> None:
     """The config and the tokenizer's. Raises InputError where one cannot be read."""
     for name in SMALL_FILES:
-        if (source / name).is_file():
-            try:
-                content = (source / name).read_bytes()
-            except OSError as error:
-                raise InputError(f"{source / name}: cannot be read ({error.strerror})") from None
+        if (content := small_file(source, name)) is not None:
             (directory / name).write_bytes(content)
 
 
+def small_file(directory: Path, name: str) -> bytes | None:
+    """None where there is none. Raises InputError where it cannot be read."""
+    try:
+        return (directory / name).read_bytes() if (directory / name).is_file() else None
+    except OSError as error:
+        raise InputError(f"{directory / name}: cannot be read ({error.strerror})") from None
+
+
 def _remove(folder: Path, directory: Path) -> None:
-    """Puts back what was there before, if the new one is not. The marker goes last: what is killed meanwhile stays marked."""
+    """Puts back what was there before, if the new one is not. The marker goes last: what is left stays marked."""
     old = folder / OLD / directory.name
     if old.exists() and (folder / directory.name).exists():
         os.replace(old, directory)  # fails where something has come there
     shutil.rmtree(folder / directory.name, ignore_errors=True)
     shutil.rmtree(folder / OLD, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if {path.name for path in folder.iterdir()} <= {UNFINISHED}:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_unfinished(directory: Path) -> None:
@@ -80,10 +90,3 @@ def _remove_unfinished(directory: Path) -> None:
                 with (path / UNFINISHED).open("r+") as marker:
                     fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _remove(path, directory)
-
-
-def _put_in_place(folder: Path, directory: Path, replace: bool) -> None:
-    if replace and directory.exists():
-        (folder / OLD).mkdir()
-        os.replace(directory, folder / OLD / directory.name)
-    os.replace(folder / directory.name, directory)  # fails where something has come there

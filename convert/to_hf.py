@@ -12,7 +12,7 @@ from tqdm import tqdm
 from convert.placing import check_apart, copy_small_files, written
 from qspec_jax import converted
 from qspec_jax.checkpoint import Place, load_config, places, weight_shapes
-from qspec_jax.converted import TARGET
+from qspec_jax.converted import TARGET, Manifest
 from qspec_jax.errors import InputError
 
 SHARD_BYTES = 5_000_000_000
@@ -38,11 +38,15 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     is within the source, cannot be written or has no room.
     """
     source = Path(source)
-    try:
-        directory = Path(directory).resolve()
+
+    def check() -> None:
         check_apart(source, directory)
         if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
             raise InputError(f"{directory}: exists already; give another directory")
+
+    try:
+        directory = Path(directory).resolve()
+        check()
     except (OSError, RuntimeError) as error:
         raise InputError(f"{directory}: cannot be written ({error})") from None
     if not converted.is_converted(source):
@@ -65,9 +69,9 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     several = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = several if len(shards) > 1 else ["model.safetensors"]
     hide = None if progress is None else not progress
-    with written(directory, total) as unfinished, tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=hide) as bar:
+    with written(directory, total, check) as unfinished, tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=hide) as bar:
         for file, names in zip(files, shards):
-            _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, dtype, bar)
+            _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, manifest, bar)
         if len(shards) > 1:
             weight_map = {name: file for file, names in zip(files, shards) for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -79,18 +83,20 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
     return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
 
 
-def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Place]]], dtype: str, bar: tqdm) -> None:
+def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Place]]], manifest: Manifest, bar: tqdm) -> None:
     """A safetensors file: the length of the header, the header, the tensors one after the other."""
-    kind, header, end = jnp.dtype(dtype), {"__metadata__": {"format": "pt"}}, 0
+    kind, written, header, end = jnp.dtype(manifest.dtype), manifest.written[TARGET], {"__metadata__": {"format": "pt"}}, 0
     for name, parts in tensors.items():
         shape = [sum(place.shape[0] for _, place in parts), *parts[0][1].shape[1:]]
         begin, end = end, end + int(np.prod(shape)) * kind.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[manifest.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     in_order = [part for parts in tensors.values() for part in sorted(parts, key=lambda part: part[1].first or 0)]
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for _, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
+        for path, weight in converted.restored(source, TARGET, {path: jax.ShapeDtypeStruct(place.shape, kind) for path, place in in_order}):
+            if converted.digest(weight) != written.get(path):
+                raise InputError(f"{source}: {path} of it is not what was written; copy it again, or convert again")
             out.write(np.ascontiguousarray(weight).reshape(-1).view(np.uint8))
             bar.update(weight.nbytes)

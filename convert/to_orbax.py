@@ -7,7 +7,6 @@ next run puts that one back).
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import itertools
 import os
@@ -34,7 +33,7 @@ from qspec_jax.quantize import is_linear
 DTYPES = ("bfloat16", "float32")
 FILE_BYTES = 1 << 26  # about, of a file that Orbax writes: several are written at once
 READERS = 4  # threads: one hashes more slowly than a disk writes
-ALIGNMENT = 64  # bytes
+ALIGNMENT = 8  # bytes: of the widest number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def convert(
     if draft_bits not in (4, 16):
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
     folder = local(source, progress=progress)
-    origin = str(source) if Path(source).exists() else f"{source}".partition("@")[0] + f"@{folder.name}"
+    origin = str(source) if folder == Path(source) else f"{str(source).partition('@')[0]}@{folder.name}"
     try:
         directory = Path(directory).resolve()
         if converted.is_converted(folder):
@@ -83,12 +82,13 @@ def convert(
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
     opened.check_contents()
-    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), replace=overwrite) as unfinished:
-        sha256 = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
+    check = lambda: _check_places(folder, directory, overwrite)
+    with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:
+        sha256, kept = _write(opened, unfinished, jnp.dtype(wanted), draft_bits, progress)
         copy_small_files(folder, unfinished)
         shapes = {path: place.shape for path, place in opened.places.items()}
         versions = {name: _version(name) for name in ("qspec-jax", "jax", "orbax-checkpoint", "safetensors")}
-        Manifest(origin, wanted, draft_bits, shapes, sha256, converted.stored_files(unfinished), versions).write(unfinished)
+        Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions).write(unfinished)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
     return Report(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)
@@ -121,8 +121,8 @@ def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
 
 
-def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> dict[str, str]:
-    """Writes the weights of the target, and of the draft; returns the hash of each in the source."""
+def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, progress: bool | None) -> tuple[dict, dict]:
+    """Writes the weights of the target, and of the draft; returns the manifest's `sha256` and `written`."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -133,10 +133,10 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
     plan = list(converted.batches(source.places, room, converted.BATCH_BYTES))
     memories = [np.empty(converted.BATCH_BYTES, np.uint8) for _ in range(2)]  # pages that were used are faster than new ones
     sha256: dict[str, str] = {}
+    written: dict[str, dict[str, str]] = {TARGET: {}, DRAFT: {}}
     hide = None if progress is None else not progress
     with contextlib.ExitStack() as stack:
         stack.enter_context(context)
-        stack.enter_context(converted.quiet_orbax())
         pool = stack.enter_context(ThreadPoolExecutor(READERS))
         total = sum(map(source.read_bytes, source.places))
         bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
@@ -144,9 +144,10 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
 
         def read(path: str, memory: np.ndarray) -> np.ndarray:
             stored = source.read(path, memory)
-            sha256[path] = hashlib.sha256(memory).hexdigest()
-            bar.update(len(memory))
-            return stored.astype(dtype, copy=False)
+            sha256[path] = converted.digest(stored)
+            weight = stored.astype(dtype, copy=False)
+            written[TARGET][path] = sha256[path] if weight is stored else converted.digest(weight)
+            return weight
 
         for paths, memory in zip(plan, itertools.cycle(memories)):
             *starts, end = itertools.accumulate(map(room, paths), initial=0)
@@ -154,11 +155,14 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
                 memory = np.empty(end, np.uint8)
             pieces = [memory[start : start + source.read_bytes(path)] for start, path in zip(starts, paths)]
             weights = dict(zip(paths, pool.map(read, paths, pieces)))
+            bar.update(sum(map(len, pieces)))
             target.add(weights)  # which waits for those before: then their memory can be read into
             for saved in draft:
                 if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
                     saved.add(quantized)
-    return {path: sha256[path] for path in source.places}
+                    written[DRAFT] |= {path: converted.digest(weight) for path, weight in quantized.items()}
+    in_order = lambda hashes: {path: hashes[path] for path in source.places if path in hashes}
+    return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}
 
 
 class _Saved:
@@ -176,10 +180,10 @@ class _Saved:
             self._saving = ocp.partial.save_async(self._directory, converted.as_tree(weights))
 
     def _wait(self) -> None:
-        saving, self._saving = self._saving, None
         with _writing():
-            if saving:
-                saving.result()
+            if self._saving:
+                self._saving.result()
+        self._saving = None
 
     def __enter__(self) -> "_Saved":
         return self
@@ -187,10 +191,13 @@ class _Saved:
     def __exit__(self, kind, *_) -> None:
         from orbax.checkpoint import v1 as ocp
 
-        self._wait()
         if kind is None:
+            self._wait()
             with _writing():
                 ocp.partial.finalize(self._directory)
+        else:
+            with contextlib.suppress(OSError):  # of what failed already
+                self._wait()
 
 
 @contextlib.contextmanager
@@ -198,6 +205,6 @@ def _writing() -> Iterator[None]:
     """Makes an OSError of whatever Orbax and TensorStore make of a full disk, a quota, or a lost connection."""
     try:
         yield
-    except Exception as error:
+    except (OSError, ValueError, RuntimeError) as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))  # of TensorStore, after the names of many files
         raise OSError(os.strerror(int(code[1])) if code else f"{type(error).__name__}: {error}") from None

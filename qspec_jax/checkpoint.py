@@ -153,7 +153,8 @@ def checked(directory: str | Path) -> tuple[LlamaConfig, str]:
     """The config, and the dtype to load as by default, of a directory whose tensors are there; no weight is read."""
     directory = local(directory)
     if converted.is_converted(directory):
-        return _checked_conversion(directory)
+        config, dtype = _checked_conversion(directory)
+        return dataclasses.replace(config, dtype=dtype), dtype
     config = Source(directory).config
     return config, stored_dtype(config)
 
@@ -291,9 +292,7 @@ class Source:
             hint = "; pickled weights (.bin) can run code and are not read: save the model as safetensors" if pickled else ""
             raise InputError(f"{path}: missing{hint}")
         try:
-            with safe_open(path, framework="np"):  # checks the header
-                pass
-            with path.open("rb") as file:
+            with path.open("rb") as file, safe_open(path, framework="np"):  # which checks the header
                 size = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(size))
         except (SafetensorError, OSError, ValueError) as error:

@@ -1,16 +1,17 @@
-"""The command line: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `eval acceptance`, `bench ...`.
+"""The command line: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `batch`, `eval acceptance`, `bench ...`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
 
+import _thread
 import dataclasses
 import enum
-import importlib.resources
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,52 +25,34 @@ from rich.text import Text
 from tqdm import tqdm
 
 from convert.commands import conversions
+from qspec_jax import demo as embedded
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
-from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text
+from qspec_jax.command_line import Calibrate, DtypeOption, Gamma, GroupSize, Json, Method, ModelDirectory, Seed, load, output_to, read_text
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate.commands import batch, evaluations
 from qspec_jax.generate import Generation, generate, token_lists
 from qspec_jax.info import ModelInfo, model_info
 
-DEMO_MODEL = importlib.resources.files("qspec_jax.demo") / "model"
 # Rounds between two looks at the decode loop, where they only move a progress bar.
 ROUNDS_PER_UPDATE = 16
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Self-speculative decoding for long contexts."
 )
-evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(conversions)
-
-
-class Method(enum.StrEnum):
-    quantspec = "quantspec"
-    autoregressive = "autoregressive"
+app.command("batch")(batch)
 
 
 class CacheKind(enum.StrEnum):
     full = "full"
     int8 = "int8"
-
-
-class Dtype(enum.StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-ModelDirectory = Annotated[Path, typer.Option("--model", help="Checkpoint directory: in Hugging Face format, or converted.")]
-DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
-GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
-Calibrate = Annotated[
-    bool,
-    typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
-]
 
 
 @app.command("generate")
@@ -137,7 +120,7 @@ def generate_command(
 
 @app.command()
 def info(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    directory: Annotated[Path, typer.Argument(help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")],
     context: Annotated[int | None, typer.Option(help="Tokens to size the cache for: the model's longest sequence, if not given.")] = None,
     group_size: GroupSize = None,
     as_json: Json = False,
@@ -162,7 +145,7 @@ def demo(
 ):
     """Continue a real source file with the embedded model, by both methods."""
     console = Console(quiet=as_json)
-    network, tokenizer = load(Path(str(DEMO_MODEL)), _demo_dtype(), quiet=as_json)
+    network, tokenizer = load(embedded.MODEL, embedded.dtype(), quiet=as_json)
     path = _demo_file()
     tokens = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
     positions = network.config.max_length
@@ -203,73 +186,14 @@ def demo(
         )
 
 
-@evaluations.command("acceptance")
-def acceptance_command(
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")] = None,
-    file: Annotated[
-        list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
-    ] = None,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
-    draft_bits: Annotated[int, typer.Option(help="Bits of the draft's weights, 4 or 16.")] = 4,
-    draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
-    scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
-    calibrate: Calibrate = True,
-    seed: Seed = 0,
-    dtype: DtypeOption = None,
-    as_json: Json = False,
-):
-    """Share of drafts that the target accepts: free-running and teacher-forced."""
-    directory = model or Path(str(DEMO_MODEL))
-    paths = file or corpus.held_out_files()
-    network, tokenizer = load(directory, dtype or (None if model else _demo_dtype()), quiet=as_json)
-    texts = [tokenizer(read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
-    long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
-    if not long_enough:
-        raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
-    prompts = [text[:prompt_tokens] for text in long_enough]
-    shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, scheme=scheme)
-    configs = [GenerationConfig(temperature=heat, **shared) for heat in temperature or [0.0, 1.0]]
-    acceptance.check(network, prompts, configs[0])
-    draft = drafts.quantspec(
-        network,
-        weight_bits=draft_bits,
-        planes=draft_planes,
-        calibration=prompts if calibrate else None,
-        progress=False if as_json else None,
-    )
-    results = []
-    for config in configs:
-        key = jax.random.key(seed)
-        for mode in ("teacher-forced", "free-running"):
-            _say(f"temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
-            if mode == "teacher-forced":
-                measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
-            else:
-                measured = acceptance.free_running(network, draft, prompts, config, key)
-            results.append({"temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
-    if as_json:
-        print(json.dumps({"gamma": num_speculative_tokens, "texts": len(long_enough), "results": results}))
-        return
-    table = Table(
-        "temperature", "mode", "accepted / drafted", "drafted", "repeated 8-grams", title=f"Acceptance, gamma {num_speculative_tokens}"
-    )
-    for row in results:
-        rate, repeated = f"{row['acceptance_rate']:.3f}", f"{row['repeated_ngrams']:.1%}"
-        table.add_row(f"{row['temperature']:g}", row["mode"], rate, f"{row['drafted']:,}", repeated)
-    Console().print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; exits with 0, 2 for bad input, or 1 where `verify` finds a difference."""
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     # transformers says on import that it has no torch; only its tokenizers are used here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # With Python's own handler asyncio, which Orbax runs, would make of Ctrl-C the end of one of its tasks, and may lose it.
-    signal.signal(signal.SIGINT, lambda *interrupt: signal.default_int_handler(*interrupt))
+    if arguments is None:
+        _own_process()
     try:
         code = app(args=list(arguments) if arguments is not None else None, prog_name="qspec", standalone_mode=False)
     except InputError as error:
@@ -281,7 +205,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not hasattr(error, "format_message"):
             raise
         code = _fail(error.format_message()) if error.format_message() else 2
+    if code and arguments is None:
+        # Threads of XLA and TensorStore may be at work still: Python would wait for them, report their errors, or crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code or 0)
+
+
+def _own_process() -> None:
+    """How this process takes Ctrl-C, and what it does not print."""
+    # With Python's own handler asyncio, which Orbax runs, would make of it the end of one of its tasks, and may lose it.
+    signal.signal(signal.SIGINT, lambda *interrupt: signal.default_int_handler(*interrupt))
+    # Orbax and TensorStore report every part that fails, besides raising an error that says it once.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(unraisable) -> None:
+    """For exceptions that nobody can catch; Ctrl-C that came just there comes again."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        log.debug("%r", unraisable.exc_value)
 
 
 def _fail(message: str) -> int:
@@ -350,21 +297,11 @@ class _Stream:
         self._print(self._text() + "\n")
 
 
-def _say(message: str, *, quiet: bool) -> None:
-    if not quiet and sys.stderr.isatty():
-        print(message, file=sys.stderr)
-
-
 def _demo_file() -> Path:
     path = next(iter(corpus.held_out_files()), None)
     if path is None:
         raise InputError("this Python has no sources of its standard library, which the demo reads; use another Python")
     return path
-
-
-def _demo_dtype() -> str | None:
-    # A CPU has no bfloat16 arithmetic to speak of.
-    return "float32" if jax.default_backend() == "cpu" else None
 
 
 def _device_name() -> str:

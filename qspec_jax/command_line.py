@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 import io
 import json
 import sys
@@ -20,8 +21,29 @@ from qspec_jax.errors import InputError
 # Of tables in files and pipes.
 TABLE_WIDTH = 150
 
+
+class Method(enum.StrEnum):
+    quantspec = "quantspec"
+    autoregressive = "autoregressive"
+
+
+class Dtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
 Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
+ModelDirectory = Annotated[
+    Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
+]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
+GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
+Calibrate = Annotated[
+    bool,
+    typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -1,18 +1,17 @@
 """Converted checkpoints: a directory with a manifest, an Orbax checkpoint of the target, perhaps one of the draft, and the small files of
 the source. What `convert` writes is read here."""
 
-import contextlib
 import dataclasses
-import gc
+import hashlib
 import json
-import logging
-import sys
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,7 +19,7 @@ from pallas_kernels.weight_format import Int4Weight
 from qspec_jax.config import read_json
 from qspec_jax.errors import InputError
 
-log = logging.getLogger(__name__)
+Entry = TypeVar("Entry")
 
 MANIFEST = "qspec.json"
 UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
@@ -30,19 +29,18 @@ BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's ow
 LOADED_BYTES = 1 << 30  # that are on their way to the device at once
 
 
-Entry = TypeVar("Entry")
-
-
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """source: the directory, or ORG/NAME@COMMIT, that was converted. dtype: of the weights. draft_bits: 4, or 16 where no draft is stored.
-    sha256: of each weight as the source has it, by its path in the model. files: sizes of what Orbax wrote. versions: of what wrote it."""
+    shapes and sha256: of each weight as the source has it, by its path in the model. written: hashes of what became of them (see `digest`),
+    by `TARGET` and `DRAFT`. files: sizes of what Orbax wrote. versions: of what wrote it."""
 
     source: str
     dtype: str
     draft_bits: int
     shapes: Mapping[str, Sequence[int]]
     sha256: Mapping[str, str]
+    written: Mapping[str, Mapping[str, str]]
     files: Mapping[str, int]
     versions: Mapping[str, str]
     format: int = FORMAT
@@ -54,7 +52,7 @@ class Manifest:
 def is_converted(directory: Path) -> bool:
     """Raises InputError for one that is not finished."""
     try:
-        if (directory.parent / UNFINISHED).exists():
+        if (directory.resolve().parent / UNFINISHED).exists():
             raise InputError(f"{directory}: an unfinished conversion; convert again")
         return (directory / MANIFEST).exists()
     except OSError as error:
@@ -66,7 +64,8 @@ def read_manifest(directory: Path) -> Manifest:
     raw = read_json(directory / MANIFEST)
     names = {field.name for field in dataclasses.fields(Manifest)}
     known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16)
-    if raw.get("format") != FORMAT or raw.keys() != names or not known or not all(isinstance(raw[x], dict) for x in ("shapes", "files")):
+    whole = raw.keys() == names and all(isinstance(raw[name], dict) for name in ("shapes", "sha256", "written", "files"))
+    if raw.get("format") != FORMAT or not known or not whole or not all(isinstance(shape, list) for shape in raw["shapes"].values()):
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
     sizes = stored_files(directory)
     if lost := [name for name, size in raw["files"].items() if sizes.get(name) != size]:
@@ -75,10 +74,19 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(**raw)
 
 
+def digest(weight: Any) -> str:
+    """SHA-256 of its bytes; of an Int4Weight those of its codes, scale and zero."""
+    whole = hashlib.sha256()
+    for part in jax.tree.leaves(weight):
+        whole.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    return whole.hexdigest()
+
+
 def stored_files(directory: Path) -> dict[str, int]:
     """Sizes of what Orbax wrote, in bytes."""
-    found = (path for name in (TARGET, DRAFT) for path in (directory / name).rglob("*"))
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in found if path.is_file()}
+    folders = (found for name in (TARGET, DRAFT) for found in os.walk(directory / name, followlinks=True))
+    paths = (Path(folder) / file for folder, _, files in folders for file in files)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
 
 
 def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -103,11 +111,11 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
 
 
 def restored(
-    directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int = BATCH_BYTES
+    directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """What `restore` gives, one after the other; at most `most` bytes of them, or a weight, are read at once."""
+    """What `restore` gives, one after the other; at most `most` bytes of them (None: BATCH_BYTES), or a weight, are read at once."""
     size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
-    for batch in batches(shapes.items(), size, most):
+    for batch in batches(shapes.items(), size, most or BATCH_BYTES):
         yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
 
 
@@ -120,31 +128,12 @@ def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh |
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
-        with context, quiet_orbax():
+        with context:
             found = ocp.load(directory / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
     return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
-
-
-@contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Without what Orbax and TensorStore print of each part that fails: the error that they raise says it once."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL + 1)
-        sys.unraisablehook = lambda unraisable: log.debug("%r", unraisable.exc_value)
-        yield
-    except BaseException:
-        gc.collect()  # futures that nobody asked are reported as they go
-        raise
-    finally:
-        sys.unraisablehook = hook
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
 
 
 def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:

@@ -16,7 +16,7 @@ from qspec_jax.model import Llama
 from qspec_jax.quantize import quantize_head
 from qspec_jax.sampling import DRAFT, Sampler
 
-RUNNING, EOS, LENGTH = range(3)
+RUNNING, EOS, LENGTH, STOP = range(4)
 UNLIMITED = jnp.iinfo(jnp.int32).max
 
 
@@ -54,11 +54,15 @@ def in_loop(step: Step) -> Step:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none)."""
+    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none).
+
+    stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
+    """
 
     max_new_tokens: Int[Array, "B"]
     num_speculative_tokens: Int[Array, "B"]
     eos_token_ids: Int[Array, "E"]
+    stop: Int[Array, "B K L"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +87,7 @@ class Counts:
 class DecodeState:
     """Where each row stands. The last emitted token is pending: its keys and values are not cached yet.
 
-    tokens[b, :emitted[b]] are the new tokens; the columns behind them are scratch. status: RUNNING, EOS or LENGTH.
+    tokens[b, :emitted[b]] are the new tokens; the columns behind them are scratch. status: RUNNING, EOS, LENGTH or STOP.
     """
 
     cache: Cache
@@ -105,17 +109,29 @@ def start(cache: Cache, first: Int[Array, "B"], keys: Key[Array, "B"], limits: L
     B = first.shape[0]
     tokens = jnp.zeros((B, max_new_tokens + gamma + 1), jnp.int32).at[:, 0].set(first)
     one = jnp.ones(B, jnp.int32)
-    return DecodeState(cache, keys, tokens, one, first, _status(first[:, None], one, one, limits)[1], Counts.zeros(B, gamma))
+    status = _status(first[:, None], tokens, 0 * one, one, limits)[1]
+    return DecodeState(cache, keys, tokens, one, first, status, Counts.zeros(B, gamma))
+
+
+def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"]) -> DecodeState:
+    """The state with others in place of k of its rows."""
+    return jax.tree.map(lambda all, new: all.at[slots].set(new), state, rows)
 
 
 def decode(
-    target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits, max_rounds: Int[Array, ""]
+    target: Step,
+    draft: Step | None,
+    sampler: Sampler,
+    state: DecodeState,
+    limits: Limits,
+    max_rounds: Int[Array, ""],
+    least_running: Int[Array, ""] | int = 1,
 ) -> DecodeState:
-    """Rounds until every row has ended, or `max_rounds` of them."""
+    """Rounds until fewer than `least_running` rows run (1: until every row has ended), or `max_rounds` of them."""
 
     def unfinished(carry):
         done, state = carry
-        return (done < max_rounds) & (state.status == RUNNING).any()
+        return (done < max_rounds) & ((state.status == RUNNING).sum() >= least_running)
 
     def step(carry):
         done, state = carry
@@ -139,7 +155,7 @@ def decode_round(target: Step, draft: Step | None, sampler: Sampler, state: Deco
     # The block of new tokens: the accepted drafts, then the target's own.
     column = jnp.arange(tokens.shape[1])
     block = jnp.where(column < accepted[:, None], jnp.roll(tokens, -1, 1), after[:, None])
-    count, status = _status(block, accepted + 1, state.emitted + accepted + 1, limits)
+    count, status = _status(block, state.tokens, state.emitted, accepted + 1, limits)
     count = jnp.where(running, count, 0)
     with jax.named_scope("flush"):
         # `after` is never negative; to ask makes the flush wait for the target. Without drafts nothing else of it is needed here,
@@ -202,9 +218,29 @@ def draft_tokens(draft: Step | None, sampler: Sampler, state: DecodeState, eligi
     return drafts, proposals, cache.rollback(state.cache.lengths)
 
 
-def _status(block: Int[Array, "B T"], count: Int[Array, "B"], emitted: Int[Array, "B"], limits: Limits) -> tuple[Array, Array]:
-    """How many of the first `count` tokens of a block to emit (up to an EOS), and the row's status thereafter."""
-    is_eos = (block[..., None] == limits.eos_token_ids).any(-1) & (jnp.arange(block.shape[1]) < count[:, None])
-    ended = is_eos.any(1)
-    status = jnp.where(ended, EOS, jnp.where(emitted >= limits.max_new_tokens, LENGTH, RUNNING)).astype(jnp.int32)
-    return jnp.where(ended, jnp.argmax(is_eos, 1).astype(jnp.int32) + 1, count), status
+def _status(
+    block: Int[Array, "B T"], tokens: Int[Array, "B N"], emitted: Int[Array, "B"], count: Int[Array, "B"], limits: Limits
+) -> tuple[Array, Array]:
+    """How many of the first `count` tokens of a block to emit, and the row's status thereafter; tokens[b, :emitted[b]] came before.
+
+    Up to an EOS, or the end of a stop sequence, whichever is first.
+    """
+    ends = jnp.where((block[..., None] == limits.eos_token_ids).any(-1), EOS, RUNNING)
+    if limits.stop is not None:
+        ends = jnp.where((ends == RUNNING) & _stops(block, tokens, emitted, limits.stop), STOP, ends)
+    ends = jnp.where(jnp.arange(block.shape[1]) < count[:, None], ends, RUNNING)
+    at = jnp.argmax(ends != RUNNING, 1).astype(jnp.int32)
+    ended = jnp.take_along_axis(ends, at[:, None], 1)[:, 0]
+    status = jnp.where(ended != RUNNING, ended, jnp.where(emitted + count >= limits.max_new_tokens, LENGTH, RUNNING))
+    return jnp.where(ended != RUNNING, at + 1, count), status.astype(jnp.int32)
+
+
+def _stops(block: Int[Array, "B T"], tokens: Int[Array, "B N"], emitted: Int[Array, "B"], stop: Int[Array, "B K L"]) -> Array:
+    """Whether a stop sequence ends at each token of the block [B, T]."""
+    T, L = block.shape[1], stop.shape[2]
+    padded = jnp.pad(tokens, ((0, 0), (L - 1, 0)), constant_values=-2)  # which is no token: nothing matches what is before the first
+    before = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, L - 1))(padded, emitted)
+    text = jnp.concatenate([before, block], 1)
+    windows = text[:, jnp.arange(T)[:, None] + jnp.arange(L)]  # [B, T, L]
+    match = (windows[:, :, None] == stop[:, None]) | (stop[:, None] == -1)
+    return (match.all(-1) & (stop != -1).any(-1)[:, None]).any(-1)

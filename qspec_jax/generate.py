@@ -21,7 +21,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 from qspec_jax.sampling import TARGET, Sampler, make_sampler, prompt_keys
 
-FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length"}
+FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length", decode.STOP: "stop"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def generate(
     """
     config = config or GenerationConfig()
     rows = token_lists(model, prompts, config, tokenizer)
-    gamma = _most_drafts(model, config)
+    gamma = most_drafts(model, config)
     if gamma and draft is None:
         draft = quantspec(model)
     sampler = make_sampler(config)
@@ -120,7 +120,7 @@ def generate(
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     n = np.array([len(row) for row in rows], np.int32)
-    limits = make_limits(model, config, len(rows))
+    limits = make_limits(model, *[config] * len(rows))
 
     args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
     static = dict(cache=config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens, gamma=gamma)
@@ -147,13 +147,13 @@ def generate(
     return Generation(token_ids, text, [FINISH_REASONS[int(s)] for s in result[2]], stats)
 
 
-def make_limits(model: Llama, config: GenerationConfig, batch: int) -> Limits:
-    """The same limits for every row."""
-    eos = config.eos_token_ids if config.eos_token_ids is not None else model.config.eos_token_ids
-    if config.ignore_eos or not eos:
+def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
+    """Of each row. EOS ids are the first one's."""
+    eos = configs[0].eos_token_ids if configs[0].eos_token_ids is not None else model.config.eos_token_ids
+    if configs[0].ignore_eos or not eos:
         eos = (-1,)
-    every = lambda value: jnp.full(batch, value, jnp.int32)
-    return Limits(every(config.max_new_tokens), every(config.num_speculative_tokens), jnp.array(eos, jnp.int32))
+    rows = lambda name: jnp.array([getattr(config, name) for config in configs], jnp.int32)
+    return Limits(rows("max_new_tokens"), rows("num_speculative_tokens"), jnp.array(eos, jnp.int32))
 
 
 def _stream(step: Callable, state: DecodeState, limits: Limits, rounds: Array, on_tokens: Callable) -> DecodeState:
@@ -167,7 +167,7 @@ def _stream(step: Callable, state: DecodeState, limits: Limits, rounds: Array, o
         state = step(state, limits, rounds)
 
 
-def _most_drafts(model: Llama, config: GenerationConfig) -> int:
+def most_drafts(model: Llama, config: GenerationConfig) -> int:
     """Drafts that a round is compiled for: no more than could ever be eligible."""
     if config.method != "quantspec":
         return 0
@@ -213,25 +213,11 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
 
 def _stats(state: DecodeState, n: np.ndarray, compile_s: float, prefill_s: float, decode_s: float, cache_bytes: int) -> Stats:
     counts, emitted = jax.device_get((state.counts, state.emitted))
-    speculative = state.gamma > 0
-
-    def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes) -> dict[str, Any]:
-        return dict(
-            prompt_tokens=int(prompt_tokens),
-            new_tokens=int(new_tokens),
-            num_spec_steps=int(rounds) if speculative else 0,
-            num_draft_tokens=int(drafted),
-            num_accepted_draft_tokens=int(accepted),
-            draft_acceptance_rate=float(accepted / drafted) if drafted else None,
-            mean_acceptance_length=float(1 + accepted / rounds) if speculative and rounds else None,
-            acceptance_histogram=histogram.tolist() if speculative else [],
-            flushes=int(flushes),
-        )
-
+    of = functools.partial(summary, speculative=state.gamma > 0)
     columns = (n, emitted, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
     memory = jax.local_devices()[0].memory_stats() or {}
     return Stats(
-        **summary(*(column.sum(0) for column in columns)),
+        **of(*(column.sum(0) for column in columns)),
         compile_s=compile_s,
         prefill_s=prefill_s,
         decode_s=decode_s,
@@ -239,5 +225,20 @@ def _stats(state: DecodeState, n: np.ndarray, compile_s: float, prefill_s: float
         tokens_per_second=float((emitted - 1).sum() / decode_s),
         peak_memory_bytes=memory.get("peak_bytes_in_use"),
         cache_bytes=cache_bytes,
-        rows=[summary(*row) for row in zip(*columns)],
+        rows=[of(*row) for row in zip(*columns)],
+    )
+
+
+def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> dict[str, Any]:
+    """The counts of a row, or of several together, by the names of `Stats`."""
+    return dict(
+        prompt_tokens=int(prompt_tokens),
+        new_tokens=int(new_tokens),
+        num_spec_steps=int(rounds) if speculative else 0,
+        num_draft_tokens=int(drafted),
+        num_accepted_draft_tokens=int(accepted),
+        draft_acceptance_rate=float(accepted / drafted) if drafted else None,
+        mean_acceptance_length=float(1 + accepted / rounds) if speculative and rounds else None,
+        acceptance_histogram=histogram.tolist() if speculative else [],
+        flushes=int(flushes),
     )

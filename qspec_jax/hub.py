@@ -1,22 +1,24 @@
 """Checkpoints of the Hugging Face Hub, in its local cache. Config, tokenizer and safetensors are fetched; never code or pickles."""
 
 import functools
+import logging
 import re
 import sys
 from pathlib import Path
 
 from qspec_jax.errors import InputError
 
-# Of tokenizers; never code.
-TOKENIZER_FILES = (
+log = logging.getLogger(__name__)
+
+SMALL_FILES = (
+    *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
 # Another layout of the same weights; and all that is in folders.
-_LEFT = ("consolidated*", "*/*")
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w.-]+)?")
+_LEFT = ("consolidated*", "adapter*", "*/*")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
@@ -28,29 +30,53 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
     try:
         if directory.is_dir():
             return directory
-        if directory.exists() or not _NAME.fullmatch(str(checkpoint)):
+        # Beside a folder that is there it is a path that is mistyped.
+        mistyped = directory.exists() or (directory.parent.is_dir() and "@" not in directory.name)
+        if mistyped or not _NAME.fullmatch(str(checkpoint)):
             raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
     except OSError as error:
         raise InputError(f"{checkpoint}: cannot be read ({error.strerror})") from None
-    from huggingface_hub import utils  # slow to import, and for a directory not needed
+    from huggingface_hub import constants, utils  # slow to import, and for a directory not needed
 
-    shown = not utils.are_progress_bars_disabled()
-    if shown and not (sys.stderr.isatty() if progress is None else progress):
+    hide = not (sys.stderr.isatty() if progress is None else progress) and constants.HF_HUB_DISABLE_PROGRESS_BARS is None
+    if hide:
         utils.disable_progress_bars()
     try:
-        return _fetched(str(checkpoint))
+        found = _fetched(str(checkpoint))
+        if not found.is_dir():  # any more
+            _fetched.cache_clear()
+            found = _fetched(str(checkpoint))
+        return found
     finally:
-        if shown:
+        if hide:
             utils.enable_progress_bars()
 
 
 @functools.cache
 def _fetched(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     repository, _, revision = name.partition("@")
+    unreached = None
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FETCHED, ignore_patterns=_LEFT))
-    except Exception as error:  # of the network, of the Hub, of its cache
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        HfApi().model_info(repository, revision=revision or "main", timeout=30)
+    except Exception as error:  # of the network, of the Hub
+        unreached = error
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=_FETCHED,
+            ignore_patterns=_LEFT,
+            local_files_only=unreached is not None,
+        )
+    except Exception as error:
+        reason = f"{type(unreached or error).__name__}: {_one_line(unreached or error)}"
         raise InputError(f"{name}: no such directory, and not to be had from the Hugging Face Hub ({reason})") from None
+    if unreached:
+        log.warning("%s: the Hub did not answer (%s); this is commit %s of the local cache", name, _one_line(unreached), Path(found).name)
+    return Path(found)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -65,27 +65,41 @@ class Greedy:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, in Hugging Face's order; speculative sampling (arXiv 2211.17192, algorithm 1)."""
+    """Temperature, then top-k, then top-p, in Hugging Face's order; speculative sampling (arXiv 2211.17192, algorithm 1).
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
+    Settings are of every row, [1], or of each, [B]. A row of temperature 0 is greedy: all of its probability is the likeliest token's.
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
     use_top_k: bool = dataclasses.field(metadata={"static": True})
     use_top_p: bool = dataclasses.field(metadata={"static": True})
+    some_greedy: bool = dataclasses.field(metadata={"static": True})
 
-    def probabilities(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+    def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         """The distribution that tokens are drawn from. Ties with the last token kept are kept too."""
+        p = self._sampled(logits)
+        if not self.some_greedy:
+            return p
+        likeliest = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=p.dtype)
+        return jnp.where(_by_row(self.temperature, logits) == 0, likeliest, p)
+
+    def _sampled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
+        temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
         # The largest first taken off: a tiny temperature then gives -inf, never inf - inf.
-        logits = (logits - logits.max(-1, keepdims=True)) / self.temperature.astype(logits.dtype)
+        logits = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
         if not (self.use_top_k or self.use_top_p):
             return jax.nn.softmax(logits, -1)
         ranked = jnp.sort(logits, -1, descending=True)
         keep = jnp.ones_like(ranked, dtype=bool)
         if self.use_top_k:
-            keep &= jnp.arange(ranked.shape[-1]) < self.top_k
+            k = _by_row(self.top_k, logits)
+            keep &= (jnp.arange(ranked.shape[-1]) < k) | (k == 0)
         if self.use_top_p:
             mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), -1)
-            keep &= (jnp.cumsum(mass, -1) - mass < self.top_p) | (jnp.arange(ranked.shape[-1]) == 0)
+            p = _by_row(self.top_p, logits)
+            keep &= (jnp.cumsum(mass, -1) - mass < p) | (jnp.arange(ranked.shape[-1]) == 0) | (p == 1)
         last = jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
         return jax.nn.softmax(jnp.where(logits < last, -jnp.inf, logits), -1)
 
@@ -113,16 +127,18 @@ def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B 
     return jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
 
 
-def make_sampler(config: GenerationConfig) -> Sampler:
-    """Greedy at temperature 0, otherwise sampling."""
-    if config.temperature == 0:
+def make_sampler(*configs: GenerationConfig) -> Sampler:
+    """Of one config for all rows, or one for each. Greedy where all have temperature 0, otherwise sampling."""
+    hot = [config for config in configs if config.temperature > 0]
+    if not hot:
         return Greedy()
     return Sampling(
-        jnp.maximum(jnp.float32(config.temperature), jnp.finfo(jnp.float32).tiny),
-        jnp.int32(config.top_k),
-        jnp.float32(config.top_p),
-        config.top_k > 0,
-        config.top_p < 1,
+        jnp.array([config.temperature for config in configs], jnp.float32),
+        jnp.array([config.top_k for config in configs], jnp.int32),
+        jnp.array([config.top_p for config in configs], jnp.float32),
+        any(config.top_k > 0 for config in hot),
+        any(config.top_p < 1 for config in hot),
+        len(hot) < len(configs),
     )
 
 
@@ -130,6 +146,11 @@ def _leading(match: Array, eligible: Int[Array, "B"]) -> Int[Array, "B"]:
     """How many of the first `eligible` entries of each row are true before the first false one."""
     match &= jnp.arange(match.shape[1]) < eligible[:, None]
     return jnp.cumprod(match, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+
+
+def _by_row(setting: Array, logits: Array) -> Array:
+    """To be combined with logits [B, ..., V]."""
+    return setting.reshape(-1, *(1,) * (logits.ndim - 1))
 
 
 def _pick(x: Array, index: Int[Array, "B"]) -> Array:

@@ -58,7 +58,7 @@ def prepared(
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
     n = jnp.array([len(p) for p in prompts], jnp.int32)
-    limits = limits or make_limits(model, config, len(prompts))
+    limits = limits or make_limits(model, *[config] * len(prompts))
     keys = prompt_keys(jax.random.key(0), len(prompts)) if keys is None else keys
     new = bucket(config.max_new_tokens)
     args = (model, jnp.asarray(tokens), n, make_sampler(config), keys, limits)

@@ -9,10 +9,9 @@ import jax
 import pytest
 from checkpoints import hf_config, write_checkpoint
 
-from qspec_jax import checkpoint, drafts
+from qspec_jax import checkpoint, demo, drafts
 from qspec_jax.bench import decode, end_to_end, end_to_end_report
 from qspec_jax.bench.decode_rows import Row
-from qspec_jax.cli import DEMO_MODEL
 from qspec_jax.config import GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -30,7 +29,7 @@ def directory(tmp_path_factory) -> Path:
     config = hf_config(vocab_size=4096, max_position_embeddings=256, num_hidden_layers=1)
     path = write_checkpoint(tmp_path_factory.mktemp("model"), config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(str(DEMO_MODEL)) / name, path / name)
+        shutil.copy(demo.MODEL / name, path / name)
     return path
 
 
@@ -167,7 +166,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
 @pytest.mark.slow
 def test_the_embedded_model(run):
     flags = ["--context", 512, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 60, "--texts", 2]
-    code, out, _ = run("bench", "end-to-end", "--model", DEMO_MODEL, *flags, "--json")
+    code, out, _ = run("bench", "end-to-end", "--model", demo.MODEL, *flags, "--json")
     report = json.loads(out)
     assert code == 0 and report["calibrated"]
     assert [(row["context"], row["method"], row["gamma"], row["status"]) for row in report["rows"]] == [

@@ -12,12 +12,12 @@ import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
+from qspec_jax import demo
 from qspec_jax.checkpoint import load_model
-from qspec_jax.cli import DEMO_MODEL
 from qspec_jax.drafts import quantspec
 from qspec_jax.quantize import quantize_head
 
-DEMO = Path(str(DEMO_MODEL))
+DEMO = demo.MODEL
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
 
 

@@ -172,7 +172,7 @@ def test_a_row_that_has_ended_stays_as_it_is(float64):
     prompts = prompts_of((2 * G, 5 * G + 3, G, 1, G - 1, G + 1, 2 * G - 1, 2 * G + 1))
     # Shapes and scheme of test_quantspec_on_a_coarse_target, which has compiled them.
     config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=6)
-    limits = make_limits(model, config, len(prompts))
+    limits = make_limits(model, *[config] * len(prompts))
     limits = dataclasses.replace(limits, max_new_tokens=limits.max_new_tokens.at[0].set(6))
     state, _ = prepared(model, prompts, config, limits=limits)
     args = (CachedModel(model, 2), draft, Greedy())

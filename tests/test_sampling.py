@@ -134,7 +134,9 @@ class ResidualAlways(sampling.Sampling):
         return accepted, jax.vmap(lambda key, w: jax.random.categorical(key, jnp.log(w)))(keys, rest).astype(jnp.int32)
 
 
-jax.tree_util.register_dataclass(ResidualAlways, data_fields=["temperature", "top_k", "top_p"], meta_fields=["use_top_k", "use_top_p"])
+jax.tree_util.register_dataclass(
+    ResidualAlways, data_fields=["temperature", "top_k", "top_p"], meta_fields=["use_top_k", "use_top_p", "some_greedy"]
+)
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -156,7 +156,7 @@ class _Measured:
         self.draft = CachedModel(draft, 1, head_bits=8 if case.method.int4 else 16) if draft is not None else None
         self.rate = rate if case.method.speculative else None
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else SimulatedGreedy(jnp.float32(rate))
-        self.limits = make_limits(model, self.config, 1)
+        self.limits = make_limits(model, self.config)
         tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
         n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
         self.inputs = [(model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]

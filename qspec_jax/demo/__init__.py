@@ -1,0 +1,14 @@
+"""The embedded model: a Llama of 7.9 M parameters, trained on Python source."""
+
+import importlib.resources
+from pathlib import Path
+
+import jax
+
+MODEL = Path(str(importlib.resources.files(__name__) / "model"))
+
+
+def dtype() -> str | None:
+    """What to load it as; None is as stored."""
+    # A CPU has no bfloat16 arithmetic to speak of.
+    return "float32" if jax.default_backend() == "cpu" else None

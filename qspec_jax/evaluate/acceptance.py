@@ -68,7 +68,7 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     for row, text in zip(tokens, texts):
         row[: len(text) - new] = text[:-new]
     real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
-    limits = make_limits(model, dataclasses.replace(config, ignore_eos=True), len(texts))
+    limits = make_limits(model, *[dataclasses.replace(config, ignore_eos=True)] * len(texts))
     sampler, keys = make_sampler(config), prompt_keys(key, len(texts))
     static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
     args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)

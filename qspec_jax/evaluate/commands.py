@@ -1,0 +1,198 @@
+"""The commands `qspec batch` and `qspec eval ...`."""
+
+import dataclasses
+import enum
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from qspec_jax import demo, drafts
+from qspec_jax.command_line import Calibrate, DtypeOption, Gamma, GroupSize, Json, Method, ModelDirectory, Seed, load, read_text
+from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.demo import corpus
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate.batch import BatchStats, run_batch
+from qspec_jax.evaluate.jsonl import Journal, Line, as_line, read_lines, run_hash
+
+log = logging.getLogger(__name__)
+
+evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
+
+
+class OnError(enum.StrEnum):
+    skip = "skip"
+    stop = "stop"
+
+
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Results, a line for each line of the input.")],
+    model: ModelDirectory,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 8,
+    on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
+    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    group_size: GroupSize = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
+    as_json: Json = False,
+):
+    """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        method=method.value,
+        num_speculative_tokens=num_speculative_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        ignore_eos=ignore_eos,
+        group_size=group_size,
+    )
+    network, tokenizer = load(model, dtype, quiet=as_json)
+    lines = read_lines(source, network, tokenizer, config, seed)
+    wrong = [line for line in lines if line.error]
+    if wrong and on_error is OnError.stop:
+        more = f" (and {len(wrong) - 1} more lines; --on-error skip does the others)" if len(wrong) > 1 else ""
+        raise InputError(f"{source}, line {wrong[0].number}: {wrong[0].error}{more}")
+    if not lines:
+        raise InputError(f"{source}: empty; it should have a JSON object on each line")
+    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
+    of_weights = jax.device_get([weight[:1] for weight in network.weights().values()])
+    run = run_hash(source.read_bytes(), json.dumps(settings, sort_keys=True).encode(), *(part.tobytes() for part in of_weights))
+    journal = Journal(output, run, overwrite=overwrite)
+    for line in wrong:
+        log.warning("%s, line %d: %s", source, line.number, line.error)
+        if line.number not in journal.done:
+            journal.add({"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error})
+    if found := len(journal.done) - len(wrong):
+        log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
+    todo = [line for line in lines if line.number not in journal.done]
+    stats = _run(network, tokenizer, model, config, todo, journal, batch_size, refill, quiet=as_json)
+    journal.finish()
+    report = {"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats)
+    seconds = stats.prefill_s + stats.decode_s
+    report |= {
+        "tokens_per_second": stats.new_tokens / seconds if seconds else None,
+        "busy_slots": stats.busy_rounds / stats.slot_rounds if stats.slot_rounds else None,
+        "draft_acceptance_rate": stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
+    }
+    if as_json:
+        print(json.dumps(report))
+    elif stats.prompts:
+        rate = f", {report['draft_acceptance_rate']:.1%} of drafts accepted" if stats.num_draft_tokens else ""
+        print(
+            f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {report['tokens_per_second']:.1f} tokens/s{rate}; "
+            f"{report['busy_slots']:.1%} of places busy",
+            file=sys.stderr,
+        )
+
+
+def _run(
+    network,
+    tokenizer,
+    model: Path,
+    config: GenerationConfig,
+    todo: list[Line],
+    journal: Journal,
+    batch_size: int,
+    refill: bool,
+    *,
+    quiet: bool,
+) -> BatchStats:
+    if not todo:
+        return BatchStats()
+    draft = drafts.stored(model, network) if config.method == "quantspec" else None
+    results = run_batch(network, [line.request for line in todo], batch_size=batch_size, draft=draft, tokenizer=tokenizer, refill=refill)
+    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
+        for result in results:
+            journal.add(as_line(todo[result.index], result))
+            stats = results.stats
+            seconds, drafted = stats.prefill_s + stats.decode_s, stats.num_draft_tokens
+            bar.set_postfix_str(
+                f"{stats.new_tokens / seconds:.1f} tok/s"
+                + (f", {stats.num_accepted_draft_tokens / drafted:.1%} accepted" if drafted else "")
+            )
+            bar.update()
+    return results.stats
+
+
+@evaluations.command("acceptance")
+def acceptance_command(
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
+    ] = None,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
+    draft_bits: Annotated[int, typer.Option(help="Bits of the draft's weights, 4 or 16.")] = 4,
+    draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
+    scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
+    calibrate: Calibrate = True,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    as_json: Json = False,
+):
+    """Share of drafts that the target accepts: free-running and teacher-forced."""
+    directory = model or demo.MODEL
+    paths = file or corpus.held_out_files()
+    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+    texts = [tokenizer(read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
+    long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
+    if not long_enough:
+        raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
+    prompts = [text[:prompt_tokens] for text in long_enough]
+    shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, scheme=scheme)
+    configs = [GenerationConfig(temperature=heat, **shared) for heat in temperature or [0.0, 1.0]]
+    acceptance.check(network, prompts, configs[0])
+    draft = drafts.quantspec(
+        network,
+        weight_bits=draft_bits,
+        planes=draft_planes,
+        calibration=prompts if calibrate else None,
+        progress=False if as_json else None,
+    )
+    results = []
+    for config in configs:
+        key = jax.random.key(seed)
+        for mode in ("teacher-forced", "free-running"):
+            _say(f"temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
+            if mode == "teacher-forced":
+                measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
+            else:
+                measured = acceptance.free_running(network, draft, prompts, config, key)
+            results.append({"temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
+    if as_json:
+        print(json.dumps({"gamma": num_speculative_tokens, "texts": len(long_enough), "results": results}))
+        return
+    table = Table(
+        "temperature", "mode", "accepted / drafted", "drafted", "repeated 8-grams", title=f"Acceptance, gamma {num_speculative_tokens}"
+    )
+    for row in results:
+        rate, repeated = f"{row['acceptance_rate']:.3f}", f"{row['repeated_ngrams']:.1%}"
+        table.add_row(f"{row['temperature']:g}", row["mode"], rate, f"{row['drafted']:,}", repeated)
+    Console().print(table)
+
+
+def _say(message: str, *, quiet: bool) -> None:
+    if not quiet and sys.stderr.isatty():
+        print(message, file=sys.stderr)

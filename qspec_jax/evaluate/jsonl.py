@@ -1,0 +1,192 @@
+"""Prompts in a JSON Lines file, results in another: what a line may say, and a journal by which a run that was killed goes on."""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from qspec_jax.config import GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.batch import Request, Result
+from qspec_jax.generate import token_lists
+from qspec_jax.model import Llama
+
+PROMPTS = ("prompt", "token_ids", "messages")
+SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p")
+KEYS = (*PROMPTS, *SETTINGS, "seed", "stop", "stop_token_ids", "id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the input: its number, from 1, its `id`, and the request in it, or what is wrong with it."""
+
+    number: int
+    id: Any = None
+    request: Request | None = None
+    error: str | None = None
+
+
+def read_lines(path: Path, model: Llama, tokenizer, config: GenerationConfig, seed: int) -> list[Line]:
+    """Every line of the file; `config` is of what a line does not say. Raises InputError for a file that cannot be read.
+
+    A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps
+    `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop` (a string or several), `stop_token_ids` (lists of
+    them) and `id`. A line's draws are of its own seed,
+    or of `seed` and its number.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    key = jax.random.key(seed)
+    return [_line(number, raw, model, tokenizer, config, key) for number, raw in enumerate(content.splitlines(), start=1)]
+
+
+def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array) -> Line:
+    name = None
+    try:
+        try:
+            said = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise InputError("empty" if not raw.strip() else f"not JSON ({error})") from None
+        if not isinstance(said, dict):
+            raise InputError("should be a JSON object")
+        name = said.get("id")
+        if unknown := sorted(said.keys() - set(KEYS)):
+            raise InputError(f"unknown key {unknown[0]!r}; there are {', '.join(KEYS)}")
+        own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(key, number - 1)
+        request = Request(_tokens(said, tokenizer), _config(said, config), own, _stop(said), _stop_token_ids(said))
+        token_lists(model, [request.tokens], request.config)
+        return Line(number, name, request)
+    except InputError as error:
+        return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))
+
+
+def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
+    given = [name for name in PROMPTS if name in said]
+    if len(given) != 1:
+        raise InputError(f"should have one of {', '.join(PROMPTS)}, and has {' and '.join(given) or 'none'}")
+    prompt = said[given[0]]
+    if given == ["prompt"]:
+        if not isinstance(prompt, str):
+            raise InputError("prompt should be a text")
+        return tokenizer(prompt)["input_ids"] if prompt else []
+    if given == ["token_ids"]:
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise InputError("token_ids should be a list of numbers")
+        return prompt
+    if not tokenizer.chat_template:
+        raise InputError("messages need a tokenizer with a chat template; give prompt or token_ids")
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except Exception as error:  # of the template, which is the checkpoint's
+        raise InputError(f"messages do not fit the chat template ({type(error).__name__}: {error})") from None
+
+
+def _config(said: Mapping[str, Any], config: GenerationConfig) -> GenerationConfig:
+    own = {name: said[name] for name in SETTINGS if name in said}
+    for name, value in own.items():
+        whole = name in ("max_new_tokens", "top_k")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise InputError(f"{name} should be a {'whole ' if whole else ''}number, not {value!r}")
+    return dataclasses.replace(config, **own)
+
+
+def _own_key(seed: Any) -> jax.Array:
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r}")
+    return jax.random.fold_in(jax.random.key(seed), 0)
+
+
+def _stop(said: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = said.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(string, str) and string for string in stop):
+        raise InputError("stop should be a string or a list of them, none empty")
+    return tuple(stop)
+
+
+def _stop_token_ids(said: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    sequences = said.get("stop_token_ids", [])
+    known = lambda sequence: isinstance(sequence, list) and sequence and all(type(token) is int and token >= 0 for token in sequence)
+    if not isinstance(sequences, list) or not all(map(known, sequences)):
+        raise InputError("stop_token_ids should be a list of lists of token ids, none empty")
+    return tuple(map(tuple, sequences))
+
+
+class Journal:
+    """Results that are there already, in a file beside the output: a line each as they come, so that a run may be killed and go on."""
+
+    def __init__(self, output: Path, run: str, *, overwrite: bool):
+        """run: a hash of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to another
+        run; unless overwrite says that it may go."""
+        self.output, self.path = output, output.with_name(output.name + ".partial")
+        if output.exists() and not overwrite:
+            raise InputError(f"{output}: exists already; --overwrite replaces it")
+        try:
+            self._file = self.path.open("ab+")
+        except OSError as error:
+            raise InputError(f"{output}: cannot be written ({error.strerror})") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise InputError(f"{output}: is being written by another process") from None
+        self.done = self._read(run, overwrite)
+
+    def _read(self, run: str, overwrite: bool) -> dict[int, dict]:
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")
+        whole = sum(len(line) + 1 for line in lines[:-1])  # a last line that was cut short is written again
+        header, *results = [json.loads(line) for line in lines[:-1]] or [None]
+        if header is not None and header != {"run": run}:
+            if not overwrite:
+                self._file.close()
+                raise InputError(f"{self.path}: is of other prompts, settings or another model; remove it, or give --overwrite")
+            whole, results, header = 0, [], None
+        self._file.truncate(whole)
+        if header is None:
+            self._write({"run": run})
+        return {result["line"]: result for result in results}
+
+    def add(self, result: dict) -> None:
+        self._write(result)
+        self.done[result["line"]] = result
+
+    def _write(self, value: dict) -> None:
+        self._file.write(json.dumps(value).encode() + b"\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        """The output, in the order of the input, in place of the journal."""
+        ordered = "".join(json.dumps(self.done[number]) + "\n" for number in sorted(self.done))
+        self._file.close()
+        try:
+            draft = self.path.with_name(self.path.name + ".ordered")
+            draft.write_text(ordered, encoding="utf-8")
+            os.replace(draft, self.output)
+        except OSError as error:
+            raise InputError(f"{self.output}: cannot be written ({error.strerror})") from None
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def as_line(line: Line, result: Result) -> dict:
+    """A result as it is written; without anything that depends on how fast the machine is, or on what else runs."""
+    own = {} if line.id is None else {"id": line.id}
+    return {"line": line.number} | own | {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
+
+
+def run_hash(*parts: bytes) -> str:
+    """Of all that the results of a run depend on."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()

@@ -1,0 +1,363 @@
+"""A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size, and however often it was killed."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import hf_config, write_checkpoint
+
+from qspec_jax import demo, drafts
+from qspec_jax.checkpoint import load_model, load_tokenizer
+from qspec_jax.cli import main
+from qspec_jax.config import GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import Request, run_batch
+from qspec_jax.evaluate.batch import first_stop
+from qspec_jax.evaluate.jsonl import Journal, read_lines
+from qspec_jax.generate import generate
+
+CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, hf_config(vocab_size=4096, num_hidden_layers=1))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_model(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def draft(model):
+    return drafts.quantspec(model)
+
+
+def some_requests(count: int) -> list[Request]:
+    """Of different lengths and settings, greedy and sampled."""
+    r, requests = np.random.default_rng(0), []
+    for i in range(count):
+        settings = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 50}, {"temperature": 0.9, "top_p": 0.8}][i % 4]
+        config = dataclasses.replace(
+            CONFIG, max_new_tokens=int(r.integers(1, 40)), num_speculative_tokens=int(r.integers(1, 4)), **settings
+        )
+        requests.append(Request(r.integers(0, 4096, int(r.integers(1, 60))).tolist(), config, jax.random.fold_in(KEY, i)))
+    return requests
+
+
+def outcome(run) -> list:
+    return sorted(run, key=lambda result: result.index)
+
+
+def test_rows_are_as_alone(model, tokenizer, draft):
+    requests = some_requests(11)
+    whole = outcome(run_batch(model, requests, batch_size=4, draft=draft, tokenizer=tokenizer))
+    assert [result.index for result in whole] == list(range(11))
+    for request, result in zip(requests, whole):
+        assert len(result.token_ids) == request.config.max_new_tokens and result.finish_reason == "length"
+    for settings in ({"batch_size": 1}, {"batch_size": 4, "refill": False}):
+        assert outcome(run_batch(model, requests, draft=draft, tokenizer=tokenizer, **settings)) == whole
+    order = np.random.default_rng(1).permutation(11)
+    shuffled = outcome(run_batch(model, [requests[i] for i in order], batch_size=4, draft=draft, tokenizer=tokenizer))
+    assert [dataclasses.replace(result, index=0) for result in shuffled] == [dataclasses.replace(whole[i], index=0) for i in order]
+
+
+@pytest.mark.parametrize("method", ["quantspec", "autoregressive"])
+def test_rows_are_those_of_generate(method, model, draft):
+    config = dataclasses.replace(CONFIG, method=method, max_new_tokens=30, temperature=0.8)
+    requests = [dataclasses.replace(request, config=config) for request in some_requests(3)]
+    results = outcome(run_batch(model, requests, batch_size=2, draft=draft))
+    alone = generate(model, [request.tokens for request in requests], config=config, key=KEY, draft=draft)
+    assert [result.token_ids for result in results] == alone.token_ids
+    assert [result.stats for result in results] == alone.stats.rows
+
+
+def test_every_slot_works_while_prompts_wait(model, draft):
+    r = np.random.default_rng(0)
+    lengths = np.exp(r.uniform(np.log(4), np.log(100), 24)).astype(int)
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
+    full, fixed = (run_batch(model, requests, batch_size=4, draft=draft, refill=refill) for refill in (True, False))
+    results = outcome(full)
+    assert results == outcome(fixed)
+    rounds = [result.stats["num_spec_steps"] for result in results]
+    assert full.stats.busy_rounds == fixed.stats.busy_rounds == sum(rounds)
+    assert fixed.stats.rounds == sum(max(rounds[i : i + 4]) for i in range(0, 24, 4))
+    # As a queue with four servers: each prompt is begun when one is free.
+    free = [0] * 4
+    for count in rounds:
+        free[free.index(min(free))] += count
+    assert full.stats.rounds == max(free) < fixed.stats.rounds
+
+
+def outcome_of(requests, model, draft):
+    return outcome(run_batch(model, requests, batch_size=1, draft=draft))
+
+
+def test_stop_strings_and_sequences(model, tokenizer, draft):
+    requests = some_requests(8)
+    plain = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
+    stopped = []
+    for i, (request, result) in enumerate(zip(requests, plain)):
+        at = len(result.token_ids) // 2
+        if i % 2:
+            # Not at an edge of tokens: from the middle of one.
+            stop = (tokenizer.decode(result.token_ids[at : at + 2])[1:],)
+            stopped.append(dataclasses.replace(request, stop=("never said", *(s for s in stop if s))))
+        else:
+            stopped.append(dataclasses.replace(request, stop_token_ids=((4095, 4095, 4095), tuple(result.token_ids[at : at + 2]))))
+    results = outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer))
+    for request, result, before in zip(stopped, results, plain):
+        n = len(result.token_ids)
+        assert result.token_ids == before.token_ids[:n]
+        if request.stop_token_ids:
+            tail = request.stop_token_ids[1]
+            ends = [i + len(tail) for i in range(len(before.token_ids)) if tuple(before.token_ids[i : i + len(tail)]) == tail]
+            assert n == ends[0] and result.finish_reason == "stop"
+        elif (cut := first_stop(before.text, request.stop)) is not None:
+            assert result.finish_reason == "stop" and result.text == before.text[:cut]
+            text = lambda count: tokenizer.decode(before.token_ids[:count], skip_special_tokens=True)  # noqa: B023
+            assert first_stop(text(n), request.stop) == cut and first_stop(text(n - 1), request.stop) is None
+    assert sum(result.finish_reason == "stop" for result in results) >= 6
+    assert outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer, refill=False)) == results
+
+
+def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, draft):
+    config = dataclasses.replace(CONFIG, max_new_tokens=30)
+    request = Request([7, 8, 9], config, KEY)
+    tokens = outcome_of([request], model, draft)[0].token_ids
+    places = [(at, length) for length in (1, 2, 5, 9) for at in (0, 1, 3, 10)]
+    stopped = [dataclasses.replace(request, stop_token_ids=(tuple(tokens[at : at + length]),)) for at, length in places]
+    # The prompt's end and the first token are no match.
+    *results, last = outcome_of([*stopped, dataclasses.replace(request, stop_token_ids=((9, tokens[0]),))], model, draft)
+    for (at, length), found in zip(places, results):
+        first = next(i for i in range(30) if tokens[i : i + length] == tokens[at : at + length])
+        assert found.token_ids == tokens[: first + length] and found.finish_reason == "stop"
+    assert last.token_ids == tokens and last.finish_reason == "length"
+
+
+def test_eos_ends_a_row(model, draft):
+    requests = some_requests(6)
+    plain = outcome(run_batch(model, requests, batch_size=3, draft=draft))
+    eos = plain[0].token_ids[len(plain[0].token_ids) // 2]
+    ended = [dataclasses.replace(r, config=dataclasses.replace(r.config, ignore_eos=False, eos_token_ids=(eos,))) for r in requests]
+    for result, before in zip(outcome(run_batch(model, ended, batch_size=3, draft=draft)), plain):
+        n = before.token_ids.index(eos) + 1 if eos in before.token_ids else len(before.token_ids)
+        assert result.token_ids == before.token_ids[:n] and result.finish_reason == ("eos" if eos in before.token_ids else "length")
+
+
+def test_what_is_refused(model, draft):
+    config = dataclasses.replace(CONFIG, max_new_tokens=30)
+    request = Request([1], config, KEY)
+    other = dataclasses.replace(request, config=dataclasses.replace(config, group_size=16))
+    for requests, settings, named in (
+        ([request], {"batch_size": 0}, "batch size 0"),
+        ([], {}, "at least one"),
+        ([request, other], {}, "same group_size"),
+        ([dataclasses.replace(request, stop=("x",))], {}, "need a tokenizer"),
+        ([dataclasses.replace(request, tokens=[])], {}, "empty"),
+        ([dataclasses.replace(request, tokens=[1] * 200)], {}, "positions"),
+    ):
+        with pytest.raises(InputError, match=named):
+            run_batch(model, requests, draft=draft, **settings)
+
+
+# Files -----------------------------------------------------------------------------------------------------------------
+
+GOOD = [
+    {"prompt": "def main():", "max_new_tokens": 9, "id": "first"},
+    {"token_ids": [5, 6, 7], "temperature": 0.8, "seed": 4},
+    {"prompt": "import", "stop": ["\n"], "max_new_tokens": 30, "id": 3},
+    {"token_ids": [1], "stop_token_ids": [[2, 3]], "temperature": 1.0, "top_k": 5, "top_p": 0.9},
+]
+BAD = {
+    "": "empty",
+    "{": "not JSON",
+    "[" * 10**5: "not JSON",
+    "3": "should be a JSON object",
+    '{"prompt": "x", "n": 3}': "unknown key 'n'",
+    '{"max_new_tokens": 3}': "has none",
+    '{"prompt": "x", "token_ids": [1]}': "has prompt and token_ids",
+    '{"prompt": ""}': "is empty",
+    '{"prompt": 3}': "prompt should be a text",
+    '{"token_ids": [1, true]}': "list of numbers",
+    '{"token_ids": [4096]}': "outside the vocabulary",
+    '{"token_ids": [1], "max_new_tokens": 1000}': "positions",
+    '{"token_ids": [1], "max_new_tokens": 0}': "at least 1",
+    '{"token_ids": [1], "max_new_tokens": 2.5}': "whole number",
+    '{"token_ids": [1], "temperature": -1}': "temperature",
+    '{"token_ids": [1], "temperature": "hot"}': "temperature should be a number",
+    '{"token_ids": [1], "seed": -1}': "seed",
+    '{"token_ids": [1], "stop": ""}': "stop",
+    '{"token_ids": [1], "stop": [3]}': "stop",
+    '{"token_ids": [1], "stop_token_ids": [3]}': "stop_token_ids",
+    '{"messages": [{"role": "user", "content": "x"}]}': "chat template",
+}
+
+
+def command(directory, source, output, *more) -> list[str]:
+    flags = ["--model", directory, "--group-size", "8", "--max-new-tokens", "12", "--gamma", "3", "--ignore-eos", "--json"]
+    return ["batch", str(source), str(output), *map(str, flags), *map(str, more)]
+
+
+def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, GOOD)))
+    code, said, _ = run(*command(directory, source, out))
+    report = json.loads(said)
+    assert code == 0 and (report["lines"], report["wrong"], report["prompts"]) == (4, 0, 4)
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(result["line"], result.get("id")) for result in results] == [(1, "first"), (2, None), (3, 3), (4, None)]
+    assert [len(result["token_ids"]) for result in results[:2]] == [9, 12] and "\n" not in results[2]["text"]
+    config = dataclasses.replace(CONFIG, max_new_tokens=12)
+    requests = [line.request for line in read_lines(source, model, tokenizer, config, 0)]
+    for result, expected in zip(results, outcome(run_batch(model, requests, tokenizer=tokenizer))):
+        expected = dataclasses.asdict(expected)
+        assert {name: expected[name] for name in ("text", "token_ids", "finish_reason", "stats")}.items() <= result.items()
+    assert report["new_tokens"] == sum(len(result["token_ids"]) for result in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_seed_makes_a_line_its_own(model, tokenizer, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(json.dumps({"token_ids": [1], "seed": seed}) for seed in (1, 2, 1)) + '\n{"token_ids": [1]}')
+    config = dataclasses.replace(CONFIG, max_new_tokens=9)
+    one, two, three, four = (line.request.key for line in read_lines(source, model, tokenizer, config, 0))
+    assert one == three != two and four == jax.random.fold_in(jax.random.key(0), 3)
+
+
+def test_messages_go_through_the_chat_template(model, directory, tmp_path):
+    tokenizer = load_tokenizer(directory)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [3]}')
+    config = dataclasses.replace(CONFIG, max_new_tokens=9)
+    good, bad = read_lines(source, model, tokenizer, config, 0)
+    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"] and "do not fit the chat template" in bad.error
+
+
+def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([json.dumps(GOOD[0]), *BAD, json.dumps(GOOD[1])]))
+    fails(command(directory, source, out), f"{source}, line 2: empty (and {len(BAD) - 1} more lines; --on-error skip does the others)")
+    assert not out.exists()
+    code, said, _ = run(*command(directory, source, out, "--on-error", "skip"))
+    assert code == 0 and (report := json.loads(said))["wrong"] == len(BAD) and report["prompts"] == 2
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (
+        [result["line"] for result in results] == list(range(1, len(BAD) + 3)) and "token_ids" in results[0] and "token_ids" in results[-1]
+    )
+    for number, (result, named) in enumerate(zip(results[1:-1], BAD.values()), start=2):
+        assert named in result["error"] and f"{source}, line {number}: {result['error']}" in caplog.messages
+
+
+def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    fails(command(directory, source, out), source, "cannot be read")
+    source.write_text("")
+    fails(command(directory, source, out), source, "empty")
+    source.write_text('{"token_ids": [1]}')
+    fails(command(directory, source, tmp_path / "no" / "out.jsonl"), "cannot be written")
+    out.write_text("mine")
+    fails(command(directory, source, out), out, "exists already")
+    assert out.read_text() == "mine"
+
+
+def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
+    results = [{"line": i, "text": "é" * i} for i in (2, 1, 3)]
+    journal = Journal(tmp_path / "whole", "run", overwrite=False)
+    for result in results:
+        journal.add(result)
+    content = journal.path.read_bytes()
+    with pytest.raises(InputError, match="another process"):
+        Journal(tmp_path / "whole", "run", overwrite=False)
+    journal.finish()
+    whole = (tmp_path / "whole").read_bytes()
+    assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3] and not journal.path.exists()
+    for cut in range(len(content) + 1):
+        (tmp_path / "out.partial").write_bytes(content[:cut])
+        again = Journal(tmp_path / "out", "run", overwrite=False)
+        for result in results:
+            if result["line"] not in again.done:
+                again.add(result)
+        again.finish()
+        assert (tmp_path / "out").read_bytes() == whole
+        (tmp_path / "out").unlink()
+    (tmp_path / "out.partial").write_bytes(content)
+    with pytest.raises(InputError, match="is of other prompts, settings or another model"):
+        Journal(tmp_path / "out", "another", overwrite=False)
+    assert (tmp_path / "out.partial").read_bytes() == content
+    another = Journal(tmp_path / "out", "another", overwrite=True)
+    assert another.done == {}
+    another.finish()
+
+
+def _run_in_a_process(arguments: list[str], cache: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+        main(arguments)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(directory, tmp_path):
+    """Ten times: the output is that of a run that was left alone."""
+    source, r = tmp_path / "in.jsonl", np.random.default_rng(0)
+    line = lambda i: {
+        "token_ids": r.integers(0, 4096, 20).tolist(),
+        "max_new_tokens": int(r.integers(20, 90)),
+        "temperature": 0.8 * (i % 2),
+    }
+    source.write_text("\n".join(json.dumps(line(i)) for i in range(60)))
+    flags = ["--batch-size", 3, "--method", "autoregressive"]  # which is there soonest
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_batch"])
+
+    def started(output: Path) -> multiprocessing.Process:
+        process = context.Process(target=_run_in_a_process, args=(command(directory, source, output, *flags), str(tmp_path / "jit")))
+        process.start()
+        return process
+
+    for i in range(2):  # the first compiles
+        began = time.monotonic()
+        process = started(tmp_path / f"alone{i}")
+        process.join()
+        assert process.exitcode == 0
+        whole = time.monotonic() - began
+    expected = (tmp_path / "alone0").read_bytes()
+    assert (tmp_path / "alone1").read_bytes() == expected and len(expected.splitlines()) == 60
+    draw, out, killed, kept = random.Random(0), tmp_path / "out", 0, []
+    while killed < 10:
+        process = started(out)
+        process.join(draw.uniform(0.4, 1) * whole)
+        killed += process.is_alive()
+        process.kill()
+        process.join()
+        if out.exists():
+            assert out.read_bytes() == expected
+            out.unlink()
+        elif (journal := tmp_path / "out.partial").exists():
+            kept.append(len(journal.read_bytes().splitlines()))
+    process = started(out)
+    process.join()
+    assert process.exitcode == 0 and out.read_bytes() == expected and max(kept) > 1
