@@ -55,8 +55,8 @@ def is_converted(directory: Path) -> bool:
         if (directory.resolve().parent / UNFINISHED).exists():
             raise InputError(f"{directory}: an unfinished conversion; convert again")
         return (directory / MANIFEST).exists()
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be read ({error.strerror})") from None
+    except (OSError, RuntimeError) as error:  # a loop of links is either
+        raise InputError(f"{directory}: cannot be read ({' '.join(str(error).split())})") from None
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -65,6 +65,7 @@ def read_manifest(directory: Path) -> Manifest:
     names = {field.name for field in dataclasses.fields(Manifest)}
     known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16)
     whole = raw.keys() == names and all(isinstance(raw[name], dict) for name in ("shapes", "sha256", "written", "files"))
+    whole = whole and raw["written"].keys() == {TARGET, DRAFT}
     if raw.get("format") != FORMAT or not known or not whole or not all(isinstance(shape, list) for shape in raw["shapes"].values()):
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
     sizes = stored_files(directory)

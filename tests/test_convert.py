@@ -239,17 +239,16 @@ def test_verify(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [1e-39, 1e-36, 1.0, 1e3, 1e36])
-@pytest.mark.parametrize("width", [256, 50])
+@pytest.mark.parametrize(("scale", "width"), [(1e-39, 50), (1e-36, 50), (1.0, 50), (1.0, 256), (1e36, 50)])
 def test_the_draft_s_bound_holds_and_binds(dtype, scale, width, monkeypatch):
     weight = jax.numpy.asarray(scale * np.random.default_rng(0).standard_t(2, (48, width)), dtype)
-    monkeypatch.setattr("convert.by_rows.ROWS_SIZE", width)
-    assert draft_error(by_rows.quantize_by_rows(np.asarray(weight)), np.asarray(weight)) <= 1
-    quantized = quantize_weight(weight)
     monkeypatch.setattr("convert.by_rows.ROWS_SIZE", 10 * width)
+    quantized = quantize_weight(weight)
     assert draft_error(quantized, np.asarray(weight)) <= 1
-    if scale < 1e-30:
-        return  # zeros on some machines
+    if scale < 1e-30:  # zeros on some machines
+        monkeypatch.setattr("convert.by_rows.ROWS_SIZE", width)
+        assert draft_error(by_rows.quantize_by_rows(np.asarray(weight)), np.asarray(weight)) <= 1
+        return
     assert not draft_error(jax.tree.map(jax.numpy.zeros_like, quantized), np.asarray(weight)) <= 1
     code = quantized.codes[3, 1, 2]
     nan, far = (np.asarray(weight.at[3, 7].set(value)) for value in (np.nan, 200 * scale))
@@ -482,7 +481,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("most", [20, 5_000, 40_000])
+@pytest.mark.parametrize("most", [20, 40_000])
 def test_a_file_system_that_takes_no_more(most, source, tmp_path):
     """By the kernel's own error: of our files, of Orbax's and of TensorStore's."""
     command = [sys.executable, "-c", _LIMITED, str(most), "convert", str(source), str(tmp_path / "out")]
