@@ -39,7 +39,7 @@ def batch(
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Results, a line for each line of the input.")],
     model: ModelDirectory,
-    batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
     method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
