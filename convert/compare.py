@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.by_rows import draft_error
-from convert.placing import small_file
+from convert.small_files import small_file
 from qspec_jax import converted
 from qspec_jax.cache import Cache, empty_cache
 from qspec_jax.checkpoint import Source, load_config, load_model

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from qspec_jax.converted import UNFINISHED
 from qspec_jax.errors import InputError
-from qspec_jax.hub import SMALL_FILES
 
 OLD = "old"  # a directory in that of an unfinished one: what stood in its place
 
@@ -54,21 +53,6 @@ def written(directory: Path, needed: int, check: Callable[[], None]) -> Iterator
             _remove(folder, directory)
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({' '.join(str(error).split())[:300]})") from None
-
-
-def copy_small_files(source: Path, directory: Path) -> None:
-    """The config and the tokenizer's. Raises InputError where one cannot be read."""
-    for name in SMALL_FILES:
-        if (content := small_file(source, name)) is not None:
-            (directory / name).write_bytes(content)
-
-
-def small_file(directory: Path, name: str) -> bytes | None:
-    """None where there is none. Raises InputError where it cannot be read."""
-    try:
-        return (directory / name).read_bytes() if (directory / name).is_file() else None
-    except OSError as error:
-        raise InputError(f"{directory / name}: cannot be read ({error.strerror})") from None
 
 
 def _remove(folder: Path, directory: Path) -> None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from convert.placing import check_apart, copy_small_files, written
+from convert.placing import check_apart, written
+from convert.small_files import copy_small_files
 from qspec_jax import converted
 from qspec_jax.checkpoint import Place, load_config, places, weight_shapes
 from qspec_jax.converted import TARGET, Manifest

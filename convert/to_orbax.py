@@ -21,7 +21,8 @@ import numpy as np
 from tqdm import tqdm
 
 from convert.by_rows import quantize_by_rows
-from convert.placing import check_apart, copy_small_files, written
+from convert.placing import check_apart, written
+from convert.small_files import copy_small_files
 from qspec_jax import converted
 from qspec_jax.checkpoint import Source, stored_dtype
 from qspec_jax.config import read_json

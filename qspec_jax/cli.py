@@ -28,7 +28,25 @@ from convert.commands import conversions
 from qspec_jax import demo as embedded
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
-from qspec_jax.command_line import Calibrate, DtypeOption, Gamma, GroupSize, Json, Method, ModelDirectory, Seed, load, output_to, read_text
+from qspec_jax.command_line import (
+    Calibrate,
+    DtypeOption,
+    Gamma,
+    GroupSize,
+    IgnoreEos,
+    Json,
+    MaxNewTokens,
+    Method,
+    MethodOption,
+    ModelDirectory,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    load,
+    output_to,
+    read_text,
+)
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -60,19 +78,19 @@ def generate_command(
     model: ModelDirectory,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file that holds a prompt; may be given several times.")] = None,
-    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    method: MethodOption = Method.quantspec,
     cache: Annotated[CacheKind | None, typer.Option(help="Cache of the autoregressive method: full, if not given.")] = None,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    max_new_tokens: MaxNewTokens = GenerationConfig.max_new_tokens,
+    temperature: Temperature = GenerationConfig.temperature,
+    top_k: TopK = GenerationConfig.top_k,
+    top_p: TopP = GenerationConfig.top_p,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     group_size: GroupSize = None,
     calibrate: Calibrate = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    ignore_eos: IgnoreEos = False,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
     as_json: Json = False,
 ):

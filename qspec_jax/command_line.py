@@ -34,6 +34,12 @@ class Dtype(enum.StrEnum):
 
 
 Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
+MethodOption = Annotated[Method, typer.Option("--method", help="Draft and verify, or one token at a time.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens of each prompt.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 is off.")]
+TopP = Annotated[float, typer.Option(help="1 is off.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
 ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")

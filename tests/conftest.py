@@ -1,7 +1,12 @@
-"""Running the command line within a test."""
+"""Running the command line within a test, and a model for it."""
+
+import shutil
+from pathlib import Path
 
 import pytest
+from checkpoints import hf_config, write_checkpoint
 
+from qspec_jax import demo
 from qspec_jax.cli import main
 
 
@@ -33,3 +38,13 @@ def fails(run):
             assert str(word) in lines[0]
 
     return check
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, hf_config(vocab_size=4096, num_hidden_layers=1))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.MODEL / name, path / name)
+    return path

@@ -4,16 +4,14 @@ import dataclasses
 import json
 import multiprocessing
 import random
-import shutil
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from checkpoints import hf_config, write_checkpoint
 
-from qspec_jax import demo, drafts
+from qspec_jax import drafts
 from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -24,15 +22,6 @@ from qspec_jax.generate import generate
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, hf_config(vocab_size=4096, num_hidden_layers=1))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, path / name)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +292,10 @@ def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
     with pytest.raises(InputError, match="is of other prompts, settings or another model"):
         Journal(tmp_path / "out", "another", overwrite=False)
     assert (tmp_path / "out.partial").read_bytes() == content
+    (tmp_path / "mine.partial").write_text("years\n")
+    with pytest.raises(InputError, match="not what a run has left"):
+        Journal(tmp_path / "mine", "run", overwrite=True)
+    assert (tmp_path / "mine.partial").read_text() == "years\n"
     another = Journal(tmp_path / "out", "another", overwrite=True)
     assert another.done == {}
     another.finish()

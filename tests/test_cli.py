@@ -21,16 +21,6 @@ DEMO = demo.MODEL
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, hf_config(vocab_size=4096, num_hidden_layers=1))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, path / name)
-    return path
-
-
 def test_generate_prints_the_text_and_statistics(run, directory):
     code, out, err = run("generate", "--model", directory, "--prompt", "def main():", *SETTINGS)
     assert code == 0

@@ -15,7 +15,24 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qspec_jax import demo, drafts
-from qspec_jax.command_line import Calibrate, DtypeOption, Gamma, GroupSize, Json, Method, ModelDirectory, Seed, load, read_text
+from qspec_jax.command_line import (
+    Calibrate,
+    DtypeOption,
+    Gamma,
+    GroupSize,
+    IgnoreEos,
+    Json,
+    MaxNewTokens,
+    Method,
+    MethodOption,
+    ModelDirectory,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    load,
+    read_text,
+)
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
@@ -41,16 +58,16 @@ def batch(
     model: ModelDirectory,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
-    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    method: MethodOption = Method.quantspec,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    max_new_tokens: MaxNewTokens = GenerationConfig.max_new_tokens,
+    temperature: Temperature = GenerationConfig.temperature,
+    top_k: TopK = GenerationConfig.top_k,
+    top_p: TopP = GenerationConfig.top_p,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     group_size: GroupSize = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    ignore_eos: IgnoreEos = False,
     refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
     as_json: Json = False,

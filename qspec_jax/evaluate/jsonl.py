@@ -145,24 +145,32 @@ class Journal:
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         whole = sum(len(line) + 1 for line in lines[:-1])  # a last line that was cut short is written again
-        header, *results = [json.loads(line) for line in lines[:-1]] or [None]
+        try:
+            header, *results = [json.loads(line) for line in lines[:-1]] or [None]
+            done = {result["line"]: result for result in results}
+        except (ValueError, TypeError, KeyError):
+            self._file.close()
+            raise InputError(f"{self.path}: not what a run has left; move it away") from None
         if header is not None and header != {"run": run}:
             if not overwrite:
                 self._file.close()
                 raise InputError(f"{self.path}: is of other prompts, settings or another model; remove it, or give --overwrite")
-            whole, results, header = 0, [], None
+            whole, done, header = 0, {}, None
         self._file.truncate(whole)
         if header is None:
             self._write({"run": run})
-        return {result["line"]: result for result in results}
+        return done
 
     def add(self, result: dict) -> None:
         self._write(result)
         self.done[result["line"]] = result
 
     def _write(self, value: dict) -> None:
-        self._file.write(json.dumps(value).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(value).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); the same command goes on from there") from None
 
     def finish(self) -> None:
         """The output, in the order of the input, in place of the journal."""
