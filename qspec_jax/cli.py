@@ -50,7 +50,8 @@ from qspec_jax.command_line import (
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.commands import batch, evaluations
+from qspec_jax.evaluate.batch_command import batch
+from qspec_jax.evaluate.commands import evaluations
 from qspec_jax.generate import Generation, generate, token_lists
 from qspec_jax.info import ModelInfo, model_info
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Group
 
 from pallas_kernels.attention.shapes import Shape
+from qspec_jax import plots
 from qspec_jax.bench import report
 from qspec_jax.bench.attention import ERROR_TOKENS
 from qspec_jax.bench.rows import Report
@@ -33,8 +34,8 @@ def _describe(shape: Shape) -> str:
 
 
 def check_plot(path: Path, output: Path | None, shapes: Sequence[Shape]) -> None:
-    """Raises InputError as `report.check_plot` does, and where `plot` would have nothing to show."""
-    report.check_plot(path, output)
+    """Raises InputError as `plots.check` does, and where `plot` would have nothing to show."""
+    plots.check(path, output)
     if all(shape.batch > 1 for shape in shapes):
         raise InputError("--plot shows shapes of a single row, and none is chosen")
 
@@ -67,7 +68,7 @@ def plot(found: Report, path: Path) -> None:
                 axes.plot(*zip(*line), style, label=ours)
         ticks = sorted({context for line in lines.values() for context in line})
         axes.set_yscale("log")
-        report.context_axis(axes, ticks)
+        plots.context_axis(axes, ticks)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("latency (us)")
@@ -75,4 +76,4 @@ def plot(found: Report, path: Path) -> None:
         if lines:
             axes.legend()
     figure.suptitle(f"Decode attention on {found.device}, {found.date}", fontsize=11)
-    report.save_plot(figure, path)
+    plots.save(figure, path)

@@ -10,7 +10,7 @@ import typer
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import checkpoint, drafts
+from qspec_jax import checkpoint, drafts, plots
 from qspec_jax.bench import (
     attention,
     attention_report,
@@ -26,7 +26,6 @@ from qspec_jax.bench import (
     transformers_decode,
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
-from qspec_jax.bench.report import check_plot
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text, show
 from qspec_jax.demo import corpus
@@ -109,7 +108,7 @@ def bench_matmul(
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
     if plot:
-        check_plot(plot, output)
+        plots.check(plot, output)
     with output_to(output) as write:
         report = matmul.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
         show(report, matmul_report.table, output, write, as_json=as_json)
@@ -193,7 +192,7 @@ def bench_decode(
             raise InputError("--transformers goes with --arch or a whole checkpoint, not with --random-weights")
         transformers_decode.check()
     if plot:
-        check_plot(plot, output)
+        plots.check(plot, output)
     shape = checkpoint.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
         if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
@@ -273,7 +272,7 @@ def bench_end_to_end(
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
     gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
     if plot:
-        check_plot(plot, output)
+        plots.check(plot, output)
     with output_to(output) as write:
         network, tokenizer = load(model, None, quiet=as_json)
         report = end_to_end.run(

@@ -7,8 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qspec_jax import plots
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Report
-from qspec_jax.bench.report import context_axis, save_plot
 from qspec_jax.errors import InputError
 
 
@@ -78,7 +78,7 @@ def plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     speed, time, memory = figure.subplots(1, 3)
     for axes in (speed, memory):
-        context_axis(axes, contexts)
+        plots.context_axis(axes, contexts)
     for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]):
         found = sorted(lines.get(name, []), key=lambda row: row.context)
         style = dict(color=f"C{number}", marker="o", label=name)
@@ -102,7 +102,7 @@ def plot(report: Report, path: Path) -> None:
             axes.legend(fontsize=8)
     simulated = "; acceptance SIMULATED" if _simulated(report) else ""
     figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
-    save_plot(figure, path)
+    plots.save(figure, path)
 
 
 def _simulated(report: Report) -> list[str]:

@@ -6,8 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from qspec_jax import plots
 from qspec_jax.bench.end_to_end import Report, TeacherForced
-from qspec_jax.bench.report import context_axis, save_plot
 from qspec_jax.errors import InputError
 
 Key = tuple[int, float, int]  # context, temperature, gamma
@@ -71,12 +71,12 @@ def plot(report: Report, path: Path) -> None:
             accepted.plot(*zip(*walked), **style)
         accepted.plot([row.context for row in line], [row.acceptance_ratio for row in line], color=f"C{number}", linestyle=":")
     for axes in (speed, accepted):
-        context_axis(axes, contexts)
+        plots.context_axis(axes, contexts)
     speed.set(ylabel="speed-up over autoregressive", title="Speed-up", ylim=(0, None))
     accepted.set(ylabel="accepted / drafted", title="Acceptance: teacher-forced (dotted: free-running)")
     speed.legend(fontsize=8)
     figure.suptitle(f"{report.model} ({report.parameters / 1e6:,.0f} M parameters) on {report.device}, {report.date}", fontsize=11)
-    save_plot(figure, path)
+    plots.save(figure, path)
 
 
 def _walks(report: Report) -> dict[Key, TeacherForced]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Group
 
 from pallas_kernels.matmul.shapes import Shape
+from qspec_jax import plots
 from qspec_jax.bench import report
 from qspec_jax.bench.rows import Report
 
@@ -68,4 +69,4 @@ def plot(found: Report, path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.suptitle(f"Matmuls on {found.device}, {found.date}", fontsize=11)
-    report.save_plot(figure, path)
+    plots.save(figure, path)

@@ -1,8 +1,7 @@
-"""How the benches of kernels show their rows: a table, and what their plots share."""
+"""How the benches of kernels show their rows."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -10,9 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from qspec_jax.bench.rows import Report, Row
-from qspec_jax.errors import InputError
-
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def table(report: Report, title: str, describe: Callable[[Any], str], notes: Sequence[str]) -> Group:
@@ -70,35 +66,3 @@ def _remarks(report: Report) -> list[str]:
         names = dict.fromkeys(row.implementation for row in report.rows if row.timing and row.timing.method == method)
         lines.append(f"{', '.join(names)}: {method}")
     return lines
-
-
-def check_plot(path: Path, output: Path | None) -> None:
-    """Raises InputError where `save_plot` could not write this file, or what goes to `output` would be overwritten."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'qspec-jax[plot]'") from None
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise InputError(f"--plot {path}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"--plot {path}: cannot be written ({'it is a folder' if path.is_dir() else 'no such folder'})")
-    if output and output.resolve() == path.resolve():
-        raise InputError(f"--output and --plot are the same file, {path}")
-
-
-def context_axis(axes, contexts: Sequence[int]) -> None:
-    """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
-    axes.set_xscale("log")
-    # Shapes of attention have a few tokens more, which are buffered.
-    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 else f"{n:,}" for n in contexts])
-    axes.minorticks_off()
-    axes.set_xlabel("context (tokens)")
-    axes.grid(alpha=0.3)
-
-
-def save_plot(figure, path: Path) -> None:
-    """Writes a matplotlib figure. Raises InputError if the file cannot be written."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise InputError(f"--plot {path}: cannot be written ({error.strerror})") from None

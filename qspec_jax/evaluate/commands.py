@@ -1,9 +1,7 @@
-"""The commands `qspec batch` and `qspec eval ...`."""
+"""The commands `qspec eval ...`."""
 
 import dataclasses
-import enum
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,24 +10,14 @@ import jax
 import typer
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from qspec_jax import demo, drafts
 from qspec_jax.command_line import (
     Calibrate,
     DtypeOption,
     Gamma,
-    GroupSize,
-    IgnoreEos,
     Json,
-    MaxNewTokens,
-    Method,
-    MethodOption,
-    ModelDirectory,
     Seed,
-    Temperature,
-    TopK,
-    TopP,
     load,
     read_text,
 )
@@ -37,118 +25,8 @@ from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
-from qspec_jax.evaluate.batch import BatchStats, run_batch
-from qspec_jax.evaluate.jsonl import Journal, Line, as_line, read_lines, run_hash
-
-log = logging.getLogger(__name__)
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
-
-
-class OnError(enum.StrEnum):
-    skip = "skip"
-    stop = "stop"
-
-
-def batch(
-    source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own.")
-    ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Results, a line for each line of the input.")],
-    model: ModelDirectory,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
-    on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
-    method: MethodOption = Method.quantspec,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    max_new_tokens: MaxNewTokens = GenerationConfig.max_new_tokens,
-    temperature: Temperature = GenerationConfig.temperature,
-    top_k: TopK = GenerationConfig.top_k,
-    top_p: TopP = GenerationConfig.top_p,
-    seed: Seed = 0,
-    dtype: DtypeOption = None,
-    group_size: GroupSize = None,
-    ignore_eos: IgnoreEos = False,
-    refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
-    as_json: Json = False,
-):
-    """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        method=method.value,
-        num_speculative_tokens=num_speculative_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        ignore_eos=ignore_eos,
-        group_size=group_size,
-    )
-    network, tokenizer = load(model, dtype, quiet=as_json)
-    lines = read_lines(source, network, tokenizer, config, seed)
-    wrong = [line for line in lines if line.error]
-    if wrong and on_error is OnError.stop:
-        more = f" (and {len(wrong) - 1} more lines; --on-error skip does the others)" if len(wrong) > 1 else ""
-        raise InputError(f"{source}, line {wrong[0].number}: {wrong[0].error}{more}")
-    if not lines:
-        raise InputError(f"{source}: empty; it should have a JSON object on each line")
-    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
-    of_weights = jax.device_get([weight[:1] for weight in network.weights().values()])
-    run = run_hash(source.read_bytes(), json.dumps(settings, sort_keys=True).encode(), *(part.tobytes() for part in of_weights))
-    journal = Journal(output, run, overwrite=overwrite)
-    for line in wrong:
-        log.warning("%s, line %d: %s", source, line.number, line.error)
-        if line.number not in journal.done:
-            journal.add({"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error})
-    if found := len(journal.done) - len(wrong):
-        log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
-    todo = [line for line in lines if line.number not in journal.done]
-    stats = _run(network, tokenizer, model, config, todo, journal, batch_size, refill, quiet=as_json)
-    journal.finish()
-    report = {"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats)
-    seconds = stats.prefill_s + stats.decode_s
-    report |= {
-        "tokens_per_second": stats.new_tokens / seconds if seconds else None,
-        "busy_slots": stats.busy_rounds / stats.slot_rounds if stats.slot_rounds else None,
-        "draft_acceptance_rate": stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
-    }
-    if as_json:
-        print(json.dumps(report))
-    elif stats.prompts:
-        rate = f", {report['draft_acceptance_rate']:.1%} of drafts accepted" if stats.num_draft_tokens else ""
-        print(
-            f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {report['tokens_per_second']:.1f} tokens/s{rate}; "
-            f"{report['busy_slots']:.1%} of places busy",
-            file=sys.stderr,
-        )
-
-
-def _run(
-    network,
-    tokenizer,
-    model: Path,
-    config: GenerationConfig,
-    todo: list[Line],
-    journal: Journal,
-    batch_size: int,
-    refill: bool,
-    *,
-    quiet: bool,
-) -> BatchStats:
-    if not todo:
-        return BatchStats()
-    draft = drafts.stored(model, network) if config.method == "quantspec" else None
-    results = run_batch(network, [line.request for line in todo], batch_size=batch_size, draft=draft, tokenizer=tokenizer, refill=refill)
-    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
-        for result in results:
-            journal.add(as_line(todo[result.index], result))
-            stats = results.stats
-            seconds, drafted = stats.prefill_s + stats.decode_s, stats.num_draft_tokens
-            bar.set_postfix_str(
-                f"{stats.new_tokens / seconds:.1f} tok/s"
-                + (f", {stats.num_accepted_draft_tokens / drafted:.1%} accepted" if drafted else "")
-            )
-            bar.update()
-    return results.stats
 
 
 @evaluations.command("acceptance")

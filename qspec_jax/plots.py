@@ -1,0 +1,40 @@
+"""What all plots share: files they may go to, and an axis of contexts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qspec_jax.errors import InputError
+
+SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def check(path: Path, output: Path | None) -> None:
+    """Raises InputError where `save` could not write this file, or what goes to `output` would be overwritten."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError("--plot needs matplotlib: pip install 'qspec-jax[plot]'") from None
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"--plot {path}: the name must end in one of {', '.join(SUFFIXES)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"--plot {path}: cannot be written ({'it is a folder' if path.is_dir() else 'no such folder'})")
+    if output and output.resolve() == path.resolve():
+        raise InputError(f"--output and --plot are the same file, {path}")
+
+
+def context_axis(axes, contexts: Sequence[int]) -> None:
+    """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
+    axes.set_xscale("log")
+    # Shapes of attention have a few tokens more, which are buffered.
+    axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 else f"{n:,}" for n in contexts])
+    axes.minorticks_off()
+    axes.set_xlabel("context (tokens)")
+    axes.grid(alpha=0.3)
+
+
+def save(figure, path: Path) -> None:
+    """Writes a matplotlib figure. Raises InputError if the file cannot be written."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise InputError(f"--plot {path}: cannot be written ({error.strerror})") from None
