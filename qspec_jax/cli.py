@@ -33,26 +33,23 @@ from qspec_jax.command_line import (
     DtypeOption,
     Gamma,
     GroupSize,
-    IgnoreEos,
     Json,
-    MaxNewTokens,
-    Method,
-    MethodOption,
     ModelDirectory,
     Seed,
-    Temperature,
-    TopK,
-    TopP,
+    SensitiveLayers,
     load,
     output_to,
     read_text,
+    with_settings,
 )
 from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.decode import Step
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch_command import batch
 from qspec_jax.evaluate.commands import evaluations
-from qspec_jax.generate import Generation, generate, token_lists
+from qspec_jax.generate import Generation, Stream, generate, token_lists
+from qspec_jax.generate import stream as stream_prompt
 from qspec_jax.info import ModelInfo, model_info
 
 # Rounds between two looks at the decode loop, where they only move a progress bar.
@@ -75,44 +72,31 @@ class CacheKind(enum.StrEnum):
 
 
 @app.command("generate")
+@with_settings
 def generate_command(
     model: ModelDirectory,
+    config: GenerationConfig,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file that holds a prompt; may be given several times.")] = None,
-    method: MethodOption = Method.quantspec,
     cache: Annotated[CacheKind | None, typer.Option(help="Cache of the autoregressive method: full, if not given.")] = None,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    max_new_tokens: MaxNewTokens = GenerationConfig.max_new_tokens,
-    temperature: Temperature = GenerationConfig.temperature,
-    top_k: TopK = GenerationConfig.top_k,
-    top_p: TopP = GenerationConfig.top_p,
     seed: Seed = 0,
     dtype: DtypeOption = None,
-    group_size: GroupSize = None,
     calibrate: Calibrate = False,
+    sensitive_layers: SensitiveLayers = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
-    ignore_eos: IgnoreEos = False,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
     as_json: Json = False,
 ):
     """Continue prompts."""
-    if cache is not None and method is Method.quantspec:
+    speculative = config.method == "quantspec"
+    if cache is not None and speculative:
         raise InputError("--cache is for --method autoregressive; quantspec always has the int8 cache")
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        method=method.value,
-        cache=cache and cache.value,
-        num_speculative_tokens=num_speculative_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        ignore_eos=ignore_eos,
-        group_size=group_size,
-    )
-    if calibrate and method is Method.autoregressive:
-        raise InputError("--calibrate is for --method quantspec; the autoregressive method has no draft")
+    if (calibrate or sensitive_layers) and not speculative:
+        option = "--calibrate" if calibrate else "--sensitive-layers"
+        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+    config = dataclasses.replace(config, cache=cache and cache.value)
     prompts = [*(prompt or []), *(read_text(path) for path in prompt_file or [])]
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
@@ -120,21 +104,26 @@ def generate_command(
         raise InputError("--stream takes one prompt")
     with output_to(output) as write:
         network, tokenizer = load(model, dtype, quiet=as_json)
-        follow = _Stream(tokenizer) if stream else _Progress(max_new_tokens * len(prompts), quiet=as_json)
         tokens = token_lists(network, prompts, config, tokenizer)
-        if method is Method.autoregressive:
-            draft = None
-        elif calibrate:
-            draft = drafts.quantspec(network, calibration=tokens, progress=False if as_json else None)
-        else:
+        draft = None
+        if speculative and (calibrate or sensitive_layers):
+            settings = dict(calibration=tokens if calibrate else None, sensitive_layers=sensitive_layers)
+            draft = drafts.quantspec(network, **settings, progress=False if as_json else None)
+        elif speculative:
             draft = drafts.stored(model, network)
-        out = _generate(network, tokenizer, tokens, config, seed, follow, draft)
+        if stream:
+            out = _print_stream(
+                stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
+            )
+        else:
+            progress = _Progress(config.max_new_tokens * len(prompts), quiet=as_json)
+            out = _generate(network, tokenizer, tokens, config, seed, progress, draft)
         if as_json:
             write(json.dumps(dataclasses.asdict(out)) + "\n")
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
-        Console(stderr=True).print(_stats_table({method.value: out}))
+        Console(stderr=True).print(_stats_table({config.method: out}))
 
 
 @app.command()
@@ -255,8 +244,10 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _generate(network, tokenizer, prompts: list, config: GenerationConfig, seed: int, follow, draft=None) -> Generation:
-    with follow:
+def _generate(
+    network, tokenizer, prompts: list, config: GenerationConfig, seed: int, progress: "_Progress", draft: Step | None
+) -> Generation:
+    with progress:
         return generate(
             network,
             prompts,
@@ -264,15 +255,13 @@ def _generate(network, tokenizer, prompts: list, config: GenerationConfig, seed:
             key=jax.random.key(seed),
             tokenizer=tokenizer,
             draft=draft,
-            on_tokens=follow.on_tokens if follow.active else None,
-            rounds_per_update=follow.rounds,
+            on_tokens=progress.on_tokens if progress.active else None,
+            rounds_per_update=ROUNDS_PER_UPDATE,
         )
 
 
 class _Progress:
     """A bar of new tokens on standard error; silent without a terminal."""
-
-    rounds = ROUNDS_PER_UPDATE
 
     def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
         self.bar = tqdm(total=total, desc=f"{label}: compile, read the prompt", unit="tok", leave=False, disable=True if quiet else None)
@@ -289,31 +278,12 @@ class _Progress:
         self.bar.close()
 
 
-class _Stream:
-    """Prints one prompt's text as it comes: what a later token can no longer change."""
-
-    rounds, active = 1, True
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.tokens, self.shown = tokenizer, [], 0
-
-    def on_tokens(self, new: list[list[int]]) -> None:
-        self.tokens += new[0]
-        self._print(self._text().rstrip("\N{REPLACEMENT CHARACTER}"))
-
-    def _text(self) -> str:
-        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-
-    def _print(self, text: str) -> None:
-        sys.stdout.write(text[self.shown :])
+def _print_stream(pieces: Stream) -> Generation:
+    for piece in pieces:
+        sys.stdout.write(piece.text)
         sys.stdout.flush()
-        self.shown = max(self.shown, len(text))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._print(self._text() + "\n")
+    sys.stdout.write("\n")
+    return pieces.generation
 
 
 def _demo_file() -> Path:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import enum
+import functools
+import inspect
 import io
 import json
 import sys
@@ -16,6 +18,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from qspec_jax import checkpoint
+from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 
 # Of tables in files and pipes.
@@ -33,13 +36,22 @@ class Dtype(enum.StrEnum):
     float64 = "float64"
 
 
+def _token_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} should be token ids with commas between them") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} should be a token id, =, and a number") from None
+
+
 Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
-MethodOption = Annotated[Method, typer.Option("--method", help="Draft and verify, or one token at a time.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens of each prompt.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="0 is off.")]
-TopP = Annotated[float, typer.Option(help="1 is off.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
 ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
@@ -50,7 +62,79 @@ Calibrate = Annotated[
     bool,
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
 ]
+SensitiveLayers = Annotated[
+    int, typer.Option(min=0, help="Draft the first and the last so many layers at the target's precision, weights and cache.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _settings(
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
+    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
+    draft_cost: Annotated[float, typer.Option(help="Of a draft, for --adaptive; verifying a round is 1.")] = GenerationConfig.draft_cost,
+    min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens of at least this share of the likeliest's probability.")
+    ] = GenerationConfig.min_p,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.repetition_penalty,
+    min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence token before so many.")] = GenerationConfig.min_new_tokens,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
+    ] = None,
+    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Tokens that never come.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends a row, and is cut off; may be given several times.")] = None,
+    stop_token_ids: Annotated[
+        list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
+    ] = None,
+    output_logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in --json.")
+    ] = False,
+    top_logprobs: Annotated[int, typer.Option(help="And of so many likeliest tokens in each place.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    group_size: GroupSize = None,
+) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        method=method.value,
+        num_speculative_tokens=num_speculative_tokens,
+        adaptive=adaptive,
+        draft_cost=draft_cost,
+        min_draft_confidence=min_draft_confidence,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=dict(map(_bias, logit_bias or [])),
+        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in _token_ids(text)),
+        stop=tuple(stop or []),
+        stop_token_ids=tuple(map(_token_ids, stop_token_ids or [])),
+        output_logprobs=output_logprobs,
+        top_logprobs=top_logprobs,
+        ignore_eos=ignore_eos,
+        group_size=group_size,
+    )
+
+
+def with_settings(command: Callable) -> Callable:
+    """The command with the options of `_settings` in place of its parameter `config`."""
+    own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
+
+    @functools.wraps(command)
+    def with_options(**given):
+        config = _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        return command(config=config, **given)
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared) if p.name != "config"]
+    with_options.__signature__ = inspect.Signature(parameters)
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
 
 
 def load(directory: Path, dtype: str | None, *, quiet: bool):

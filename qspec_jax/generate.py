@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ from qspec_jax import decode, prefill
 from qspec_jax.cache import empty_cache
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import CacheConfig, GenerationConfig
-from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
+from qspec_jax.decode import CachedModel, DecodeState, Limits, Logprobs, Step
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
+from qspec_jax.processors import make_processors, seen_in, seen_since
 from qspec_jax.sampling import TARGET, Sampler, make_sampler, prompt_keys
+from qspec_jax.text import RowText
 
 FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length", decode.STOP: "stop"}
 
@@ -54,12 +57,30 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The new tokens of each prompt (an EOS included), their text if a tokenizer was given, why each ended ("eos" or "length")."""
+    """The new tokens of each prompt (an EOS included), their text if a tokenizer was given, why each ended ("eos", "stop" or "length").
+
+    token_ids reach to the token in which a stop string was complete; text is without it. logprobs, where they were asked for: the
+    target's log-probability of every new token, and in top_logprobs pairs of id and log-probability for the likeliest in each place.
+    """
 
     token_ids: list[list[int]]
     text: list[str] | None
     finish_reason: list[str]
     stats: Stats
+    logprobs: list[list[float]] | None = None
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What came of a few rounds: new token ids, the text that is certain by now, and how many tokens were drafted and accepted, and groups
+    flushed."""
+
+    token_ids: list[int]
+    text: str
+    drafted: int
+    accepted: int
+    flushes: int
 
 
 def _prepare(
@@ -74,15 +95,19 @@ def _prepare(
     capacity: int,
     max_new_tokens: int,
     gamma: int,
+    logprobs: int | None = None,
 ) -> DecodeState:
     empty = empty_cache(model.config, cache, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype)
     with jax.named_scope("prefill"):
         logits, filled = prefill.prefill(model, tokens, n, empty)
-    first, _ = sampler.choose(logits, keys, n, TARGET)
-    return decode.start(filled, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma)
+    seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
+    processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
+    first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
+    of_first = None if logprobs is None else Logprobs.of(logits[:, None], first[:, None], logprobs)
+    return decode.start(filled, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma, seen=seen, logprobs=of_first)
 
 
-PREPARE = Compiled(_prepare, static_argnames=("cache", "capacity", "max_new_tokens", "gamma"))
+PREPARE = Compiled(_prepare, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs"))
 DECODE = Compiled(decode.decode, donate_argnames=("state",))
 
 
@@ -105,66 +130,229 @@ def generate(
     `rounds_per_update` rounds.
 
     The output is exactly the INT8-KV target's (in exact arithmetic): greedy, its very tokens; sampled, its distribution.
-    Raises InputError for an empty prompt, a token id outside the vocabulary, and prompts that are too long.
+    Raises InputError for an empty prompt, a token id outside the vocabulary, prompts that are too long, and stop strings without a
+    tokenizer.
     """
-    config = config or GenerationConfig()
-    rows = token_lists(model, prompts, config, tokenizer)
-    gamma = most_drafts(model, config)
-    if gamma and draft is None:
-        draft = quantspec(model)
-    sampler = make_sampler(config)
-    keys = prompt_keys(jax.random.key(0) if key is None else key, len(rows))
-    longest = prefill.bucket(max(map(len, rows)))
-    max_new_tokens = prefill.bucket(config.max_new_tokens)
-    tokens = np.zeros((len(rows), longest), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    n = np.array([len(row) for row in rows], np.int32)
-    limits = make_limits(model, *[config] * len(rows))
+    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft)
+    for look in run.looks(rounds_per_update if on_tokens else decode.UNLIMITED):
+        if on_tokens:
+            on_tokens(look.new)
+    return run.generation()
 
-    args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
-    static = dict(cache=config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens, gamma=gamma)
-    run_prepare, prepare_s = PREPARE.compile(*args, **static)
-    jax.block_until_ready(draft)
-    began = time.perf_counter()
-    state = jax.block_until_ready(run_prepare(*args))
-    prefill_s = time.perf_counter() - began
 
-    target, draft = CachedModel(model, planes=2), decode.in_loop(draft) if gamma else None
-    rounds = jnp.int32(rounds_per_update if on_tokens else decode.UNLIMITED)
-    run_decode, decode_compile_s = DECODE.compile(target, draft, sampler, state, limits, rounds)
-    cache_bytes = state.cache.num_bytes
-    step = functools.partial(run_decode, target, draft, sampler)
-    jax.block_until_ready(draft)
-    began = time.perf_counter()
-    state = _stream(step, state, limits, rounds, on_tokens) if on_tokens else jax.block_until_ready(step(state, limits, rounds))
-    decode_s = time.perf_counter() - began
+class Stream:
+    """One prompt's continuation as it comes: iterate over its pieces. `generation` is there when they have come to their end."""
 
-    result = jax.device_get((state.tokens, state.emitted, state.status))
-    token_ids = [row[:count].tolist() for row, count in zip(*result[:2])]
-    text = None if tokenizer is None else [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    stats = _stats(state, n, prepare_s + decode_compile_s, prefill_s, decode_s, cache_bytes)
-    return Generation(token_ids, text, [FINISH_REASONS[int(s)] for s in result[2]], stats)
+    def __init__(self, run: "_Run", rounds_per_piece: int):
+        self.generation: Generation | None = None
+        self._pieces = self._run(run, rounds_per_piece)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends it early. Nothing runs between two pieces; what it holds on the device is freed."""
+        self._pieces.close()
+
+    def _run(self, run: "_Run", rounds: int) -> Iterator[Piece]:
+        before = np.zeros(3, int)
+        for new in run.looks(rounds):
+            now = np.array([count[0] for count in (run.counts.drafted, run.counts.accepted, run.counts.flushes)])
+            yield Piece(*new[0], *(now - before).tolist())
+            before = now
+        self.generation = run.generation()
+
+
+def stream(
+    model: Llama,
+    prompt: str | Sequence[int],
+    *,
+    config: GenerationConfig | None = None,
+    key: Key[Array, ""] | None = None,
+    tokenizer=None,
+    draft: Step | None = None,
+    rounds_per_piece: int = 1,
+) -> Stream:
+    """As `generate`, of one prompt, in pieces: one after prefill, and one after every `rounds_per_piece` rounds.
+
+    Their texts never split a character, hold no part of a stop string, and are together the whole text; "" without a tokenizer.
+    """
+    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, follow=True), rounds_per_piece)
+
+
+class Row:
+    """What has come of one prompt, on the host. follow: with its text as it comes, which stop strings need anyway."""
+
+    def __init__(self, config: GenerationConfig, tokenizer, *, follow: bool = False):
+        self.config, self._tokenizer = config, tokenizer
+        self._coming = RowText(tokenizer, config.stop) if tokenizer is not None and (follow or config.stop) else None
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+
+    def update(self, tokens: Int[np.ndarray, "N"], emitted: int, status: int) -> tuple[list[int], str]:
+        """The new token ids and their text, from the row's tokens so far and its status. Nothing once it has ended."""
+        if self.finish_reason:
+            return [], ""
+        new, text = tokens[len(self.token_ids) : emitted].tolist(), ""
+        self.finish_reason = FINISH_REASONS.get(int(status))
+        if self._coming:
+            text = self._coming.add(new)
+            if self.finish_reason:
+                text += self._coming.end()
+            if self._coming.stopped:
+                new, self.finish_reason = self._coming.token_ids[len(self.token_ids) :], "stop"
+        self.token_ids += new
+        return new, text
+
+    @property
+    def text(self) -> str | None:
+        """None without a tokenizer."""
+        if self._coming and self._coming.stopped:
+            return self._coming.text
+        return None if self._tokenizer is None else self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+
+    def logprobs(self, of_row: Logprobs | None) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
+        """Of the row's tokens, and of the likeliest in each place, as `Generation` has them; None where they were not asked for.
+
+        of_row: on the host, of its columns, with as many alternatives or more.
+        """
+        n, k = len(self.token_ids), self.config.logprobs
+        if k is None:
+            return None, None
+        pairs = zip(of_row.top_ids[:n, :k].tolist(), of_row.top[:n, :k].tolist())
+        return of_row.tokens[:n].tolist(), [list(zip(*pair)) for pair in pairs]
+
+
+class _Run:
+    """One batch, from prompts to a `Generation`."""
+
+    def __init__(
+        self,
+        model: Llama,
+        prompts: Sequence,
+        config: GenerationConfig,
+        key: Key[Array, ""] | None,
+        tokenizer,
+        draft: Step | None,
+        *,
+        follow: bool = False,
+    ):
+        self.model, self.config = model, config
+        self.prompts = token_lists(model, prompts, config, tokenizer)
+        self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
+        self.gamma = most_drafts(model, config)
+        self.draft = quantspec(model) if self.gamma and draft is None else draft
+        self.keys = prompt_keys(jax.random.key(0) if key is None else key, len(self.prompts))
+        self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
+
+    def looks(self, rounds_per_look: int) -> Iterator[list[tuple[list[int], str]]]:
+        """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""
+        sampler, limits = make_sampler(self.config), make_limits(self.model, *[self.config] * len(self.rows))
+        state = self._prefilled(sampler, limits)
+        self.cache_bytes, self.decode_s = state.cache.num_bytes, 0.0
+        target, draft = CachedModel(self.model, planes=2), decode.in_loop(self.draft) if self.gamma else None
+        # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
+        rounds = jnp.int32(1 if self.config.stop else rounds_per_look)
+        run_decode, seconds = DECODE.compile(target, draft, sampler, state, limits, rounds)
+        self.compile_s += seconds
+        jax.block_until_ready(draft)
+        while True:
+            yield self._update(state)
+            ended = np.array([row.finish_reason is not None for row in self.rows])
+            if ended.all():
+                return
+            if self.config.stop:
+                state = decode.stopped(state, ended)
+            began = time.perf_counter()
+            state = jax.block_until_ready(run_decode(target, draft, sampler, state, limits, rounds))
+            self.decode_s += time.perf_counter() - began
+
+    def _prefilled(self, sampler: Sampler, limits: Limits) -> DecodeState:
+        longest = prefill.bucket(int(self.n.max()))
+        max_new_tokens = prefill.bucket(self.config.max_new_tokens)
+        tokens = np.zeros((len(self.prompts), longest), np.int32)
+        for row, prompt in zip(tokens, self.prompts):
+            row[: len(prompt)] = prompt
+        args = (self.model, jnp.asarray(tokens), jnp.asarray(self.n), sampler, self.keys, limits)
+        static = dict(cache=self.config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens)
+        run_prepare, self.compile_s = PREPARE.compile(*args, **static, gamma=self.gamma, logprobs=self.config.logprobs)
+        jax.block_until_ready(self.draft)
+        began = time.perf_counter()
+        state = jax.block_until_ready(run_prepare(*args))
+        self.prefill_s = time.perf_counter() - began
+        return state
+
+    def _update(self, state: DecodeState) -> list[tuple[list[int], str]]:
+        parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
+        tokens, emitted, status, self.counts, self.logprobs = jax.device_get(parts)
+        return [row.update(*of_row) for row, *of_row in zip(self.rows, tokens, emitted, status)]
+
+    def generation(self) -> Generation:
+        """When all rows have ended."""
+        texts = [row.text for row in self.rows]
+        of_rows = [row.logprobs(jax.tree.map(lambda x: x[i], self.logprobs)) for i, row in enumerate(self.rows)]  # noqa: B023
+        chances, top = (None, None) if self.config.logprobs is None else map(list, zip(*of_rows))
+        return Generation(
+            [row.token_ids for row in self.rows],
+            None if texts[0] is None else texts,
+            [row.finish_reason for row in self.rows],
+            self._stats(),
+            chances,
+            top,
+        )
+
+    def _stats(self) -> Stats:
+        counts, new = self.counts, np.array([len(row.token_ids) for row in self.rows])
+        of = functools.partial(summary, speculative=self.gamma > 0)
+        columns = (self.n, new, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
+        memory = jax.local_devices()[0].memory_stats() or {}
+        return Stats(
+            **of(*(column.sum(0) for column in columns)),
+            compile_s=self.compile_s,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            # The first token of each row is prefill's. There may be no other.
+            tokens_per_second=float((new - 1).sum() / self.decode_s) if self.decode_s else 0.0,
+            peak_memory_bytes=memory.get("peak_bytes_in_use"),
+            cache_bytes=self.cache_bytes,
+            rows=[of(*row) for row in zip(*columns)],
+        )
 
 
 def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
     """Of each row. EOS ids are the first one's."""
-    eos = configs[0].eos_token_ids if configs[0].eos_token_ids is not None else model.config.eos_token_ids
-    if configs[0].ignore_eos or not eos:
-        eos = (-1,)
-    rows = lambda name: jnp.array([getattr(config, name) for config in configs], jnp.int32)
-    return Limits(rows("max_new_tokens"), rows("num_speculative_tokens"), jnp.array(eos, jnp.int32))
+    eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
+    column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
+    return Limits(
+        column("max_new_tokens", jnp.int32),
+        column("num_speculative_tokens", jnp.int32),
+        jnp.array(eos or (-1,), jnp.int32),
+        _stop_sequences(configs),
+        make_processors(*configs),
+        column("min_draft_confidence", jnp.float32) if any(config.min_draft_confidence for config in configs) else None,
+        jnp.array([config.adaptive * config.draft_cost for config in configs], jnp.float32) if any(c.adaptive for c in configs) else None,
+    )
 
 
-def _stream(step: Callable, state: DecodeState, limits: Limits, rounds: Array, on_tokens: Callable) -> DecodeState:
-    shown = np.zeros(state.emitted.shape[0], np.int32)
-    while True:
-        tokens, emitted, status = jax.device_get((state.tokens, state.emitted, state.status))
-        on_tokens([row[a:b].tolist() for row, a, b in zip(tokens, shown, emitted)])
-        shown = emitted
-        if not (status == decode.RUNNING).any():
-            return state
-        state = step(state, limits, rounds)
+def eos_ids(model: Llama, config: GenerationConfig) -> tuple[int, ...]:
+    """The config's own, or the checkpoint's."""
+    return model.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+
+
+def _stop_sequences(configs: Sequence[GenerationConfig]) -> Int[Array, "B K L"] | None:
+    """As `decode.Limits` wants them; None where no row has any."""
+    sequences = [config.stop_token_ids for config in configs]
+    lengths = [len(sequence) for of_row in sequences for sequence in of_row]
+    if not lengths:
+        return None
+    stop = np.full((len(configs), max(map(len, sequences)), max(lengths)), -1, np.int32)
+    for row, of_row in zip(stop, sequences):
+        for columns, sequence in zip(row, of_row):
+            columns[len(columns) - len(sequence) :] = sequence
+    return jnp.asarray(stop)
 
 
 def most_drafts(model: Llama, config: GenerationConfig) -> int:
@@ -195,7 +383,23 @@ def token_lists(
             raise InputError(f"prompt {i} has a token id outside the vocabulary of {model.config.vocab_size}")
         rows.append(row)
     _check_lengths(model, rows, config)
+    _check_ids(model, config)
+    if config.stop and tokenizer is None:
+        raise InputError("stop strings need a tokenizer")
     return rows
+
+
+def _check_ids(model: Llama, config: GenerationConfig) -> None:
+    size = model.config.vocab_size
+    sequences = (config.logit_bias, config.banned_token_ids, *config.stop_token_ids)
+    for token in (token for sequence in sequences for token in sequence):
+        if not 0 <= token < size:
+            raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
+    forbidden = {*config.banned_token_ids, *(token for token, bias in config.logit_bias.items() if bias == -math.inf)}
+    if len(forbidden.union(eos_ids(model, config) if config.min_new_tokens else ())) >= size:
+        raise InputError("no token is left that may be generated: fewer should be banned")
+    if config.top_logprobs > size:
+        raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")
 
 
 def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
@@ -209,24 +413,6 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
             raise InputError(
                 f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
             )
-
-
-def _stats(state: DecodeState, n: np.ndarray, compile_s: float, prefill_s: float, decode_s: float, cache_bytes: int) -> Stats:
-    counts, emitted = jax.device_get((state.counts, state.emitted))
-    of = functools.partial(summary, speculative=state.gamma > 0)
-    columns = (n, emitted, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
-    memory = jax.local_devices()[0].memory_stats() or {}
-    return Stats(
-        **of(*(column.sum(0) for column in columns)),
-        compile_s=compile_s,
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        # The first token of each row is prefill's.
-        tokens_per_second=float((emitted - 1).sum() / decode_s),
-        peak_memory_bytes=memory.get("peak_bytes_in_use"),
-        cache_bytes=cache_bytes,
-        rows=[of(*row) for row in zip(*columns)],
-    )
 
 
 def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> dict[str, Any]:

@@ -158,20 +158,21 @@ class Llama(nnx.Module):
         positions: Int[Array, "B T"],
         cache: AttendingCache,
         *,
-        planes: int = 2,
+        planes: int | tuple[int, ...] = 2,
         lengths: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         """Logits (at least float32) of T tokens per row and the cache T tokens longer.
 
-        planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target). lengths: see rope.py; by default
-        position + 1.
+        planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target); or a number for each layer. lengths: see rope.py;
+        by default position + 1.
         """
         x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
+        planes = (planes,) * len(self.layers) if isinstance(planes, int) else planes
         layers, blank = [], None
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes)
+            attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes[i])
             x, y, blank = block.until(following, x, attended, blank)
             layers.append(layer)
         return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])

@@ -65,7 +65,7 @@ class Greedy:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, in Hugging Face's order; speculative sampling (arXiv 2211.17192, algorithm 1).
+    """Temperature, then top-k, top-p and min-p, in Hugging Face's order; speculative sampling (arXiv 2211.17192, algorithm 1).
 
     Settings are of every row, [1], or of each, [B]. A row of temperature 0 is greedy: all of its probability is the likeliest token's.
     """
@@ -73,8 +73,10 @@ class Sampling:
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
     use_top_k: bool = dataclasses.field(metadata={"static": True})
     use_top_p: bool = dataclasses.field(metadata={"static": True})
+    use_min_p: bool = dataclasses.field(metadata={"static": True})
     some_greedy: bool = dataclasses.field(metadata={"static": True})
 
     def probabilities(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
@@ -89,8 +91,15 @@ class Sampling:
         temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
         # The largest first taken off: a tiny temperature then gives -inf, never inf - inf.
         logits = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
-        if not (self.use_top_k or self.use_top_p):
-            return jax.nn.softmax(logits, -1)
+        kept = logits
+        if self.use_top_k or self.use_top_p:
+            kept = jnp.where(logits < self._last_ranked(logits), -jnp.inf, kept)
+        if self.use_min_p:
+            kept = jnp.where(logits < jnp.log(_by_row(self.min_p, logits)).astype(logits.dtype), -jnp.inf, kept)
+        return jax.nn.softmax(kept, -1)
+
+    def _last_ranked(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T 1"]:
+        """The smallest logit that top-k and top-p keep."""
         ranked = jnp.sort(logits, -1, descending=True)
         keep = jnp.ones_like(ranked, dtype=bool)
         if self.use_top_k:
@@ -100,8 +109,7 @@ class Sampling:
             mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), -1)
             p = _by_row(self.top_p, logits)
             keep &= (jnp.cumsum(mass, -1) - mass < p) | (jnp.arange(ranked.shape[-1]) == 0) | (p == 1)
-        last = jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
-        return jax.nn.softmax(jnp.where(logits < last, -jnp.inf, logits), -1)
+        return jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
 
     def choose(self, logits, keys, positions, purpose):
         probabilities = self.probabilities(logits)
@@ -136,8 +144,10 @@ def make_sampler(*configs: GenerationConfig) -> Sampler:
         jnp.array([config.temperature for config in configs], jnp.float32),
         jnp.array([config.top_k for config in configs], jnp.int32),
         jnp.array([config.top_p for config in configs], jnp.float32),
+        jnp.array([config.min_p for config in configs], jnp.float32),
         any(config.top_k > 0 for config in hot),
         any(config.top_p < 1 for config in hot),
+        any(config.min_p > 0 for config in hot),
         len(hot) < len(configs),
     )
 

@@ -16,9 +16,9 @@ from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import Request, run_batch
-from qspec_jax.evaluate.batch import first_stop
 from qspec_jax.evaluate.jsonl import Journal, read_lines
 from qspec_jax.generate import generate
+from qspec_jax.text import first_stop
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
@@ -49,6 +49,10 @@ def some_requests(count: int) -> list[Request]:
         )
         requests.append(Request(r.integers(0, 4096, int(r.integers(1, 60))).tolist(), config, jax.random.fold_in(KEY, i)))
     return requests
+
+
+def with_settings(request: Request, **settings) -> Request:
+    return dataclasses.replace(request, config=dataclasses.replace(request.config, **settings))
 
 
 def outcome(run) -> list:
@@ -108,21 +112,21 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
         if i % 2:
             # Not at an edge of tokens: from the middle of one.
             stop = (tokenizer.decode(result.token_ids[at : at + 2])[1:],)
-            stopped.append(dataclasses.replace(request, stop=("never said", *(s for s in stop if s))))
+            stopped.append(with_settings(request, stop=("never said", *(s for s in stop if s))))
         else:
-            stopped.append(dataclasses.replace(request, stop_token_ids=((4095, 4095, 4095), tuple(result.token_ids[at : at + 2]))))
+            stopped.append(with_settings(request, stop_token_ids=((4095, 4095, 4095), tuple(result.token_ids[at : at + 2]))))
     results = outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer))
     for request, result, before in zip(stopped, results, plain):
         n = len(result.token_ids)
         assert result.token_ids == before.token_ids[:n]
-        if request.stop_token_ids:
-            tail = request.stop_token_ids[1]
+        if request.config.stop_token_ids:
+            tail = request.config.stop_token_ids[1]
             ends = [i + len(tail) for i in range(len(before.token_ids)) if tuple(before.token_ids[i : i + len(tail)]) == tail]
             assert n == ends[0] and result.finish_reason == "stop"
-        elif (cut := first_stop(before.text, request.stop)) is not None:
+        elif (cut := first_stop(before.text, request.config.stop)) is not None:
             assert result.finish_reason == "stop" and result.text == before.text[:cut]
             text = lambda count: tokenizer.decode(before.token_ids[:count], skip_special_tokens=True)  # noqa: B023
-            assert first_stop(text(n), request.stop) == cut and first_stop(text(n - 1), request.stop) is None
+            assert first_stop(text(n), request.config.stop) == cut and first_stop(text(n - 1), request.config.stop) is None
     assert sum(result.finish_reason == "stop" for result in results) >= 6
     assert outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer, refill=False)) == results
 
@@ -132,9 +136,9 @@ def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, dra
     request = Request([7, 8, 9], config, KEY)
     tokens = outcome_of([request], model, draft)[0].token_ids
     places = [(at, length) for length in (1, 2, 5, 9) for at in (0, 1, 3, 10)]
-    stopped = [dataclasses.replace(request, stop_token_ids=(tuple(tokens[at : at + length]),)) for at, length in places]
+    stopped = [with_settings(request, stop_token_ids=(tuple(tokens[at : at + length]),)) for at, length in places]
     # The prompt's end and the first token are no match.
-    *results, last = outcome_of([*stopped, dataclasses.replace(request, stop_token_ids=((9, tokens[0]),))], model, draft)
+    *results, last = outcome_of([*stopped, with_settings(request, stop_token_ids=((9, tokens[0]),))], model, draft)
     for (at, length), found in zip(places, results):
         first = next(i for i in range(30) if tokens[i : i + length] == tokens[at : at + length])
         assert found.token_ids == tokens[: first + length] and found.finish_reason == "stop"
@@ -159,7 +163,7 @@ def test_what_is_refused(model, draft):
         ([request], {"batch_size": 0}, "batch size 0"),
         ([], {}, "at least one"),
         ([request, other], {}, "same group_size"),
-        ([dataclasses.replace(request, stop=("x",))], {}, "need a tokenizer"),
+        ([with_settings(request, stop=("x",))], {}, "need a tokenizer"),
         ([dataclasses.replace(request, tokens=[])], {}, "empty"),
         ([dataclasses.replace(request, tokens=[1] * 200)], {}, "positions"),
     ):
@@ -196,6 +200,15 @@ BAD = {
     '{"token_ids": [1], "stop": ""}': "stop",
     '{"token_ids": [1], "stop": [3]}': "stop",
     '{"token_ids": [1], "stop_token_ids": [3]}': "stop_token_ids",
+    '{"token_ids": [1], "stop_token_ids": [[4096]]}': "outside the vocabulary",
+    '{"token_ids": [1], "logit_bias": {"x": 1}}': "logit_bias",
+    '{"token_ids": [1], "logit_bias": {"1": "much"}}': "logit_bias should be a number",
+    '{"token_ids": [1], "banned_token_ids": [-1]}': "outside the vocabulary",
+    '{"token_ids": [1], "min_p": 2}': "min_p",
+    '{"token_ids": [1], "repetition_penalty": 0}': "repetition_penalty",
+    '{"token_ids": [1], "min_new_tokens": 3, "max_new_tokens": 2}': "min_new_tokens",
+    '{"token_ids": [1], "output_logprobs": 1}': "output_logprobs",
+    '{"token_ids": [1], "top_logprobs": 5000}': "top_logprobs",
     '{"messages": [{"role": "user", "content": "x"}]}': "chat template",
 }
 

@@ -1,13 +1,12 @@
 """Sampling is exact: joint distributions of emitted tokens against the enumerated target, for drafts as bad as can be."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, p_value
 from runs import prepared, random_model
 from scipy.stats import chisquare
 
@@ -15,100 +14,19 @@ from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax import sampling
 from qspec_jax.cache import FullCache
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import UNLIMITED, CachedModel, Limits, decode, start
+from qspec_jax.decode import CachedModel
 from qspec_jax.drafts import quantspec
 from qspec_jax.generate import generate
 from qspec_jax.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 
-V, ROWS, GAMMA = 6, 20_000, 3
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NoCache:
-    """What the loop asks of a cache, for models that look at the last token alone."""
-
-    lengths: Lengths
-    draft_room: jax.Array
-
-    def rollback(self, lengths):
-        return dataclasses.replace(self, lengths=lengths)
-
-    def flush(self):
-        return self, jnp.zeros_like(self.lengths.buffered)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Markov:
-    """A model whose logits are a table's row."""
-
-    table: jax.Array
-
-    def __call__(self, tokens, positions, cache):
-        longer = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered + tokens.shape[1])
-        return self.table[tokens], cache.rollback(longer)
-
-
-RNG = np.random.default_rng(0)
-TABLE = RNG.normal(0, 1.5, (V, V))
-DRAFTS = {
-    "uniform": np.zeros((V, V)),
-    "one-hot wrong": np.where(np.arange(V) == TABLE.argmin(-1)[:, None], 0.0, -1e9),
-    "zero where the target is likely": np.where(np.arange(V) == TABLE.argmax(-1)[:, None], -1e9, TABLE),
-    "another table": RNG.normal(0, 1.5, (V, V)),
-    "the target": TABLE,
-}
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
-
-
-def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0):
-    """Hugging Face's temperature, top-k and top-p, in plain numpy, one row at a time."""
-    out = []
-    for row in np.asarray(logits, np.float64).reshape(-1, np.shape(logits)[-1]):
-        row = row / temperature
-        if top_k:
-            row = np.where(row < np.sort(row)[-min(top_k, len(row))], -np.inf, row)
-        p = np.exp(row - row.max())
-        p /= p.sum()
-        if top_p < 1:
-            ascending = np.argsort(row, kind="stable")
-            remove = ascending[np.cumsum(p[ascending]) <= 1 - top_p]
-            p[remove[remove != ascending[-1]]] = 0
-            p /= p.sum()
-        out.append(p)
-    return np.array(out).reshape(np.shape(logits))
-
-
-# Two functions, since jit remembers what it has traced: the second is for tests that plant an error in `sampling.residual`.
-LOOP, WRONG = (jax.jit(lambda *args: decode(*args)) for _ in range(2))
-
-
-def two_tokens(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP):
-    """Counts [V, V] of the two tokens emitted after token 0, over ROWS rows or some of them."""
-    nothing = jnp.zeros(ROWS, jnp.int32)
-    cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
-    limits = Limits(jnp.full(ROWS, 4, jnp.int32), jnp.full(ROWS, gamma, jnp.int32), jnp.array([-1], jnp.int32))
-    state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=4, gamma=gamma)
-    state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
-    tokens = np.asarray(state.tokens)[rows]
-    assert (np.asarray(state.emitted) == 4).all()
-    return np.bincount(tokens[:, 1] * V + tokens[:, 2], minlength=V * V).reshape(V, V)
-
-
-def p_value(counts, expected):
-    """Chi-square of counts against probabilities; 0 where something impossible was seen."""
-    if counts[expected == 0].sum():
-        return 0.0
-    possible = expected > 0
-    return chisquare(counts[possible], expected[possible] / expected.sum() * counts.sum()).pvalue
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_two_tokens_have_the_targets_distribution(options, draft):
     p = filtered(TABLE, **options)
-    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(**options)))
+    counts = counted(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(**options)))
     assert p_value(counts, p[0][:, None] * p) > 1e-3
 
 
@@ -116,7 +34,7 @@ def test_two_tokens_have_the_targets_distribution(options, draft):
 def test_a_wrong_residual_is_seen(monkeypatch, draft):
     monkeypatch.setattr(sampling, "residual", lambda p, q: p)
     p = filtered(TABLE)
-    counts = two_tokens(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(temperature=1.0)), loop=WRONG)
+    counts = counted(TABLE, DRAFTS[draft], make_sampler(GenerationConfig(temperature=1.0)), loop=WRONG)
     # After the draft that always errs, drawing from p and from the residual differ by nothing.
     expected_to_fail = draft != "one-hot wrong" or p.min(-1).max() > 1e-3
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == expected_to_fail
@@ -135,7 +53,9 @@ class ResidualAlways(sampling.Sampling):
 
 
 jax.tree_util.register_dataclass(
-    ResidualAlways, data_fields=["temperature", "top_k", "top_p"], meta_fields=["use_top_k", "use_top_p", "some_greedy"]
+    ResidualAlways,
+    data_fields=["temperature", "top_k", "top_p", "min_p"],
+    meta_fields=["use_top_k", "use_top_p", "use_min_p", "some_greedy"],
 )
 
 
@@ -145,7 +65,7 @@ def test_where_drafts_run_out_the_target_speaks(planted):
     p = filtered(TABLE)
     sampler = make_sampler(GenerationConfig(temperature=1.0))
     sampler = ResidualAlways(**vars(sampler)) if planted else sampler
-    counts = two_tokens(TABLE, DRAFTS["another table"], sampler, room=np.where(np.arange(ROWS) % 2, 100, 1), rows=slice(0, None, 2))
+    counts = counted(TABLE, DRAFTS["another table"], sampler, room=np.where(np.arange(ROWS) % 2, 100, 1), rows=slice(0, None, 2))
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == planted
 
 
@@ -195,12 +115,13 @@ def enumerated(model, prompt, cache="int8"):
     st.sampled_from([0.3, 0.7, 1.0, 2.0]),
     st.integers(0, 15),
     st.sampled_from([0.05, 0.3, 0.55, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
 )
-def test_filters_are_hugging_faces(steps, temperature, top_k, top_p):
+def test_filters_are_hugging_faces(steps, temperature, top_k, top_p, min_p):
     logits = np.array(steps) / 37
-    sampler = make_sampler(GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p))
-    got = np.asarray(sampler.probabilities(jnp.asarray(logits, jnp.float32)))
-    np.testing.assert_allclose(got, filtered(logits, temperature=temperature, top_k=top_k, top_p=top_p), atol=2e-6)
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    got = np.asarray(make_sampler(GenerationConfig(**options)).probabilities(jnp.asarray(logits, jnp.float32)))
+    np.testing.assert_allclose(got, filtered(logits, **options), atol=2e-6)
 
 
 def test_temperature_zero_is_greedy():

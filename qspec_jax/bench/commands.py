@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from qspec_jax.bench import (
     attention,
     attention_report,
     attention_tuning,
+    batch,
     decode,
     decode_report,
     decode_rows,
@@ -27,7 +29,9 @@ from qspec_jax.bench import (
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
-from qspec_jax.command_line import Gamma, Json, Seed, load, output_to, read_text, show
+from qspec_jax.command_line import DtypeOption, Gamma, Json, Seed, load, output_to, read_text, show
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import CachedModel
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
 
@@ -226,6 +230,69 @@ def bench_decode(
         show(report, decode_report.table, output, write, as_json=as_json)
     if plot:
         decode_report.plot(report, plot)
+
+
+@benchmarks.command("batch")
+def bench_batch(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, in place of --arch.")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --model, a text that prompts are cut from; may be given several times: the demo's held-out files."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of a prompt, log-uniform.")] = "64-2048",
+    new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of its continuation, log-uniform.")] = "16-512",
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    simulate_ratio: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Accept so many of the drafts, in the mean, whatever they are.")
+    ] = None,
+    one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Many prompts of mixed lengths: a batch that is refilled, against fixed batches."""
+    if (arch is None) == (model is None):
+        raise InputError("one of --arch and --model should be given")
+    if simulate_ratio is not None and temperature:
+        raise InputError("--simulate-ratio is of greedy decoding; it does not go with --temperature")
+    lengths, new = _bounds("--prompt-tokens", prompt_tokens), _bounds("--new-tokens", new_tokens)
+    _check_gamma(num_speculative_tokens)
+    rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    with output_to(output) as write:
+        if arch is not None:
+            network = random_model(architecture(arch), seed=seed)
+            draft = CachedModel(random_int4(network), planes=1, head_bits=8)
+            words = np.random.default_rng(seed).integers(0, network.config.vocab_size, 4 * lengths[1])
+            sources = [words.tolist()]
+        else:
+            network, tokenizer = load(model, dtype, quiet=as_json)
+            draft = drafts.quantspec(network)
+            sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
+        config = GenerationConfig(num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
+        requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
+        report = batch.run(
+            arch or str(model),
+            network,
+            draft,
+            requests,
+            batch_size=batch_size,
+            ways=[way for way in batch.WAYS if one_by_one or way != "one by one"],
+            rate=rate,
+            progress=False if as_json else None,
+        )
+        show(report, batch.table, output, write, as_json=as_json)
+
+
+def _bounds(flag: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise InputError(f"{flag} {text} should be the least and the most with a hyphen between them, as 64-2048")
+    return int(low), int(high)
 
 
 @benchmarks.command("pretrain")

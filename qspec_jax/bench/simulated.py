@@ -14,7 +14,7 @@ from qspec_jax.sampling import ACCEPT, Greedy, draw_keys
 class SimulatedGreedy(Greedy):
     """Greedy decoding in which each draft is accepted with probability `rate`, given that all before it were."""
 
-    rate: Float[Array, ""]
+    rate: Float[Array, "*B"]  # of every row, or of each
 
     def verify(self, logits, drafts, proposals, eligible, keys, positions):
         if drafts.shape[1] == 0:
@@ -22,7 +22,7 @@ class SimulatedGreedy(Greedy):
         tokens = jnp.argmax(logits[:, :-1], -1).astype(jnp.int32)
         chances = jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(keys, positions[:, :-1], ACCEPT))
         # What the target would have chosen, or anything else.
-        drafts = jnp.where(chances < self.rate, tokens, tokens ^ 1)
+        drafts = jnp.where(chances < self.rate.reshape(-1, 1), tokens, tokens ^ 1)
         return super().verify(logits, drafts, proposals, eligible, keys, positions)
 
 

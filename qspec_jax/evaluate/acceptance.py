@@ -87,6 +87,8 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
     """Raises InputError where acceptance after these prompts cannot be measured."""
     if config.num_speculative_tokens < 1 or config.max_new_tokens < 3:
         raise InputError("acceptance needs num_speculative_tokens (gamma) of at least 1 and max_new_tokens of at least 3")
+    if config.repetition_penalty != 1:
+        raise InputError("acceptance is measured without a repetition penalty")
     token_lists(model, prompts, config)
 
 
@@ -103,7 +105,7 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
         lengths = state.cache.lengths
         active = state.emitted < limits.max_new_tokens
         eligible = jnp.where(active, eligible_drafts(state, limits), 0)
-        drafts, proposals, cache = draft_tokens(draft, sampler, state, eligible)
+        drafts, proposals, eligible, cache = draft_tokens(draft, sampler, state, eligible, limits)
         positions = lengths.total[:, None] + jnp.arange(width)
         logits, cache = target(jnp.concatenate([state.pending[:, None], drafts], 1), positions, cache)
         accepted, _ = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
@@ -120,7 +122,9 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
             old.histogram + (active[:, None] & (jnp.arange(width) == accepted[:, None])),
         )
         emitted = state.emitted + moved
-        return dataclasses.replace(state, cache=cache, pending=block_at(real, emitted - 1)[:, 0], emitted=emitted, counts=counts)
+        adaptive = None if state.adaptive is None else state.adaptive.after(eligible, accepted, active)
+        pending = block_at(real, emitted - 1)[:, 0]
+        return dataclasses.replace(state, cache=cache, pending=pending, emitted=emitted, counts=counts, adaptive=adaptive)
 
     return lax.while_loop(walking, step, state)
 

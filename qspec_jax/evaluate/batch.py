@@ -7,13 +7,13 @@ and end independently.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Key
 
 from qspec_jax import decode, prefill
 from qspec_jax.compiled import Compiled
@@ -21,7 +21,7 @@ from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
-from qspec_jax.generate import DECODE, FINISH_REASONS, PREPARE, make_limits, most_drafts, summary, token_lists
+from qspec_jax.generate import DECODE, PREPARE, Row, make_limits, most_drafts, summary, token_lists
 from qspec_jax.model import Llama
 from qspec_jax.sampling import Sampler, make_sampler
 
@@ -31,28 +31,24 @@ SHARED = ("method", "cache", "eos_token_ids", "ignore_eos", "group_size", "schem
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, its settings, and the key of its random draws.
-
-    stop: strings that end it; the first one and what follows are cut off. stop_token_ids: sequences of new tokens that end it, and stay.
-    """
+    """A prompt, its settings, and the key of its random draws."""
 
     tokens: Sequence[int]
     config: GenerationConfig
     key: Key[Array, ""]
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of the request at an index. text: without a stop string that ended it, None without a tokenizer; token_ids reach to the
-    token in which that was complete. stats: the row's counts, as `generate.Stats.rows` has them."""
+    """What came of the request at an index, as `generate.Generation` and its `Stats.rows` have it of a prompt."""
 
     index: int
     token_ids: list[int]
     text: str | None
     finish_reason: str
     stats: dict[str, Any]
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclasses.dataclass
@@ -82,12 +78,20 @@ class BatchRun:
 
 
 def run_batch(
-    model: Llama, requests: Sequence[Request], *, batch_size: int = 8, draft: Step | None = None, tokenizer=None, refill: bool = True
+    model: Llama,
+    requests: Sequence[Request],
+    *,
+    batch_size: int = 8,
+    draft: Step | None = None,
+    tokenizer=None,
+    refill: bool = True,
+    strategy: Callable[..., Sampler] = make_sampler,
 ) -> BatchRun:
     """Continues every request, `batch_size` of them at a time.
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
-    comparison. Raises InputError for requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
+    comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. Raises InputError for
+    requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
     """
     if batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
@@ -98,18 +102,25 @@ def run_batch(
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
     for request in requests:
-        token_lists(model, [request.tokens], request.config)
-    if tokenizer is None and any(request.stop for request in requests):
-        raise InputError("stop strings need a tokenizer")
+        token_lists(model, [request.tokens], request.config, tokenizer)
     stats = BatchStats()
-    return BatchRun(_Slots(model, requests, min(batch_size, len(requests)), draft, tokenizer, refill, stats).run(), stats)
+    slots = _Slots(model, requests, min(batch_size, len(requests)), draft, tokenizer, refill, strategy, stats)
+    return BatchRun(slots.run(), stats)
 
 
 class _Slots:
     """The rows of a batch on the device, and which request each works for."""
 
     def __init__(
-        self, model: Llama, requests: Sequence[Request], batch: int, draft: Step | None, tokenizer, refill: bool, stats: BatchStats
+        self,
+        model: Llama,
+        requests: Sequence[Request],
+        batch: int,
+        draft: Step | None,
+        tokenizer,
+        refill: bool,
+        strategy: Callable[..., Sampler],
+        stats: BatchStats,
     ):
         self.model, self.requests, self.tokenizer, self.refill, self.stats = model, requests, tokenizer, refill, stats
         configs = [request.config for request in requests]
@@ -125,10 +136,11 @@ class _Slots:
             capacity=max(prefill.bucket(len(r.tokens)) for r in requests) + prefill.bucket(longest.max_new_tokens),
             max_new_tokens=prefill.bucket(longest.max_new_tokens),
             gamma=gamma,
+            logprobs=max((config.logprobs for config in configs if config.logprobs is not None), default=None),
         )
-        self.sampler = make_sampler(*configs)
-        self.limits = dataclasses.replace(make_limits(model, *configs), stop=_stop_sequences(requests))
+        self.sampler, self.limits = strategy(*configs), make_limits(model, *configs)
         self.of: list[int | None] = [None] * batch  # the request of each slot
+        self.rows: list[Row | None] = [None] * batch
 
     def run(self) -> Iterator[Result]:
         waiting, state = deque(range(len(self.requests))), None
@@ -142,9 +154,8 @@ class _Slots:
                 return
             state = self._segment(state, len(running) if waiting and self.refill else 1)
             yield from self._ended(state, running)
-            idle = jnp.array([index is None for index in self.of])
             # A row that a stop string has ended runs on otherwise.
-            state = dataclasses.replace(state, status=jnp.where(idle & (state.status == decode.RUNNING), decode.STOP, state.status))
+            state = decode.stopped(state, jnp.array([index is None for index in self.of]))
 
     def _rows(self) -> tuple[Sampler, Limits]:
         """Settings of the requests in the slots; those of an empty slot do not matter."""
@@ -165,14 +176,14 @@ class _Slots:
         row = self._timed(PREPARE, "prefill_s", *args, **self.static)
         if state is None:
             state = self._timed(REPEAT, "prefill_s", row, batch=len(self.of))
-        self.of[slot] = index
+        self.of[slot], self.rows[slot] = index, Row(request.config, self.tokenizer)
         return self._timed(REPLACE, "prefill_s", state, row, jnp.array([slot]))
 
     def _segment(self, state: DecodeState, least_running: int) -> DecodeState:
         sampler, limits = self._rows()
         before = np.asarray(state.counts.rounds)
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
-        rounds = 1 if any(index is not None and self.requests[index].stop for index in self.of) else ROUNDS_PER_SEGMENT
+        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
         args = (CachedModel(self.model, planes=2), self.draft, sampler, state, limits, jnp.int32(rounds), jnp.int32(least_running))
         state = self._timed(DECODE, "decode_s", *args)
         worked = np.asarray(state.counts.rounds) - before
@@ -190,51 +201,23 @@ class _Slots:
         return result
 
     def _ended(self, state: DecodeState, running: list[int]) -> Iterator[Result]:
-        tokens, emitted, status, counts = jax.device_get((state.tokens, state.emitted, state.status, state.counts))
+        parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
+        tokens, emitted, status, counts, logprobs = jax.device_get(parts)
         for slot in running:
-            index = self.of[slot]
-            request = self.requests[index]
-            token_ids, reason = tokens[slot, : emitted[slot]].tolist(), FINISH_REASONS.get(int(status[slot]))
-            text = None
-            if self.tokenizer is not None and (reason or request.stop):
-                text = self._text(token_ids)
-                if (cut := first_stop(text, request.stop)) is not None:
-                    token_ids, text, reason = self._shortest(token_ids, request.stop), text[:cut], "stop"
-            if reason:
-                self.of[slot] = None
-                of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
-                stats = summary(len(request.tokens), len(token_ids), *(x[slot] for x in of_row), speculative=state.gamma > 0)
-                self.stats.prompts += 1
-                self.stats.new_tokens += len(token_ids)
-                self.stats.num_draft_tokens += stats["num_draft_tokens"]
-                self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
-                yield Result(index, token_ids, text, reason, stats)
-
-    def _text(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _shortest(self, token_ids: list[int], stop: tuple[str, ...]) -> list[int]:
-        """Up to the token in which a stop string is complete."""
-        return next(token_ids[:n] for n in range(1, len(token_ids) + 1) if first_stop(self._text(token_ids[:n]), stop) is not None)
-
-
-def _stop_sequences(requests: Sequence[Request]) -> Int[Array, "N K L"] | None:
-    """As `decode.Limits` wants them; None where no request has any."""
-    sequences = [request.stop_token_ids for request in requests]
-    lengths = [len(sequence) for of_row in sequences for sequence in of_row]
-    if not lengths:
-        return None
-    stop = np.full((len(requests), max(map(len, sequences)), max(lengths)), -1, np.int32)
-    for row, of_row in zip(stop, sequences):
-        for columns, sequence in zip(row, of_row):
-            columns[len(columns) - len(sequence) :] = sequence
-    return jnp.asarray(stop)
-
-
-def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of the strings begins in a text."""
-    found = [at for string in stop if (at := text.find(string)) >= 0]
-    return min(found, default=None)
+            index, row = self.of[slot], self.rows[slot]
+            row.update(tokens[slot], emitted[slot], status[slot])
+            if row.finish_reason is None:
+                continue
+            self.of[slot] = None
+            of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
+            new, prompt = len(row.token_ids), len(self.requests[index].tokens)
+            stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=state.gamma > 0)
+            self.stats.prompts += 1
+            self.stats.new_tokens += new
+            self.stats.num_draft_tokens += stats["num_draft_tokens"]
+            self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
+            own = row.logprobs(jax.tree.map(lambda x: x[slot], logprobs))  # noqa: B023
+            yield Result(index, row.token_ids, row.text, row.finish_reason, stats, *own)
 
 
 def _repeat(row: DecodeState, batch: int) -> DecodeState:

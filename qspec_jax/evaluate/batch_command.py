@@ -13,22 +13,7 @@ import typer
 from tqdm import tqdm
 
 from qspec_jax import drafts
-from qspec_jax.command_line import (
-    DtypeOption,
-    Gamma,
-    GroupSize,
-    IgnoreEos,
-    Json,
-    MaxNewTokens,
-    Method,
-    MethodOption,
-    ModelDirectory,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    load,
-)
+from qspec_jax.command_line import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch import BatchStats, run_batch
@@ -42,39 +27,23 @@ class OnError(enum.StrEnum):
     stop = "stop"
 
 
+@with_settings
 def batch(
     source: Annotated[
         Path, typer.Argument(metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own.")
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Results, a line for each line of the input.")],
     model: ModelDirectory,
+    config: GenerationConfig,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
-    method: MethodOption = Method.quantspec,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
-    max_new_tokens: MaxNewTokens = GenerationConfig.max_new_tokens,
-    temperature: Temperature = GenerationConfig.temperature,
-    top_k: TopK = GenerationConfig.top_k,
-    top_p: TopP = GenerationConfig.top_p,
     seed: Seed = 0,
     dtype: DtypeOption = None,
-    group_size: GroupSize = None,
-    ignore_eos: IgnoreEos = False,
     refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
     as_json: Json = False,
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        method=method.value,
-        num_speculative_tokens=num_speculative_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        ignore_eos=ignore_eos,
-        group_size=group_size,
-    )
     network, tokenizer = load(model, dtype, quiet=as_json)
     lines = read_lines(source, network, tokenizer, config, seed)
     wrong = [line for line in lines if line.error]

@@ -19,8 +19,68 @@ from qspec_jax.generate import token_lists
 from qspec_jax.model import Llama
 
 PROMPTS = ("prompt", "token_ids", "messages")
-SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p")
-KEYS = (*PROMPTS, *SETTINGS, "seed", "stop", "stop_token_ids", "id")
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise InputError(f"{name} should be a whole number, not {value!r}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} should be a number, not {value!r}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} should be true or false, not {value!r}")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(string, str) for string in value):
+        raise InputError(f"{name} should be a string or a list of them")
+    return tuple(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise InputError(f"{name} should be a list of token ids")
+    return tuple(value)
+
+
+def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list) or not all(isinstance(sequence, list) for sequence in value):
+        raise InputError(f"{name} should be a list of lists of token ids")
+    return tuple(_ids(name, sequence) for sequence in value)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+        raise InputError(f"{name} should be an object with a number for each token id")
+    return {int(token): _number(name, bias) for token, bias in value.items()}
+
+
+# What a line may say of `GenerationConfig`, and how it is read.
+SETTINGS = {
+    "max_new_tokens": _whole,
+    "temperature": _number,
+    "top_k": _whole,
+    "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "min_new_tokens": _whole,
+    "logit_bias": _biases,
+    "banned_token_ids": _ids,
+    "stop": _strings,
+    "stop_token_ids": _sequences,
+    "output_logprobs": _flag,
+    "top_logprobs": _whole,
+}
+KEYS = (*PROMPTS, *SETTINGS, "seed", "id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +96,9 @@ class Line:
 def read_lines(path: Path, model: Llama, tokenizer, config: GenerationConfig, seed: int) -> list[Line]:
     """Every line of the file; `config` is of what a line does not say. Raises InputError for a file that cannot be read.
 
-    A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps
-    `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop` (a string or several), `stop_token_ids` (lists of
-    them) and `id`. A line's draws are of its own seed,
-    or of `seed` and its number.
+    A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
+    of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`. A line's draws are of its own seed, or of `seed` and its
+    number.
     """
     try:
         content = path.read_bytes()
@@ -62,8 +121,8 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
         if unknown := sorted(said.keys() - set(KEYS)):
             raise InputError(f"unknown key {unknown[0]!r}; there are {', '.join(KEYS)}")
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(key, number - 1)
-        request = Request(_tokens(said, tokenizer), _config(said, config), own, _stop(said), _stop_token_ids(said))
-        token_lists(model, [request.tokens], request.config)
+        request = Request(_tokens(said, tokenizer), _config(said, config), own)
+        token_lists(model, [request.tokens], request.config, tokenizer)
         return Line(number, name, request)
     except InputError as error:
         return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))
@@ -91,11 +150,7 @@ def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
 
 
 def _config(said: Mapping[str, Any], config: GenerationConfig) -> GenerationConfig:
-    own = {name: said[name] for name in SETTINGS if name in said}
-    for name, value in own.items():
-        whole = name in ("max_new_tokens", "top_k")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise InputError(f"{name} should be a {'whole ' if whole else ''}number, not {value!r}")
+    own = {name: read(name, said[name]) for name, read in SETTINGS.items() if name in said}
     return dataclasses.replace(config, **own)
 
 
@@ -103,22 +158,6 @@ def _own_key(seed: Any) -> jax.Array:
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r}")
     return jax.random.fold_in(jax.random.key(seed), 0)
-
-
-def _stop(said: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = said.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(string, str) and string for string in stop):
-        raise InputError("stop should be a string or a list of them, none empty")
-    return tuple(stop)
-
-
-def _stop_token_ids(said: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    sequences = said.get("stop_token_ids", [])
-    known = lambda sequence: isinstance(sequence, list) and sequence and all(type(token) is int and token >= 0 for token in sequence)
-    if not isinstance(sequences, list) or not all(map(known, sequences)):
-        raise InputError("stop_token_ids should be a list of lists of token ids, none empty")
-    return tuple(map(tuple, sequences))
 
 
 class Journal:
@@ -189,7 +228,10 @@ class Journal:
 def as_line(line: Line, result: Result) -> dict:
     """A result as it is written; without anything that depends on how fast the machine is, or on what else runs."""
     own = {} if line.id is None else {"id": line.id}
-    return {"line": line.number} | own | {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
+    of_result = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
+    if result.logprobs is not None:
+        of_result |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
+    return {"line": line.number} | own | of_result
 
 
 def run_hash(*parts: bytes) -> str:

@@ -1,0 +1,145 @@
+"""`qspec bench batch`: many prompts through a batch that is refilled, and through fixed batches, in one run."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax.bench.rows import Run, this_run
+from qspec_jax.bench.simulated import SimulatedGreedy
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import Step
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.batch import BatchStats, Request, Result, run_batch
+from qspec_jax.model import Llama
+from qspec_jax.sampling import make_sampler
+
+WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All prompts, one way. tokens_per_second: of prefill and decoding together, compiling apart. busy_slots: share of rows times rounds
+    that worked for a prompt; the ideal is 1. same_tokens: share of the prompts whose tokens are those of the first way."""
+
+    way: str
+    stats: BatchStats
+    tokens_per_second: float
+    busy_slots: float
+    draft_acceptance_rate: float | None
+    same_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(Run):
+    """speedup: tokens/s refilled over fixed, of the whole run; decode_speedup: of decoding alone."""
+
+    model: str
+    prompts: int
+    batch_size: int
+    gamma: int
+    prompt_tokens: int
+    simulated_rate: float | None
+    rows: list[Row]
+    speedup: float
+    decode_speedup: float
+
+
+def make_requests(
+    sources: Sequence[Sequence[int]], prompts: int, lengths: tuple[int, int], new: tuple[int, int], config: GenerationConfig, *, seed: int
+) -> list[Request]:
+    """Prompts cut from token streams, and how many tokens to add to each: both lengths log-uniform in their bounds.
+
+    Raises InputError where no stream is as long as the longest prompt.
+    """
+    sources = [source for source in sources if len(source) >= lengths[1]]
+    if not sources:
+        raise InputError(f"no text has {lengths[1]} tokens; ask for shorter prompts")
+    random = np.random.default_rng(seed)
+    draw = lambda low, high: int(np.exp(random.uniform(np.log(low), np.log(high + 1))))
+    requests = []
+    for i in range(prompts):
+        source, n = sources[random.integers(len(sources))], draw(*lengths)
+        at = int(random.integers(len(source) - n + 1))
+        settings = dataclasses.replace(config, max_new_tokens=draw(*new))
+        requests.append(Request(list(source[at : at + n]), settings, jax.random.fold_in(jax.random.key(seed), i)))
+    return requests
+
+
+def run(
+    name: str,
+    model: Llama,
+    draft: Step | None,
+    requests: Sequence[Request],
+    *,
+    batch_size: int,
+    ways: Sequence[str],
+    rate: float | None,
+    progress: bool | None,
+) -> Report:
+    """Each way once, after compiling. rate: accept each draft with this chance, given those before it, whatever it is (simulated)."""
+
+    def strategy(*configs: GenerationConfig):
+        return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
+
+    rows, first = [], None
+    for way in ways:
+        batch = run_batch(model, requests, draft=draft, strategy=strategy, **{"batch_size": batch_size} | WAYS[way])
+        results = {result.index: result.token_ids for result in _shown(batch, way, len(requests), progress)}
+        first = first or results
+        stats = batch.stats
+        rows.append(
+            Row(
+                way,
+                stats,
+                stats.new_tokens / (stats.prefill_s + stats.decode_s),
+                stats.busy_rounds / stats.slot_rounds,
+                stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
+                sum(results[i] == first[i] for i in first) / len(first),
+            )
+        )
+    refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
+    return Report(
+        **this_run(),
+        model=name,
+        prompts=len(requests),
+        batch_size=batch_size,
+        gamma=max(request.config.num_speculative_tokens for request in requests),
+        prompt_tokens=sum(len(request.tokens) for request in requests),
+        simulated_rate=rate,
+        rows=rows,
+        speedup=refilled.tokens_per_second / fixed.tokens_per_second,
+        decode_speedup=fixed.stats.decode_s / refilled.stats.decode_s,
+    )
+
+
+def _shown(results: Iterator[Result], way: str, total: int, progress: bool | None) -> Iterator[Result]:
+    yield from tqdm(results, desc=way, total=total, unit="prompt", leave=False, disable=None if progress is None else not progress)
+
+
+def table(report: Report) -> Group:
+    """A line for every way."""
+    head = Text.assemble((f"{report.prompts} prompts, {report.model} on {report.device}", "bold"), f", {report.date}\n")
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column("")
+    for label in ("tokens/s", "slots busy", "rounds", "decode s", "prefill s", "compile s", "accepted", "same tokens"):
+        grid.add_column(label, justify="right", no_wrap=True)
+    show: Callable[[Any, str], str] = lambda x, form: "-" if x is None else format(x, form)
+    for row in report.rows:
+        s = row.stats
+        seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
+        shares = show(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
+        grid.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
+    simulated = "" if report.simulated_rate is None else f" Acceptance is simulated, at a rate of {report.simulated_rate:.3f}."
+    notes = (
+        f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts. Refilled is "
+        f"{report.speedup:.2f} times as fast as fixed batches, {report.decode_speedup:.2f} times in decoding alone.{simulated}"
+    )
+    return Group(head, grid, Text("\n" + notes, "dim"))

@@ -1,0 +1,102 @@
+"""A language of six tokens in which the last one decides the next, and how often the decode loop emits what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.stats import chisquare
+
+from pallas_kernels.kv_format import Lengths
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import UNLIMITED, decode, start
+from qspec_jax.generate import make_limits
+from qspec_jax.sampling import prompt_keys
+
+V, ROWS, GAMMA = 6, 20_000, 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoCache:
+    """What the loop asks of a cache, for models that look at the last token alone."""
+
+    lengths: Lengths
+    draft_room: jax.Array
+
+    def rollback(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def flush(self):
+        return self, jnp.zeros_like(self.lengths.buffered)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Markov:
+    """A model whose logits are a table's row."""
+
+    table: jax.Array
+
+    def __call__(self, tokens, positions, cache):
+        longer = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered + tokens.shape[1])
+        return self.table[tokens], cache.rollback(longer)
+
+
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(0, 1.5, (V, V))
+DRAFTS = {
+    "uniform": np.zeros((V, V)),
+    "one-hot wrong": np.where(np.arange(V) == TABLE.argmin(-1)[:, None], 0.0, -1e9),
+    "zero where the target is likely": np.where(np.arange(V) == TABLE.argmax(-1)[:, None], -1e9, TABLE),
+    "another table": RNG.normal(0, 1.5, (V, V)),
+    "the target": TABLE,
+}
+
+
+def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Hugging Face's temperature, top-k, top-p and min-p, in plain numpy, one row at a time."""
+    out = []
+    for row in np.asarray(logits, np.float64).reshape(-1, np.shape(logits)[-1]):
+        row = row / temperature
+        if top_k:
+            row = np.where(row < np.sort(row)[-min(top_k, len(row))], -np.inf, row)
+        p = np.exp(row - row.max())
+        p /= p.sum()
+        if top_p < 1:
+            ascending = np.argsort(row, kind="stable")
+            remove = ascending[np.cumsum(p[ascending]) <= 1 - top_p]
+            p[remove[remove != ascending[-1]]] = 0
+            p /= p.sum()
+        p = np.where(p < min_p * p.max(), 0, p)
+        out.append(p / p.sum())
+    return np.array(out).reshape(np.shape(logits))
+
+
+# Two functions, since jit remembers what it has traced: the second is for tests that plant an error in `sampling.residual`.
+LOOP, WRONG = (jax.jit(lambda *args: decode(*args)) for _ in range(2))
+
+
+def counted(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP, at=1, length=2, settings=None):
+    """Counts [V] * length of the tokens emitted from `at` on, after token 0, over ROWS rows or some of them.
+
+    settings: a config, for what `make_limits` makes of it.
+    """
+    nothing, new = jnp.zeros(ROWS, jnp.int32), at + length + 1
+    cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
+    config = dataclasses.replace(settings or GenerationConfig(ignore_eos=True), max_new_tokens=new, num_speculative_tokens=gamma)
+    limits = make_limits(None, *[config] * ROWS)
+    seen = jnp.zeros((ROWS, V), bool) if limits.asks_what_was_seen else None
+    state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, seen=seen)
+    state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
+    tokens = np.asarray(state.tokens)[rows, at : at + length]
+    assert (np.asarray(state.emitted) == new).all()
+    return np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length).reshape([V] * length)
+
+
+def p_value(counts, expected):
+    """Chi-square of counts against probabilities; 0 where something impossible was seen."""
+    if counts[expected == 0].sum():
+        return 0.0
+    possible = expected > 0
+    return chisquare(counts[possible], expected[possible] / expected.sum() * counts.sum()).pvalue
