@@ -7,6 +7,7 @@ distributions are compared and none is kept.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -241,7 +242,6 @@ def measure(
     *,
     max_new_tokens: int,
     width: int = WIDTH,
-    label: str = "texts",
     progress: bool | None = None,
 ) -> Scores:
     """Scores of the last `max_new_tokens` tokens of texts of one length (token ids), in float64; B is the number of texts.
@@ -250,16 +250,14 @@ def measure(
     """
     check(model, texts, max_new_tokens)
     parts = []
-    with tqdm(total=len(texts), desc=label, leave=False, disable=None if progress is None else not progress) as bar:
+    with tqdm(total=len(texts), leave=False, disable=None if progress is None else not progress) as bar:
         for rows in batches(texts):
             # Filled up, so that all batches are of one shape, which is compiled once.
             full = rows + [rows[0]] * (len(batches(texts)[0]) - len(rows))
             prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
-            scores = score(model, prompts, continuations, views, width=width)
-            parts.append(jax.tree.map(lambda x, count=len(rows): x[:, :count], scores))
+            parts.append(score(model, prompts, continuations, views, width=width))
             bar.update(len(rows))
-    join = lambda *arrays: np.concatenate(arrays, 1)
-    joined = jax.tree.map(join, *parts)
+    joined = jax.tree.map(lambda *arrays: np.concatenate(arrays, 1)[:, : len(texts)], *parts)
     return Scores(joined.logprobs.astype(np.float64), joined.divergence.astype(np.float64), joined.agrees)
 
 
@@ -305,7 +303,7 @@ def by_distance(scores: Scores, cache: int) -> list[Part]:
     part = lambda a, b: Part(
         int(a) + 1, int(b), math.exp(-scores.logprobs[cache, :, a:b].mean()), float(scores.divergence[cache, :, a:b].mean())
     )
-    return [part(a, b) for a, b in zip(edges, edges[1:])]
+    return [part(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def count_bytes(tokenizer, texts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
@@ -361,10 +359,11 @@ def run(
     )
 
 
-def long_enough(
-    texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_tokens: int
-) -> tuple[list[Sequence[int]], list[TooShort]]:
-    """The first prompt_tokens + max_new_tokens tokens of each text that has so many, and the others by name. Raises InputError where none has."""
+def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_tokens: int) -> tuple[list[Sequence[int]], list[TooShort]]:
+    """The first prompt_tokens + max_new_tokens tokens of each text that has so many, and the others by name.
+
+    Raises InputError where none has.
+    """
     if prompt_tokens < 1 or max_new_tokens < 1:
         what, value = ("prompt_tokens", prompt_tokens) if prompt_tokens < 1 else ("max_new_tokens", max_new_tokens)
         raise InputError(f"{what} {value} should be at least 1")
