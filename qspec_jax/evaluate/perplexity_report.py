@@ -121,4 +121,5 @@ def _left_out(texts: Sequence[TooShort]) -> list[str]:
     if not texts:
         return []
     longest = max(texts, key=lambda text: text.tokens)
-    return [f"{len(texts)} texts left out, which are too short; the longest is {longest.name}, {longest.tokens:,} tokens."]
+    count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+    return [f"{count} left out, too short; the longest of them is {longest.name}, {longest.tokens:,} tokens."]
