@@ -21,7 +21,6 @@ from qspec_jax.evaluate.emulated import Quantizer, emulated_cache, in_groups
 from qspec_jax.evaluate.perplexity import View, score
 
 G = 4
-SCHEMES = ("int8_first", "paper")
 
 
 @pytest.fixture(scope="module")
@@ -40,38 +39,35 @@ def both_caches(model, scheme):
 
 
 def test_decoding_is_that_of_the_hierarchical_cache(float64):
-    """Rows of all kinds of lengths, through eight flushes and more: the same probabilities, for draft and target, in both schemes."""
-    model = random_model(jnp.float64)
+    """Rows of all kinds of lengths, through eight flushes and more: the same probabilities, for draft and target."""
+    model = random_model(jnp.float64, num_hidden_layers=1)
     prompts, continuations = random_prompts([1, G + 1, 2 * G, 5 * G + 3]), random_prompts([30, 40, 17, 33], seed=4)
-    cases = [(scheme, planes) for scheme in SCHEMES for planes in (1, 2)]
+    cases = ("int8_first", 1), ("paper", 2)
     views = [View(make, planes) for scheme, planes in cases for make in both_caches(model, scheme)]
     found = score(model, prompts, continuations, views, width=7).logprobs
     for row, tokens in enumerate(continuations):
         of_row = found[:, row, : len(tokens)]
         np.testing.assert_allclose(of_row[1::2], of_row[::2], atol=1e-11)
-        # Those of schemes and planes differ, or little was tested.
-        for i in range(0, len(views), 2):
-            for j in range(i + 2, len(views), 2):
-                assert np.abs(of_row[i] - of_row[j]).max() > 1e-5
+        # Otherwise nothing quantized was read.
+        assert np.abs(of_row[0] - of_row[2]).max() > 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "dtype"), [("int8_first", "bfloat16"), ("paper", "float32")])
 def test_what_is_read_is_what_the_hierarchical_cache_stores(dtype, scheme):
-    """Bit for bit in float32, after prefill of rows of several lengths and after a flush of some of them."""
-    model = random_model(jnp.dtype(dtype))
+    """To float32's rounding, in either dtype of the model: after prefill of rows of several lengths, and after a flush of two of them."""
+    model = random_model(jnp.dtype(dtype), num_hidden_layers=1)
     rng = np.random.default_rng(0)
     real, emulated = (make(batch=3, capacity=32, num_speculative_tokens=3, dtype=model.dtype) for make in both_caches(model, scheme))
     keys, values = (jnp.asarray(rng.normal(size=(3, 2, 24, 16)), dtype) for _ in range(2))
     n = jnp.array([1, 2 * G + 1, 5 * G + 2])
-    # Both now hold 2G - 1 tokens more than are quantized in the second row, and 2G in the others.
-    more = jnp.array([2 * G - 1, 2, 2])
+    # Then the first row and the last buffer 2G tokens, the second one fewer.
+    more = jnp.array([2 * G - 1, G - 2, G - 2])
 
     @jax.jit
     def steps(real, emulated):
         caches = []
         for cache in (real, emulated):
-            cache = cache.filled(tuple(cache.fill(i, keys, values, n) for i in range(2)), n)
+            cache = cache.filled((cache.fill(0, keys, values, n),), n)
             caches.append(cache)
             full = cache.lengths.buffered + more
             caches.append(dataclasses.replace(cache, lengths=dataclasses.replace(cache.lengths, buffered=full)).flush()[0])
@@ -81,17 +77,18 @@ def test_what_is_read_is_what_the_hierarchical_cache_stores(dtype, scheme):
     for stored, read in zip(found[:2], found[2:]):
         np.testing.assert_array_equal(stored.lengths.quantized, read.lengths.quantized)
         np.testing.assert_array_equal(stored.lengths.buffered, read.lengths.buffered)
-        for layer, views in zip(stored.layers, read.layers):
-            for planes, view in ((1, views.draft), (2, views.target)):
-                expected = dequantize_groups(layer.keys, layer.values, planes=planes, dtype=jnp.float32)
-                for whole, mine, buffer in zip(expected, (view.keys, view.values), (layer.buffer.keys, layer.buffer.values)):
-                    assert mine.dtype == jnp.float32
-                    for row, (quantized, buffered) in enumerate(zip(*jax.tree.leaves(stored.lengths))):
-                        tokens = np.asarray(whole[row]).reshape(2, -1, 16)
-                        np.testing.assert_array_equal(mine[row, :, :quantized], tokens[:, :quantized])
-                        end = min(24, int(quantized + buffered))
-                        np.testing.assert_array_equal(mine[row, :, quantized:end], np.float32(buffer[row, :, : end - quantized]))
-    np.testing.assert_array_equal(found[1].lengths.quantized, [G, 2 * G, 5 * G])
+        layer, views = stored.layers[0], read.layers[0]
+        for planes, view in ((1, views.draft), (2, views.target)):
+            expected = dequantize_groups(layer.keys, layer.values, planes=planes, dtype=jnp.float32)
+            for whole, mine, buffer in zip(expected, (view.keys, view.values), (layer.buffer.keys, layer.buffer.values)):
+                assert mine.dtype == jnp.float32
+                for row, (quantized, buffered) in enumerate(zip(*jax.tree.leaves(stored.lengths))):
+                    tokens = np.asarray(whole[row]).reshape(2, -1, 16)
+                    # A step is 1e-2 and more.
+                    np.testing.assert_allclose(mine[row, :, :quantized], tokens[:, :quantized], atol=1e-6)
+                    end = min(24, int(quantized + buffered))
+                    np.testing.assert_array_equal(mine[row, :, quantized:end], np.float32(buffer[row, :, : end - quantized]))
+    np.testing.assert_array_equal(found[1].lengths.quantized, [G, G, 5 * G])
     np.testing.assert_array_equal(found[0].lengths.quantized, [0, G, 4 * G])
 
 
@@ -154,7 +151,7 @@ def test_scales_have_the_stored_precision():
     coarse, _ = Quantizer().views(keys, values, parameter_dtype(jnp.bfloat16))
     fine, _ = Quantizer().views(keys, values, jnp.dtype(jnp.float32))
     assert coarse.keys.dtype == jnp.float32
-    assert 1e-4 < jnp.abs(coarse.keys - fine.keys).max()
+    assert jnp.abs(coarse.keys - fine.keys).max() > 1e-4
     assert (coarse.keys != coarse.keys.astype(jnp.bfloat16)).any()
 
 
@@ -223,16 +220,14 @@ def test_eval_quantizers(run, directory, file, tmp_path):
         assert words in out
 
 
-def test_every_variant_is_offered(run):
-    _, out, _ = run("eval", "quantizers", "--help")
-    assert all(name in out for name in quantizers.VARIANTS)
+def test_variants(fails, file):
+    fails(["eval", "quantizers", file, "--variant", "magic"], "magic", *quantizers.VARIANTS)
     assert len({*quantizers.VARIANTS.values()}) == 6
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--variant", "magic"], "magic"),
         (["--prompt-tokens", "15"], "prompt_tokens 15 should be at least 16"),
         (["--max-new-tokens", "2"], "max_new_tokens"),
         (["--prompt-tokens", "120"], "128 positions"),

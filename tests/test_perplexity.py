@@ -47,35 +47,35 @@ def expected(model):
 
 @pytest.fixture(scope="module")
 def scores(model):
-    """Through all three caches, one token at a time and in blocks that are no divisor of a group."""
+    """Through all three caches, in blocks that end where a group does only when they must."""
     views = [cache_view(model, cache, group_size=G) for cache in perplexity.PLANES]
-    return {width: score(model, PROMPTS, CONTINUATIONS, views, width=width) for width in (1, 7)}
+    return score(model, PROMPTS, CONTINUATIONS, views, width=7)
 
 
 def logprobs_of(logits, tokens):
     return log_softmax(logits, -1)[np.arange(len(tokens)), tokens]
 
 
-@pytest.mark.parametrize("width", [1, 7])
-def test_scores_are_the_targets(scores, expected, width):
-    found = scores[width]
+def test_scores_are_the_targets(scores, expected):
     for row, tokens in enumerate(CONTINUATIONS):
         full, int8 = expected["bf16"][row], expected["int8"][row]
-        of_row = jax.tree.map(lambda x, row=row, count=len(tokens): x[:, row, :count], found)
-        np.testing.assert_allclose(of_row.logprobs[0], logprobs_of(full, tokens), atol=1e-11)
-        np.testing.assert_allclose(of_row.logprobs[1], logprobs_of(int8, tokens), atol=1e-11)
-        np.testing.assert_allclose(of_row.divergence[1], rel_entr(softmax(full, -1), softmax(int8, -1)).sum(-1), atol=1e-13)
-        np.testing.assert_array_equal(of_row.agrees[1], full.argmax(-1) == int8.argmax(-1))
-        assert (of_row.divergence[0] == 0).all() and of_row.agrees[0].all()
+        logprobs, kl, agrees = (x[:, row, : len(tokens)] for x in (scores.logprobs, scores.divergence, scores.agrees))
+        np.testing.assert_allclose(logprobs[0], logprobs_of(full, tokens), atol=1e-11)
+        np.testing.assert_allclose(logprobs[1], logprobs_of(int8, tokens), atol=1e-11)
+        np.testing.assert_allclose(kl[1], rel_entr(softmax(full, -1), softmax(int8, -1)).sum(-1), atol=1e-13)
+        np.testing.assert_array_equal(agrees[1], full.argmax(-1) == int8.argmax(-1))
+        assert (kl[0] == 0).all() and agrees[0].all()
     # Otherwise to read the full cache instead would pass.
-    assert found.divergence[1].max() > 1e-6 and found.divergence[2].max() > 10 * found.divergence[1].max()
+    assert scores.divergence[1].max() > 1e-6 and scores.divergence[2].max() > 10 * scores.divergence[1].max()
 
 
-def test_the_width_of_a_block_changes_nothing(scores):
-    one, blocks = scores.values()
+def test_one_token_at_a_time_gives_the_same(model, scores):
+    """With the draft's view, which nothing else here decodes one by one; NaN behind the shorter rows."""
+    found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=1, planes=1)
+    assert found.shape == (4, 40)
     for row, tokens in enumerate(CONTINUATIONS):
-        np.testing.assert_allclose(blocks.logprobs[:, row, : len(tokens)], one.logprobs[:, row, : len(tokens)], atol=1e-11)
-        np.testing.assert_allclose(blocks.divergence[:, row, : len(tokens)], one.divergence[:, row, : len(tokens)], atol=1e-12)
+        np.testing.assert_allclose(found[row, : len(tokens)], scores.logprobs[2, row, : len(tokens)], atol=1e-11)
+        assert np.isnan(found[row, len(tokens) :]).all()
 
 
 @pytest.mark.parametrize("fault", ["a block one too long", "never flushed"])
@@ -91,14 +91,6 @@ def test_a_wrong_schedule_is_seen(monkeypatch, model, expected, fault):
         np.abs(found[row, : len(tokens)] - logprobs_of(expected["int8"][row], tokens)).max() for row, tokens in enumerate(CONTINUATIONS)
     ]
     assert max(errors) > 1e-6
-
-
-def test_token_logprobs(model, expected):
-    found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=7)
-    assert found.shape == (4, 40)
-    for row, tokens in enumerate(CONTINUATIONS):
-        np.testing.assert_allclose(found[row, : len(tokens)], logprobs_of(expected["int8"][row], tokens), atol=1e-11)
-        assert np.isnan(found[row, len(tokens) :]).all()
 
 
 def test_token_logprobs_refuse_what_cannot_be_scored(model):
@@ -148,7 +140,7 @@ def test_figures_by_hand():
 def test_batches():
     texts = [[i] for i in range(17)]
     assert [len(batch) for batch in perplexity.batches(texts)] == [6, 6, 5]
-    assert sum(perplexity.batches(texts), []) == texts
+    assert [text for batch in perplexity.batches(texts) for text in batch] == texts
 
 
 # The command -----------------------------------------------------------------------------------------------------------
@@ -189,8 +181,8 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     for row, scheme in zip(report["results"], (None, "int8_first")):
         logits = target_logits(model, prompts, continuations, group_size=8, scheme=scheme)
         loss = -np.mean([logprobs_of(np.float64(x), tokens) for x, tokens in zip(logits, continuations)])
-        assert row["perplexity"] == pytest.approx(np.exp(loss), rel=1e-6)
-        assert row["bits_per_byte"] == pytest.approx(loss * 72 / np.log(2) / report["bytes"], rel=1e-6)
+        assert row["perplexity"] == pytest.approx(np.exp(loss), rel=1e-4)
+        assert row["bits_per_byte"] == pytest.approx(loss * 72 / np.log(2) / report["bytes"], rel=1e-5)
         assert [(part["first"], part["last"]) for part in row["by_distance"]] == [(i, i + 2) for i in range(1, 24, 3)]
     full, int8, int4 = report["results"]
     assert (full["kl"], full["top1_agreement"], full["perplexity_change"]) == (0, 1, 0)
@@ -203,7 +195,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     code, out, _ = run("eval", "perplexity", *files, "--model", directory, *SIZES, *only, "--output", table)
     assert (code, out) == (0, "")
     shown = table.read_text()
-    for words in ("72 tokens", "1 text left out", "1.py", f"int4 {int4['perplexity']:12.4f}", f"{int8['kl']:.2e}"):
+    for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}"):
         assert words in shown
     assert "bf16" not in shown
 
