@@ -101,10 +101,13 @@ def test_token_logprobs_refuse_what_cannot_be_scored(model):
         ask([[1], [1]], [[2]])
     with pytest.raises(InputError, match="continuation 1 is empty"):
         ask([[1], [1]], [[2], []])
-    with pytest.raises(InputError, match="vocabulary of 64"):
-        ask([[1]], [[64]])
+    with pytest.raises(InputError, match="prompt 1 is empty"):
+        ask([[1], []], [[2], [2]])
+    for wrong in ([64], [64, 1], [1, -1]):
+        with pytest.raises(InputError, match=r"prompt 1 .* vocabulary of 64"):
+            ask([[1], [1]], [[2], wrong])
     with pytest.raises(InputError, match="4096 positions"):
-        ask([[1] * 4090], [[2] * 10])
+        ask([[1] * 4090], [[2] * 7])
 
 
 def test_divergence():

@@ -143,12 +143,13 @@ def score(
         raise InputError(f"width {width} should be at least 1")
     if len(prompts) != len(continuations):
         raise InputError(f"{len(prompts)} prompts and {len(continuations)} continuations; there should be as many of each")
-    for i, (prompt, continuation) in enumerate(zip(prompts, continuations)):
+    for i, continuation in enumerate(continuations):
         if not len(continuation):
             raise InputError(f"continuation {i} is empty; it should have at least one token")
-        # The last token is predicted and never fed, as in generation.
-        token_lists(model, [prompt], GenerationConfig(max_new_tokens=len(continuation)))
-        token_lists(model, [continuation], GenerationConfig(max_new_tokens=1))
+    # The last token is predicted and never fed, as in generation.
+    wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
+    for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
+        token_lists(model, rows, GenerationConfig(max_new_tokens=1))
     n, wanted = (np.array([len(row) for row in rows], np.int32) for rows in (prompts, continuations))
     tokens = np.zeros((len(prompts), prefill.bucket(int(n.max()))), np.int32)
     real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
