@@ -204,9 +204,10 @@ def _score(
         for cache, view in zip(caches, planes):
             predicted, cache = model(block, positions, cache, planes=view)
             logits.append(predicted)
-            lengths = cache.lengths
-            kept = dataclasses.replace(lengths, buffered=lengths.buffered - width + count)
-            longer.append(cache.rollback(kept).flush()[0])
+            # A likeliest token is never negative; to ask makes the flush wait for the last layer's read, as in decode.py.
+            kept = jnp.where(predicted[:, 0].argmax(-1) >= 0, count, 0)
+            lengths = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered - width + kept)
+            longer.append(cache.rollback(lengths).flush()[0])
         write = lambda all, new: put(all, new, done)
         return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
 
