@@ -5,7 +5,8 @@ with the share of repeated 8-grams, and beside it stands the teacher-forced figu
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from qspec_jax import prefill
+from qspec_jax.cache import Cache, empty_cache
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts, in_loop
+from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts, in_loop, start
 from qspec_jax.errors import InputError
-from qspec_jax.generate import PREPARE, generate, make_limits, token_lists
+from qspec_jax.generate import generate, make_limits, token_lists
 from qspec_jax.model import Llama
 from qspec_jax.sampling import Sampler, make_sampler, prompt_keys
 
@@ -53,11 +55,20 @@ def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], co
     )
 
 
-def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
+def teacher_forced(
+    model: Llama,
+    draft: Step,
+    texts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    key: Key[Array, ""],
+    *,
+    make_cache: Callable[..., Cache] | None = None,
+) -> Acceptance:
     """Acceptance along real texts, whose last `config.max_new_tokens` tokens are walked.
 
     At each stop gamma tokens are drafted and verified as in generation; then the real tokens take their place, as many as the round
-    would have emitted, so that the next round drafts in the real context. Raises InputError for a text with no room for a prompt.
+    would have emitted, so that the next round drafts in the real context. make_cache: an empty cache of batch=, capacity=,
+    num_speculative_tokens=, dtype=; by default that of the config. Raises InputError for a text with no room for a prompt.
     """
     new, gamma = config.max_new_tokens, config.num_speculative_tokens
     if min(map(len, texts)) <= new:
@@ -70,10 +81,12 @@ def teacher_forced(model: Llama, draft: Step, texts: Sequence[Sequence[int]], co
     real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
     limits = make_limits(model, *[dataclasses.replace(config, ignore_eos=True)] * len(texts))
     sampler, keys = make_sampler(config), prompt_keys(key, len(texts))
-    static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
-    args = (model, jnp.asarray(tokens), jnp.asarray(n), sampler, keys, limits)
-    run_prepare, _ = PREPARE.compile(*args, **static)
-    state = run_prepare(*args)
+    make_cache = make_cache or functools.partial(empty_cache, model.config, config.cache_config)
+    empty = make_cache(batch=len(texts), capacity=tokens.shape[1] + new, num_speculative_tokens=gamma, dtype=model.dtype)
+    args = (model, jnp.asarray(tokens), jnp.asarray(n), empty, jnp.asarray(real[:, 0]), keys, limits)
+    static = dict(max_new_tokens=new, gamma=gamma)
+    run_begin, _ = BEGIN.compile(*args, **static)
+    state = run_begin(*args)
     walk_args = (CachedModel(model, 2), in_loop(draft), sampler, state, limits, jnp.asarray(real))
     run_walk, _ = WALK.compile(*walk_args)
     counts = jax.device_get(run_walk(*walk_args).counts)
@@ -92,10 +105,25 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
     token_lists(model, prompts, config)
 
 
+def _begin(
+    model: Llama,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    empty: Cache,
+    first: Int[Array, "B"],
+    keys: Key[Array, "B"],
+    limits: Limits,
+    *,
+    max_new_tokens: int,
+    gamma: int,
+) -> DecodeState:
+    _, cache = prefill.prefill(model, tokens, n, empty)
+    return start(cache, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma)
+
+
 def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
-    state = dataclasses.replace(state, pending=real[:, 0], emitted=jnp.ones_like(state.emitted), status=jnp.zeros_like(state.status))
 
     def walking(state: DecodeState) -> Array:
         # Stop where no draft can be counted any more; the last token of the text is only ever verified against.
@@ -129,6 +157,7 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
     return lax.while_loop(walking, step, state)
 
 
+BEGIN = Compiled(_begin, static_argnames=("max_new_tokens", "gamma"), donate_argnames=("empty",))
 WALK = Compiled(_walk, donate_argnames=("state",))
 
 

@@ -1,8 +1,10 @@
 """The commands `qspec eval ...`."""
 
 import dataclasses
+import enum
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,20 +13,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qspec_jax import demo, drafts
+from qspec_jax import demo, drafts, plots
 from qspec_jax.command_line import (
     Calibrate,
     DtypeOption,
     Gamma,
+    GroupSize,
     Json,
     Seed,
     load,
+    output_to,
     read_text,
+    show,
 )
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate import acceptance, perplexity, perplexity_report, quantizers
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 
@@ -91,3 +96,96 @@ def acceptance_command(
 def _say(message: str, *, quiet: bool) -> None:
     if not quiet and sys.stderr.isatty():
         print(message, file=sys.stderr)
+
+
+CacheName = enum.StrEnum("CacheName", {name: name for name in perplexity.PLANES})
+VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
+Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
+EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
+PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
+Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
+Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
+
+
+@evaluations.command("perplexity")
+def perplexity_command(
+    file: Files = None,
+    model: EvaluatedModel = None,
+    cache: Annotated[
+        list[CacheName] | None,
+        typer.Option(help="The model's own precision, both planes, or the upper one; may be given several times: all three, if not given."),
+    ] = None,
+    prompt_tokens: PromptTokens = 4096,
+    max_new_tokens: Scored = 512,
+    scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
+    group_size: GroupSize = None,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw perplexity and KL by distance to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """Perplexity of real text through decode, with each KV cache, and how far its predictions are from the full cache's."""
+    if plot:
+        plots.check(plot, output)
+    network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
+    with output_to(output) as write:
+        report = perplexity.run(
+            str(model or "the embedded model"),
+            network,
+            tokenizer,
+            texts,
+            cache or list(CacheName),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            scheme=scheme,
+            group_size=group_size,
+            progress=False if as_json else None,
+        )
+        show(report, perplexity_report.table, output, write, as_json=as_json)
+    if plot:
+        perplexity_report.plot(report, plot)
+
+
+@evaluations.command("quantizers")
+def quantizers_command(
+    file: Files = None,
+    model: EvaluatedModel = None,
+    variant: Annotated[
+        list[VariantName] | None,
+        typer.Option(help="Axes of keys and values, or another quantizer on the first; may be given several times: all, if not given."),
+    ] = None,
+    prompt_tokens: PromptTokens = 4096,
+    max_new_tokens: Scored = 512,
+    group_size: GroupSize = None,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw KL and acceptance to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """What the KV quantizer's choices cost: axes of the scales, rounding or truncation to the draft's 4 bits."""
+    if plot:
+        plots.check(plot, output)
+    network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
+    with output_to(output) as write:
+        report = quantizers.run(
+            str(model or "the embedded model"),
+            network,
+            tokenizer,
+            texts,
+            variant or list(VariantName),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            group_size=group_size,
+            progress=False if as_json else None,
+        )
+        show(report, perplexity_report.quantizers_table, output, write, as_json=as_json)
+    if plot:
+        perplexity_report.quantizers_plot(report, plot)
+
+
+def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool) -> tuple:
+    """The model, its tokenizer, and the token ids of the files, or of the held-out ones, by name."""
+    paths = files or corpus.held_out_files()
+    contents = {str(path): read_text(path) for path in paths}
+    network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=quiet)
+    return network, tokenizer, {name: tokenizer(text)["input_ids"] for name, text in contents.items()}

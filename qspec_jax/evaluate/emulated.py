@@ -1,0 +1,149 @@
+"""Caches that the stored format cannot hold: groups of keys and values along other axes, and other ways to split a code.
+
+Keys and values are quantized and dequantized group by group, by the schedule and with the stored precision of scales and zeros of the
+hierarchical cache, and kept in full precision, once as a draft reads them and once as the target does. To compare quantizers (QuantSpec,
+arXiv 2502.10424, table 5), not to save memory.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.append import rotate_and_append
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.kv_format import FullLayer, Lengths, accumulation_dtype, dequantize, parameter_dtype, pytree, quantize
+from qspec_jax.cache import HierarchicalCache, quantized_length
+from qspec_jax.config import CacheConfig, LlamaConfig
+from qspec_jax.errors import InputError
+
+AXES = {"channel": -2, "token": -1}
+TRUNCATION = "truncation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """How keys and values become codes.
+
+    keys, values: "channel" (a scale for each channel and group of G tokens) or "token" (a scale for each token, over the channels of its
+    head); the stored format's are the defaults. scheme: of `pallas_kernels.kv_format.SCHEMES`, or "truncation": codes as int8_first
+    makes them, but a draft reads the upper 4 bits rounded down, as in Any-Precision LLM (arXiv 2402.10517). Raises InputError for other
+    names.
+    """
+
+    keys: str = "channel"
+    values: str = "token"
+    scheme: str = CacheConfig.scheme
+
+    def __post_init__(self):
+        for name in (self.keys, self.values):
+            if name not in AXES:
+                raise InputError(f"axis {name!r} should be channel or token")
+        if self.scheme != TRUNCATION:
+            CacheConfig(scheme=self.scheme)
+
+    def views(
+        self, keys: Float[Array, "B K C G H"], values: Float[Array, "B K C G H"], parameters: jnp.dtype
+    ) -> tuple[FullLayer, FullLayer]:
+        """Whole groups as a draft and as the target read them, in at least float32. parameters: the dtype that scales and zeros have."""
+        draft, target = zip(self._views(keys, self.keys, parameters), self._views(values, self.values, parameters))
+        return FullLayer(*draft), FullLayer(*target)
+
+    def _views(self, x: Array, axis: str, parameters: jnp.dtype) -> tuple[Array, Array]:
+        dtype = accumulation_dtype(x.dtype)
+        scheme = CacheConfig.scheme if self.scheme == TRUNCATION else self.scheme
+        upper, lower, scale, zero = quantize(x, AXES[axis], scheme=scheme, dtype=parameters)
+        draft = dequantize(upper, None, scale, zero, dtype)
+        if self.scheme == TRUNCATION:
+            # int8_first's codes, from -8, are split where those from 0 are: at multiples of 16. Only its zero is 8 steps higher.
+            draft = draft - scale.astype(dtype) / 2
+        return draft, dequantize(upper, lower, scale, zero, dtype)
+
+
+@pytree("group_size")
+class EmulatedLayer:
+    """All tokens of a layer, the quantized ones as they are read, in at least float32: [B, K, S, H], token t in row t."""
+
+    draft: FullLayer
+    target: FullLayer
+    group_size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EmulatedCache(HierarchicalCache):
+    """A hierarchical cache by its schedule, with another store. parameters: the dtype of scales and zeros."""
+
+    layers: tuple[EmulatedLayer, ...]
+    quantizer: Quantizer = dataclasses.field(metadata={"static": True})
+    parameters: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    def attend(self, layer, qkv, cos, sin, *, planes):
+        old, total = self.layers[layer], self.lengths.total
+        q, draft = rotate_and_append(qkv, cos, sin, old.draft, total)
+        _, target = rotate_and_append(qkv, cos, sin, old.target, total)
+        lengths = Lengths(jnp.zeros_like(total), total + q.shape[1])
+        attended = decode_attention(q, {1: draft, 2: target}[planes], lengths, planes=None)
+        return attended, EmulatedLayer(draft, target, old.group_size)
+
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> EmulatedLayer:
+        """A layer that holds the first n[b] of S prompt tokens, whole groups of them as they are read."""
+        old, G = self.layers[layer], self.group_size
+        tokens = keys.shape[2] // G * G
+        views = self.quantizer.views(*(in_groups(x, G) for x in (keys, values)), self.parameters)
+        coarse = (jnp.arange(tokens) < quantized_length(n, G)[:, None])[:, None, :, None]
+
+        def write(old: Array, raw: Array, view: Array) -> Array:
+            raw = raw.astype(old.dtype)
+            mixed = jnp.where(coarse, view.reshape(*raw.shape[:2], tokens, -1), raw[:, :, :tokens])
+            return lax.dynamic_update_slice_in_dim(old, jnp.concatenate([mixed, raw[:, :, tokens:]], 2), 0, axis=2)
+
+        raw = FullLayer(keys, values)
+        return EmulatedLayer(*(jax.tree.map(write, kept, raw, view) for kept, view in zip((old.draft, old.target), views)), G)
+
+    def flush(self) -> tuple["EmulatedCache", Int[Array, "B"]]:
+        """See `HierarchicalCache.flush`."""
+        G, lengths = self.group_size, self.lengths
+        due = lengths.buffered >= 2 * G
+        take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, G, axis=1))
+        put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))
+
+        def once(layer: EmulatedLayer) -> EmulatedLayer:
+            # Up to now both views hold these tokens as they were.
+            raw = jax.tree.map(lambda x: take(x, lengths.quantized), layer.target)
+            views = self.quantizer.views(raw.keys[:, :, None], raw.values[:, :, None], self.parameters)
+            choose = lambda raw, view: jnp.where(due[:, None, None, None], view[:, :, 0], raw)
+            write = lambda old, raw, view: put(old, choose(raw, view), lengths.quantized)
+            return EmulatedLayer(*(jax.tree.map(write, old, raw, view) for old, view in zip((layer.draft, layer.target), views)), G)
+
+        moved = due.astype(lengths.buffered.dtype)
+        longer = Lengths(lengths.quantized + G * moved, lengths.buffered - G * moved)
+        return dataclasses.replace(self, layers=tuple(map(once, self.layers)), lengths=longer), moved
+
+
+def emulated_cache(
+    model: LlamaConfig,
+    quantizer: Quantizer,
+    *,
+    batch: int,
+    capacity: int,
+    num_speculative_tokens: int,
+    dtype,
+    group_size: int | None = None,
+) -> EmulatedCache:
+    """A cache without tokens, as `empty_cache` makes one. dtype: the model's, from which that of scales and zeros follows."""
+    G = CacheConfig(group_size=group_size).group_size_for(model.head_dim)
+    rows = max(G, capacity + num_speculative_tokens + 1)
+    wide = accumulation_dtype(dtype)
+    empty = lambda: FullLayer.zeros(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
+    layers = tuple(EmulatedLayer(empty(), empty(), G) for _ in range(model.num_layers))
+    lengths = Lengths(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+    return EmulatedCache(layers, lengths, quantizer.scheme, quantizer, parameter_dtype(dtype))
+
+
+def in_groups(x: Float[Array, "B K S H"], group_size: int) -> Float[Array, "B K C G H"]:
+    """The whole groups of S tokens."""
+    groups = x.shape[2] // group_size
+    return x[:, :, : groups * group_size].reshape(*x.shape[:2], groups, group_size, x.shape[3])

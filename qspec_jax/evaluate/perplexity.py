@@ -1,0 +1,379 @@
+"""How well a model predicts real text when it decodes with a quantized cache: perplexity, and divergence from a full-precision cache.
+
+Prefill attends in full precision, so what a cache costs shows only in decoding. So the tokens behind a prompt are fed through decode, a
+block at a time, by generation's schedule: a block ends where one-by-one decoding would flush. Through all caches at once, since whole
+distributions are compared and none is kept.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+from qspec_jax import prefill
+from qspec_jax.cache import Cache, empty_cache
+from qspec_jax.compiled import Compiled
+from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.generate import token_lists
+from qspec_jax.model import Llama
+
+FULL = "bf16"  # the model's own precision
+PLANES = {FULL: 2, "int8": 2, "int4": 1}
+WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
+ROWS = 8  # of a batch, at most
+BUCKETS = 8  # of distances behind the prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A cache as a model reads it. make: an empty one, of batch=, capacity=, num_speculative_tokens=, dtype=, see `empty_cache`."""
+
+    make: Callable[..., Cache]
+    planes: int = 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of N tokens in each of B rows, through C caches.
+
+    logprobs: natural logarithm of the probability of the real token, at temperature 1. divergence: KL(first cache || this one), in nats.
+    agrees: whether the likeliest token is that of the first cache.
+    """
+
+    logprobs: Float[Array, "C B N"]
+    divergence: Float[Array, "C B N"]
+    agrees: Bool[Array, "C B N"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Means over all tokens. kl: from the full cache, nats a token. perplexity_change: over that of the full cache, less 1."""
+
+    perplexity: float
+    perplexity_change: float
+    bits_per_byte: float
+    kl: float
+    top1_agreement: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The tokens first..last behind the prompt, counted from 1."""
+
+    first: int
+    last: int
+    perplexity: float
+    kl: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFigures(Figures):
+    """Of one cache, a key of `PLANES`, and by distance from the prompt."""
+
+    cache: str
+    by_distance: list[Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class TooShort:
+    """A text that was left out, and how many tokens it has."""
+
+    name: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A row for each cache. tokens, bytes: scored, of all texts together. width: tokens of a block."""
+
+    model: str
+    device: str
+    dtype: str
+    scheme: str
+    group_size: int
+    width: int
+    prompt_tokens: int
+    max_new_tokens: int
+    texts: int
+    tokens: int
+    bytes: int
+    results: list[CacheFigures]
+    too_short: list[TooShort]
+
+
+def token_logprobs(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    cache: CacheConfig,
+    *,
+    width: int = WIDTH,
+    planes: int = 2,
+) -> Float[np.ndarray, "B N"]:
+    """Natural logarithm of the model's probability (temperature 1, nothing filtered) of each token of each continuation, through decode.
+
+    The first token's is prefill's. width: tokens fed at once; in exact arithmetic it changes nothing. planes: of a hierarchical cache, 1
+    reads as a draft does. The prompts may be of any lengths, and the continuations: NaN stands behind the shorter ones. Raises
+    InputError for an empty prompt or continuation, a width below 1, and what `generate` cannot continue.
+    """
+    view = View(functools.partial(empty_cache, model.config, cache), planes)
+    logprobs = score(model, prompts, continuations, [view], width=width).logprobs[0]
+    lengths = np.array([len(continuation) for continuation in continuations])
+    return np.where(np.arange(logprobs.shape[1]) < lengths[:, None], logprobs, np.nan)
+
+
+def score(
+    model: Llama, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], views: Sequence[View], *, width: int = WIDTH
+) -> Scores:
+    """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
+
+    What stands behind a shorter one has no meaning. Raises InputError as `token_logprobs` does.
+    """
+    if width < 1:
+        raise InputError(f"width {width} should be at least 1")
+    if len(prompts) != len(continuations):
+        raise InputError(f"{len(prompts)} prompts and {len(continuations)} continuations; there should be as many of each")
+    for i, continuation in enumerate(continuations):
+        if not len(continuation):
+            raise InputError(f"continuation {i} is empty; it should have at least one token")
+    # The last token is predicted and never fed, as in generation.
+    wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
+    for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
+        token_lists(model, rows, GenerationConfig(max_new_tokens=1))
+    n, wanted = (np.array([len(row) for row in rows], np.int32) for rows in (prompts, continuations))
+    tokens = np.zeros((len(prompts), prefill.bucket(int(n.max()))), np.int32)
+    real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
+    for i, (prompt, continuation) in enumerate(zip(prompts, continuations)):
+        tokens[i, : len(prompt)], real[i, : len(continuation)] = prompt, continuation
+    sizes = dict(batch=len(prompts), capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
+    caches = tuple(view.make(**sizes) for view in views)
+    args = (model, *map(jnp.asarray, (tokens, n, real, wanted)), caches)
+    executable, _ = SCORE.compile(*args, planes=tuple(view.planes for view in views), width=width)
+    scores, _ = executable(*args)
+    return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Several:
+    """What prefill asks of a cache, of several: one prefill fills them all."""
+
+    caches: tuple[Cache, ...]
+
+    def fill(self, layer: int, keys: Array, values: Array, n: Array) -> tuple:
+        return tuple(cache.fill(layer, keys, values, n) for cache in self.caches)
+
+    def filled(self, layers: tuple[tuple, ...], n: Array) -> tuple[Cache, ...]:
+        return tuple(cache.filled(own, n) for cache, own in zip(self.caches, zip(*layers)))
+
+
+def _score(
+    model: Llama,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    real: Int[Array, "B N+width"],
+    wanted: Int[Array, "B"],
+    caches: tuple[Cache, ...],
+    *,
+    planes: tuple[int, ...],
+    width: int,
+) -> tuple[Scores, tuple[Cache, ...]]:
+    """The columns of the scores behind wanted[b] are scratch. The caches are returned since they are donated."""
+    logits, caches = prefill.prefill(model, tokens, n, _Several(caches))
+    first = _compare([logits[:, None]] * len(caches), real[:, :1])
+    room = lambda x: jnp.zeros((*x.shape[:2], real.shape[1]), x.dtype).at[..., :1].set(x)
+    take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
+    put = jax.vmap(lambda all, new, at: lax.dynamic_update_slice_in_dim(all, new, at, 1), in_axes=(1, 1, 0), out_axes=1)
+
+    def step(carry):
+        done, caches, scores = carry
+        block, following = take(real, done - 1), take(real, done)
+        positions = (n + done - 1)[:, None] + jnp.arange(width)
+        room = functools.reduce(jnp.minimum, [cache.draft_room for cache in caches])
+        count = jnp.minimum(jnp.minimum(room, width - 1) + 1, wanted - done)
+        logits, longer = [], []
+        for cache, view in zip(caches, planes):
+            predicted, cache = model(block, positions, cache, planes=view)
+            logits.append(predicted)
+            # A likeliest token is never negative; to ask makes the flush wait for the last layer's read, as in decode.py.
+            kept = jnp.where(predicted[:, 0].argmax(-1) >= 0, count, 0)
+            lengths = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered - width + kept)
+            longer.append(cache.rollback(lengths).flush()[0])
+        write = lambda all, new: put(all, new, done)
+        return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
+
+    carry = jnp.ones_like(n), caches, jax.tree.map(room, first)
+    _, caches, scores = lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)
+    return scores, caches
+
+
+SCORE = Compiled(_score, static_argnames=("planes", "width"), donate_argnames=("caches",))
+
+
+def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:
+    logs = [jax.nn.log_softmax(x) for x in logits]
+    return Scores(
+        jnp.stack([jnp.take_along_axis(x, real[..., None], -1)[..., 0] for x in logs]),
+        jnp.stack([divergence(logs[0], x) for x in logs]),
+        jnp.stack([x.argmax(-1) == logits[0].argmax(-1) for x in logits]),
+    )
+
+
+def divergence(p: Float[Array, "*rows V"], q: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+    """KL(p || q) in nats of two distributions, given as their natural logarithms."""
+    # Both sum to 1, so to add q - p changes nothing, but no term is negative then and nothing cancels where p and q are close.
+    d = q - p
+    close = jnp.abs(d) < 1
+    terms = jnp.where(close, jnp.exp(p) * (jnp.expm1(jnp.where(close, d, 0)) - d), jnp.exp(q) - jnp.exp(p) * (1 + d))
+    return terms.sum(-1)
+
+
+def measure(
+    model: Llama,
+    texts: Sequence[Sequence[int]],
+    views: Sequence[View],
+    *,
+    max_new_tokens: int,
+    width: int = WIDTH,
+    progress: bool | None = None,
+) -> Scores:
+    """Scores of the last `max_new_tokens` tokens of texts of one length (token ids), in float64; B is the number of texts.
+
+    progress: a bar on standard error; None where that is a terminal. Raises InputError as `check` does.
+    """
+    check(model, texts, max_new_tokens)
+    parts = []
+    with tqdm(total=len(texts), leave=False, disable=None if progress is None else not progress) as bar:
+        for rows in batches(texts):
+            # Filled up, so that all batches are of one shape, which is compiled once.
+            full = rows + [rows[0]] * (len(batches(texts)[0]) - len(rows))
+            prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
+            parts.append(score(model, prompts, continuations, views, width=width))
+            bar.update(len(rows))
+    joined = jax.tree.map(lambda *arrays: np.concatenate(arrays, 1)[:, : len(texts)], *parts)
+    return Scores(joined.logprobs.astype(np.float64), joined.divergence.astype(np.float64), joined.agrees)
+
+
+def batches(texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """The texts in order, in as few batches of at most ROWS as there can be, of one size but the last."""
+    size = math.ceil(len(texts) / math.ceil(len(texts) / ROWS))
+    return [list(texts[i : i + size]) for i in range(0, len(texts), size)]
+
+
+def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises InputError unless the texts are of one length, with room for a prompt, and the model takes them."""
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens} should be at least 1")
+    lengths = {len(text) for text in texts}
+    if len(lengths) != 1 or min(lengths) <= max_new_tokens:
+        raise InputError(f"texts should be of one length, more than the {max_new_tokens} tokens to score, not {sorted(lengths)}")
+    token_lists(model, [text[:-max_new_tokens] for text in texts], GenerationConfig(max_new_tokens=max_new_tokens))
+
+
+def cache_view(model: Llama, cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> View:
+    """The view of a cache by its name, a key of `PLANES`."""
+    config = CacheConfig("full" if cache == FULL else "hierarchical", group_size, scheme)
+    return View(functools.partial(empty_cache, model.config, config), PLANES[cache])
+
+
+def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
+    """Of one cache, by its place in the scores, whose first is the full cache. scored_bytes: of the text that was scored."""
+    loss = -scores.logprobs.mean((1, 2))
+    total_bits = loss[cache] * scores.logprobs[cache].size / math.log(2)
+    return Figures(
+        perplexity=math.exp(loss[cache]),
+        perplexity_change=math.expm1(loss[cache] - loss[0]),
+        bits_per_byte=float(total_bits / scored_bytes),
+        kl=float(scores.divergence[cache].mean()),
+        top1_agreement=float(scores.agrees[cache].mean()),
+    )
+
+
+def by_distance(scores: Scores, cache: int) -> list[Part]:
+    """Of one cache, in at most BUCKETS parts."""
+    tokens = scores.logprobs.shape[2]
+    edges = np.linspace(0, tokens, min(BUCKETS, tokens) + 1).astype(int)
+    part = lambda a, b: Part(
+        int(a) + 1, int(b), math.exp(-scores.logprobs[cache, :, a:b].mean()), float(scores.divergence[cache, :, a:b].mean())
+    )
+    return [part(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def count_bytes(tokenizer, texts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Bytes, in UTF-8, of the last `max_new_tokens` tokens of the texts."""
+    # Not of those tokens alone: some tokenizers drop a space that a text begins with.
+    size = lambda ids: len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
+    return sum(size(text) - size(text[:-max_new_tokens]) for text in texts)
+
+
+def run(
+    name: str,
+    model: Llama,
+    tokenizer,
+    texts: Mapping[str, Sequence[int]],
+    caches: Sequence[str],
+    *,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    scheme: str = CacheConfig.scheme,
+    group_size: int | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Perplexity and divergence through each of these caches, keys of `PLANES`, after prompts of `prompt_tokens` tokens.
+
+    texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, and as
+    `measure` does.
+    """
+    chosen, too_short = long_enough(texts, prompt_tokens, max_new_tokens)
+    config = CacheConfig(group_size=group_size, scheme=scheme)
+    names = [FULL, *(cache for cache in PLANES if cache in caches and cache != FULL)]
+    views = [cache_view(model, cache, scheme=scheme, group_size=group_size) for cache in names]
+    scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=progress)
+    scored_bytes = count_bytes(tokenizer, chosen, max_new_tokens)
+    rows = [
+        CacheFigures(**vars(figures(scores, i, scored_bytes)), cache=cache, by_distance=by_distance(scores, i))
+        for i, cache in enumerate(names)
+        if cache in caches
+    ]
+    return Report(
+        model=name,
+        device=jax.devices()[0].device_kind,
+        dtype=model.dtype.name,
+        scheme=scheme,
+        group_size=config.group_size_for(model.config.head_dim),
+        width=WIDTH,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        texts=len(chosen),
+        tokens=len(chosen) * max_new_tokens,
+        bytes=scored_bytes,
+        results=rows,
+        too_short=too_short,
+    )
+
+
+def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_tokens: int) -> tuple[list[Sequence[int]], list[TooShort]]:
+    """The first prompt_tokens + max_new_tokens tokens of each text that has so many, and the others by name.
+
+    Raises InputError where none has.
+    """
+    if prompt_tokens < 1 or max_new_tokens < 1:
+        what, value = ("prompt_tokens", prompt_tokens) if prompt_tokens < 1 else ("max_new_tokens", max_new_tokens)
+        raise InputError(f"{what} {value} should be at least 1")
+    length = prompt_tokens + max_new_tokens
+    chosen = [text[:length] for text in texts.values() if len(text) >= length]
+    if not chosen:
+        longest = max(map(len, texts.values()))
+        raise InputError(
+            f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); ask for fewer"
+        )
+    return chosen, [TooShort(name, len(text)) for name, text in texts.items() if len(text) < length]
