@@ -18,6 +18,7 @@ from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.perplexity import token_logprobs
 from qspec_jax.generate import generate
 from qspec_jax.sampling import make_sampler
 
@@ -137,6 +138,19 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
         np.testing.assert_allclose([[chance for _, chance in place] for place in top], np.take_along_axis(expected, ids, 1), atol=1e-9)
     alone = generate(model, PROMPTS, config=dataclasses.replace(config, top_logprobs=0), draft=draft, key=jax.random.key(4))
     assert alone.token_ids == out.token_ids and alone.logprobs is None and alone.top_logprobs is None
+
+
+@pytest.mark.parametrize("group_size", [4, 16])
+def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
+    """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
+    model = random_model(jnp.float32)
+    config = dataclasses.replace(CONFIG, max_new_tokens=50, group_size=group_size, output_logprobs=True, temperature=1.0)
+    out = generate(model, PROMPTS, config=config)
+    width = config.num_speculative_tokens + 1
+    expected = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width)
+    np.testing.assert_allclose(out.logprobs, expected, atol=1e-5, rtol=0)
+    draft = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width, planes=1)
+    assert np.abs(draft - expected).max() > 1e-2  # they are no other view's
 
 
 # Schedules ---------------------------------------------------------------------------------------------------------------

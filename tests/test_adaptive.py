@@ -1,0 +1,48 @@
+"""What adaptive speculation costs on real text, against every fixed number of drafts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qspec_jax import GenerationConfig, demo, load
+from qspec_jax.cache import empty_cache
+from qspec_jax.decode import CachedModel
+from qspec_jax.demo import corpus
+from qspec_jax.drafts import quantspec
+from qspec_jax.evaluate import acceptance
+from qspec_jax.generate import make_limits
+from qspec_jax.sampling import Greedy, prompt_keys
+
+# Milliseconds of a draft over those of verifying, on an H100 (README): Llama-2-7B at 4k, Llama-3.1-8B at 128k.
+COSTS = (1.90 / 6.11, 3.59 / 9.27)
+FIXED, MOST = (1, 2, 3, 4, 6), 6
+TEXTS, PROMPT, NEW = 4, 256, 160
+
+
+@pytest.mark.slow
+def test_near_the_best_fixed_number_of_drafts():
+    """Every text is walked by every policy, each in a row of one batch: what is drafted and accepted, along the real tokens."""
+    model, tokenizer = load(demo.MODEL, dtype="float32")
+    ids = (tokenizer(path.read_text(encoding="utf-8"))["input_ids"][: PROMPT + NEW] for path in corpus.held_out_files())
+    texts = [text for text in ids if len(text) == PROMPT + NEW][:TEXTS]
+    settings = dict(max_new_tokens=NEW, ignore_eos=True)
+    policies = [GenerationConfig(num_speculative_tokens=gamma, **settings) for gamma in FIXED]
+    policies += [GenerationConfig(num_speculative_tokens=MOST, adaptive=True, draft_cost=cost, **settings) for cost in COSTS]
+    rows = [text for text in texts for _ in policies]
+    limits = make_limits(model, *policies * TEXTS)
+    n, real = jnp.full(len(rows), PROMPT, jnp.int32), np.pad(np.array(rows)[:, PROMPT:], ((0, 0), (0, MOST + 1)))
+    cache = dict(batch=len(rows), capacity=PROMPT + NEW, num_speculative_tokens=MOST, dtype=model.dtype)
+    empty = empty_cache(model.config, policies[0].cache_config, **cache)
+    keys = prompt_keys(jax.random.key(0), len(rows))
+    begin = (model, jnp.array(rows)[:, :PROMPT], n, empty, jnp.asarray(real[:, 0]), keys, limits)
+    static = dict(max_new_tokens=NEW, gamma=MOST)
+    state = acceptance.BEGIN.compile(*begin, **static)[0](*begin)
+    walk = (CachedModel(model, 2), quantspec(model), Greedy(), state, limits, jnp.asarray(real, jnp.int32))
+    counts = jax.device_get(acceptance.WALK.compile(*walk)[0](*walk).counts)
+    rounds, drafted = (x.reshape(TEXTS, len(policies)).sum(0) for x in (counts.rounds, counts.drafted))
+    for i, cost in enumerate(COSTS):
+        total = rounds + cost * drafted
+        fixed, adaptive = total[: len(FIXED)], total[len(FIXED) + i]
+        print(f"cost {cost:.3f}: fixed {dict(zip(FIXED, (fixed / fixed.min()).round(3)))}, adaptive {adaptive / fixed.min():.3f}")
+        assert adaptive <= 1.03 * fixed.min() and adaptive < 0.9 * fixed.max()
