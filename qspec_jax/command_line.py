@@ -34,6 +34,9 @@ class Dtype(enum.StrEnum):
 
 
 Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
+GammaList = Annotated[
+    str, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; several with commas between them: 1,2,4,6.")
+]
 MethodOption = Annotated[Method, typer.Option("--method", help="Draft and verify, or one token at a time.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most new tokens of each prompt.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -51,6 +54,7 @@ Calibrate = Annotated[
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
 
 
 def load(directory: Path, dtype: str | None, *, quiet: bool):
@@ -59,6 +63,18 @@ def load(directory: Path, dtype: str | None, *, quiet: bool):
         jax.config.update("jax_enable_x64", True)
     network = checkpoint.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
     return network, checkpoint.load_tokenizer(directory)
+
+
+def number_list(option: str, text: str, kind: type[int] | type[float]) -> list:
+    """The numbers of an option, between commas. Raises InputError for what is no number of that kind, and for one that stands twice."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{option} {text!r} should be {what} with commas between them") from None
+    if repeated := [number for i, number in enumerate(numbers) if number in numbers[:i]]:
+        raise InputError(f"{option} {text}: {repeated[0]:g} stands there twice")
+    return numbers
 
 
 def read_text(path: Path) -> str:
