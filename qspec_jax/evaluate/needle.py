@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import Step
+from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch import Request, Result, run_batch
 from qspec_jax.model import Llama
@@ -202,8 +203,8 @@ def run(
 ) -> Report:
     """Scores every method on the same prompts, `samples` for each length and depth.
 
-    draft: as in `generate`, for quantspec. progress: None shows a bar on a terminal. Raises InputError as `check` and `make_prompt` do,
-    and for samples below 1.
+    draft: as in `generate`, for quantspec; made here if not given. progress: None shows a bar on a terminal. Raises InputError as `check`
+    and `make_prompt` do, and for samples below 1.
     """
     check(model, lengths, depths)
     if samples < 1:
@@ -213,6 +214,8 @@ def run(
         for length in lengths
         for depth in depths
     }
+    if draft is None and any(method.method == "quantspec" for method in methods):
+        draft = quantspec(model)
     cells, answers = [], []
     with tqdm(
         total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress

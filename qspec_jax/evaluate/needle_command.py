@@ -62,7 +62,7 @@ def needle(
         methods=methods,
         seed=seed,
         batch_size=batch_size,
-        draft=None if method is Method.autoregressive else drafts.stored(directory, network) or drafts.quantspec(network),
+        draft=None if method is Method.autoregressive else drafts.stored(directory, network),
         progress=progress,
     )
     show(report, table, None, sys.stdout.write, as_json=as_json)
@@ -75,22 +75,18 @@ def table(report: Report) -> Group:
     parts = []
     for name, cells in _by_method(report).items():
         lengths = list(dict.fromkeys(cell.length for cell in cells))
-        grid = Table(title=f"Needle in a haystack ({report.format}): {name}", title_justify="left")
+        grid = Table()
         for label in ("depth", *(f"{length:,} tokens" for length in lengths)):
             grid.add_column(label, justify="right")
         for depth in dict.fromkeys(cell.depth for cell in cells):
             grid.add_row(f"{depth:g}", *(f"{cell.correct}/{cell.samples}" for cell in cells if cell.depth == depth))
         correct, asked = sum(cell.correct for cell in cells), sum(cell.samples for cell in cells)
-        parts += [
-            grid,
-            Text(f"{correct} of {asked} right; no prompt is more than {max(c.length - c.tokens for c in cells)} tokens shorter\n"),
-        ]
-    if found := report.agreement:
-        parts.append(
-            Text(
-                f"Of {found.prompts} prompts, both gave the same tokens for {found.same_tokens} and the same score for {found.same_score}."
-            )
-        )
+        short = max(cell.length - cell.tokens for cell in cells)
+        note = f"{correct} of {asked} right; no prompt is more than {short} tokens shorter\n"
+        parts += [Text(f"Needle in a haystack ({report.format}): {name}", "bold"), grid, Text(note)]
+    if both := report.agreement:
+        agreed = f"the same tokens for {both.same_tokens} and the same score for {both.same_score}"
+        parts.append(Text(f"Of {both.prompts} prompts, both gave {agreed}."))
     return Group(*parts)
 
 
