@@ -5,8 +5,9 @@ import json
 import pytest
 
 from qspec_jax import plots
+from qspec_jax.evaluate import acceptance_report
 
-SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 24, "--no-calibrate"]
+SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
 
 
 @pytest.fixture(scope="module")
@@ -16,39 +17,53 @@ def file(tmp_path_factory):
     return path
 
 
-def test_gammas_in_one_run_are_as_alone(run, directory, file, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
-    base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--json"]
-    code, out, err = run(*base, "--gamma", "1,3", "--plot", tmp_path / "gamma.png")
+def test_gammas_in_one_run_are_as_alone(run, directory, file):
+    base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--json"]
+    code, out, err = run(*base, "--gamma", "1,3")
     assert (code, err) == (0, "")
     together = json.loads(out)
     assert (together["texts"], together["skipped"]) == (1, [])
     rows = together["results"]
     modes = ("teacher-forced", "free-running")
-    assert [(row["gamma"], row["temperature"], row["mode"]) for row in rows] == [(g, t, m) for g in (1, 3) for t in (0, 1) for m in modes]
-    alone = json.loads(run(*base, "--num-speculative-tokens", 3, "--temperature", 1)[1])
-    assert alone["results"] == rows[6:]
+    assert [(row["gamma"], row["temperature"], row["mode"]) for row in rows] == [(g, 0, m) for g in (1, 3) for m in modes]
+    alone = json.loads(run(*base, "--num-speculative-tokens", 3)[1])
+    assert alone["results"] == rows[2:]
     for row in rows:
-        assert row["new_tokens"] == 24 and 0 < row["drafted"] <= row["gamma"] * row["rounds"]
+        assert row["new_tokens"] == 60 and 0 < row["drafted"] <= row["gamma"] * row["rounds"]
         assert row["acceptance_rate"] == row["accepted"] / row["drafted"]
         assert row["mean_acceptance_length"] == 1 + row["accepted"] / row["rounds"]
-        if row["mode"] == "free-running":
-            assert row["conditional_rate"] is None
-        elif row["gamma"] == 1:
-            # Nothing stands before the one draft of a round.
-            assert row["conditional_rate"] == row["acceptance_rate"]
-        else:
-            # A round rejects one draft, and up to two behind it are drafted in vain.
-            rejected = row["accepted"] / row["conditional_rate"] - row["accepted"]
-            assert rejected == pytest.approx(round(rejected), abs=1e-6)
-            assert 0 < rejected < row["drafted"] - row["accepted"] <= 3 * rejected
+    one, free, three, _ = rows
+    assert free["conditional_rate"] is None
+    # Nothing stands before the one draft of a round.
+    assert 0 < one["conditional_rate"] == one["acceptance_rate"] < 1
+    # A round rejects one draft, and up to two behind it are drafted in vain.
+    rejected = three["accepted"] / three["conditional_rate"] - three["accepted"]
+    assert rejected == pytest.approx(round(rejected), abs=1e-6)
+    assert 0 < rejected < three["drafted"] - three["accepted"] <= 3 * rejected
+
+
+def test_plot(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
+    lines = [(temperature, mode) for temperature in (0.0, 1.0) for mode in ("teacher-forced", "free-running")]
+    rows = [
+        {
+            "gamma": gamma,
+            "temperature": temperature,
+            "mode": mode,
+            "acceptance_rate": 0.1 * i + gamma / 100,
+            "mean_acceptance_length": gamma + i,
+        }
+        for gamma in (6, 1)
+        for i, (temperature, mode) in enumerate(lines)
+    ]
+    acceptance_report.plot(acceptance_report.Report(1, [], rows), tmp_path / "gamma.png")
     assert (tmp_path / "gamma.png").read_bytes().startswith(b"\x89PNG")
     accepted, tokens = figures[0].axes
-    assert [line.get_xdata() for line in accepted.lines] == [[1, 3]] * 4
-    of_line = lambda name: [[rows[i][name], rows[i + 4][name]] for i in range(4)]
-    assert [line.get_ydata() for line in accepted.lines] == of_line("acceptance_rate")
-    assert [line.get_ydata() for line in tokens.lines] == of_line("mean_acceptance_length")
+    points = lambda axes: [line.get_xydata().tolist() for line in axes.lines]
+    assert points(accepted) == [[[1, 0.1 * i + 0.01], [6, 0.1 * i + 0.06]] for i in range(4)]
+    assert points(tokens) == [[[1, 1 + i], [6, 6 + i]] for i in range(4)]
+    assert [line.get_label() for line in tokens.lines] == [f"temperature {temperature:g}, {mode}" for temperature, mode in lines]
 
 
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
@@ -72,7 +87,7 @@ def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog):
     flags = ["--gamma", 1, "--temperature", 0]
     code, out, _ = run("eval", "acceptance", "--model", directory, "--file", short, "--file", file, *SIZES, *flags)
     assert code == 0
-    assert [record.getMessage() for record in caplog.records] == [f"1 of 2 texts have fewer than 64 tokens and are left out: {short}"]
+    assert [record.getMessage() for record in caplog.records] == [f"1 of 2 texts have fewer than 100 tokens and are left out: {short}"]
     assert "teacher-forced" in out and "free-running" in out and "tokens a round" in out
 
 
@@ -97,4 +112,4 @@ def test_bad_plot_and_texts(fails, directory, file, tmp_path):
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES]
     fails([*base, "--plot", tmp_path / "plot.txt"], "plot.txt")
     fails([*base, "--plot", tmp_path / "no" / "plot.png"], "no such folder")
-    fails([*base, "--prompt-tokens", 2000], "no text has 2024 tokens")
+    fails([*base, "--prompt-tokens", 2000], "no text has 2060 tokens")

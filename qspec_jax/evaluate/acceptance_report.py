@@ -1,9 +1,6 @@
-"""What `qspec eval acceptance` shows: a table, and a plot against gamma.
+"""What `qspec eval acceptance` shows: a table, and a plot against gamma."""
 
-A result is an `Acceptance` as a dict, with its gamma, temperature and mode.
-"""
-
-from collections.abc import Mapping, Sequence
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,22 @@ from qspec_jax import plots
 STYLES = {"teacher-forced": "-", "free-running": ":"}
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> Table:
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """texts: how many were measured; skipped: files too short; results: each an `Acceptance`, with its gamma, temperature and mode."""
+
+    texts: int
+    skipped: list[str]
+    results: list[dict[str, Any]]
+
+
+def table(report: Report) -> Table:
     """A line for every gamma, temperature and mode."""
     grid = Table(title="Acceptance")
     columns = ("gamma", "temperature", "mode", "accepted / drafted", "given those before", "tokens a round", "drafted", "repeated 8-grams")
     for label in columns:
         grid.add_column(label, justify="left" if label == "mode" else "right")
-    for row in results:
+    for row in report.results:
         conditional = "-" if row["conditional_rate"] is None else f"{row['conditional_rate']:.3f}"
         rates = f"{row['acceptance_rate']:.3f}", conditional, f"{row['mean_acceptance_length']:.2f}"
         name = str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
@@ -28,13 +34,14 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     return grid
 
 
-def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(report: Report, path: Path) -> None:
     """Two panels against gamma, accepted / drafted and tokens a round; a line for every temperature and mode (arXiv 2502.10424, figure 9).
 
     Raises InputError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
+    results = report.results
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     accepted, tokens = figure.subplots(1, 2)
     temperatures = list(dict.fromkeys(row["temperature"] for row in results))

@@ -1,7 +1,6 @@
 """The commands `qspec eval ...`."""
 
 import dataclasses
-import json
 import logging
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Annotated
 
 import jax
 import typer
-from rich.console import Console
 
 from qspec_jax import demo, drafts, plots
 from qspec_jax.command_line import (
@@ -22,6 +20,7 @@ from qspec_jax.command_line import (
     load,
     number_list,
     read_text,
+    show,
 )
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
@@ -96,12 +95,10 @@ def acceptance_command(
             else:
                 measured = acceptance.free_running(network, draft, prompts, config, key)
             results.append({"gamma": gamma, "temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
-    if as_json:
-        print(json.dumps({"texts": len(long_enough), "skipped": skipped, "results": results}))
-    else:
-        Console().print(acceptance_report.table(results))
+    report = acceptance_report.Report(len(long_enough), skipped, results)
+    show(report, acceptance_report.table, None, sys.stdout.write, as_json=as_json)
     if plot:
-        acceptance_report.plot(results, plot)
+        acceptance_report.plot(report, plot)
 
 
 def _say(message: str, *, quiet: bool) -> None:
