@@ -27,6 +27,11 @@ class Method(enum.StrEnum):
     autoregressive = "autoregressive"
 
 
+class CacheKind(enum.StrEnum):
+    full = "full"
+    int8 = "int8"
+
+
 class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"

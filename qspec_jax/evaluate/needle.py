@@ -26,22 +26,7 @@ LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
 DISTRACTORS = 0.1  # of the functions in a haystack, those that return a value themselves
 
 ADJECTIVES = ("active", "backup", "cached", "current", "default", "global", "initial", "local", "pending", "primary", "remote", "total")
-NOUNS = (
-    "budget",
-    "count",
-    "cursor",
-    "depth",
-    "height",
-    "index",
-    "limit",
-    "margin",
-    "offset",
-    "padding",
-    "quota",
-    "retries",
-    "timeout",
-    "width",
-)
+NOUNS = ("budget", "count", "cursor", "depth", "height", "index", "limit", "margin", "offset", "padding", "quota", "retries", "width")
 PLACES = ("bakery", "bridge", "garden", "harbour", "library", "market", "museum", "station", "theatre", "valley")
 THINGS = ("a bench", "a bicycle", "a lamp", "a letter", "a piano", "a red door", "an old map", "an umbrella", "some bread", "some flowers")
 TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter", "Last summer", "On Sunday", "Yesterday")

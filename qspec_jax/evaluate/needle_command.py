@@ -11,17 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from qspec_jax import demo, drafts, plots
-from qspec_jax.command_line import DtypeOption, Json, Method, Plot, Seed, load, number_list, show
+from qspec_jax.command_line import CacheKind, DtypeOption, Json, Method, Plot, Seed, load, number_list, show
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle as needles
 from qspec_jax.evaluate.needle import Cell, Report
 
 Style = enum.StrEnum("Style", list(needles.FORMATS))
-
-
-class CacheKind(enum.StrEnum):
-    full = "full"
-    int8 = "int8"
 
 
 def needle(
@@ -51,7 +46,6 @@ def needle(
         plots.check(plot, None)
     directory, progress = model or demo.MODEL, False if as_json else None
     network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
-    needles.check(network, sizes, shares)
     report = needles.run(
         network,
         tokenizer,
