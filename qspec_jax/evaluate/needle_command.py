@@ -94,10 +94,10 @@ def draw(report: Report, path: Path) -> None:
         lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
         shares = {(cell.depth, cell.length): cell.correct / cell.samples for cell in cells}
         grid = [[shares[depth, length] for length in lengths] for depth in depths]
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
         for y, row in enumerate(grid):
             for x, share in enumerate(row):
-                axes.text(x, y, f"{share:.0%}", ha="center", va="center")
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="black" if share > 0.6 else "white")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
         axes.set(xlabel="prompt (tokens)", ylabel="depth of the needle", title=name)
