@@ -1,11 +1,10 @@
-"""The command line: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `batch`, `eval acceptance`, `bench ...`.
+"""The command line: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `batch`, `eval ...`, `bench ...`.
 
 Bad input ends with one line on standard error and exit code 2. With --json, standard output is one JSON object.
 """
 
 import _thread
 import dataclasses
-import enum
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from qspec_jax import demo as embedded
 from qspec_jax import drafts
 from qspec_jax.bench.commands import benchmarks
 from qspec_jax.command_line import (
+    CacheKind,
     Calibrate,
     DtypeOption,
     Gamma,
@@ -64,11 +64,6 @@ app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(conversions)
 app.command("batch")(batch)
-
-
-class CacheKind(enum.StrEnum):
-    full = "full"
-    int8 = "int8"
 
 
 @app.command("generate")

@@ -30,17 +30,15 @@ class Method(enum.StrEnum):
     autoregressive = "autoregressive"
 
 
+class CacheKind(enum.StrEnum):
+    full = "full"
+    int8 = "int8"
+
+
 class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} should be token ids with commas between them") from None
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -48,10 +46,13 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} should be a token id, =, and a number") from None
+        raise InputError(f"--logit-bias {text!r} should be a token id, =, and a number") from None
 
 
 Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
+GammaList = Annotated[
+    str, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; several with commas between them: 1,2,4,6.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
 ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
@@ -66,6 +67,7 @@ SensitiveLayers = Annotated[
     int, typer.Option(min=0, help="Draft the first and the last so many layers at the target's precision, weights and cache.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
 
 
 def _settings(
@@ -112,9 +114,9 @@ def _settings(
         repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens,
         logit_bias=dict(map(_bias, logit_bias or [])),
-        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in _token_ids(text)),
+        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in number_list("--ban", text, int)),
         stop=tuple(stop or []),
-        stop_token_ids=tuple(map(_token_ids, stop_token_ids or [])),
+        stop_token_ids=tuple(tuple(number_list("--stop-token-ids", text, int, repeated=True)) for text in stop_token_ids or []),
         output_logprobs=output_logprobs,
         top_logprobs=top_logprobs,
         ignore_eos=ignore_eos,
@@ -143,6 +145,21 @@ def load(directory: Path, dtype: str | None, *, quiet: bool):
         jax.config.update("jax_enable_x64", True)
     network = checkpoint.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
     return network, checkpoint.load_tokenizer(directory)
+
+
+def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:
+    """The numbers of an option, between commas. Raises InputError for what is no number of that kind.
+
+    repeated: whether a number may stand there twice.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{option} {text!r} should be {what} with commas between them") from None
+    if not repeated and (again := [number for i, number in enumerate(numbers) if number in numbers[:i]]):
+        raise InputError(f"{option} {text}: {again[0]:g} stands there twice")
+    return numbers
 
 
 def read_text(path: Path) -> str:

@@ -154,20 +154,6 @@ def test_demo(run):
         assert words in out.replace("\n", " ")
 
 
-def test_eval_acceptance_json(run, directory, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"value_{i} = {i}\n" for i in range(40)))
-    sizes = ["--prompt-tokens", 40, "--max-new-tokens", 24, "--temperature", 0]
-    code, out, _ = run(
-        "eval", "acceptance", "--model", directory, "--file", file, *sizes, "--draft-bits", 16, "--draft-planes", 2, "--json"
-    )
-    result = json.loads(out)
-    assert code == 0
-    assert [row["mode"] for row in result["results"]] == ["teacher-forced", "free-running"]
-    # The draft is the target: whatever is counted is accepted.
-    assert [row["acceptance_rate"] for row in result["results"]] == [1.0, 1.0]
-
-
 GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
 
 

@@ -29,9 +29,16 @@ NGRAM = 8
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """accepted / drafted tokens, with the text they were measured on: its new tokens and share of repeated 8-grams."""
+    """accepted / drafted tokens, with the text they were measured on: its new tokens and share of repeated 8-grams.
+
+    mean_acceptance_length: 1 + accepted / rounds, tokens per round. conditional_rate: the chance that a draft is accepted given those
+    before it, accepted / (accepted + rounds that rejected a draft); None free-running, where a round that accepted fewer than gamma
+    may have rejected none: fewer were eligible.
+    """
 
     acceptance_rate: float
+    mean_acceptance_length: float
+    conditional_rate: float | None
     accepted: int
     drafted: int
     rounds: int
@@ -46,7 +53,9 @@ def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], co
     out = generate(model, prompts, config=config, key=key, draft=draft)
     stats = out.stats
     return Acceptance(
-        stats.num_accepted_draft_tokens / stats.num_draft_tokens,
+        stats.draft_acceptance_rate,
+        stats.mean_acceptance_length,
+        None,
         stats.num_accepted_draft_tokens,
         stats.num_draft_tokens,
         stats.num_spec_steps,
@@ -89,10 +98,18 @@ def teacher_forced(
     state = run_begin(*args)
     walk_args = (CachedModel(model, 2), in_loop(draft), sampler, state, limits, jnp.asarray(real))
     run_walk, _ = WALK.compile(*walk_args)
-    counts = jax.device_get(run_walk(*walk_args).counts)
-    accepted, drafted = int(counts.accepted.sum()), int(counts.drafted.sum())
+    state, rejected = run_walk(*walk_args)
+    counts, rejected = jax.device_get((state.counts, rejected))
+    accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
     return Acceptance(
-        accepted / drafted, accepted, drafted, int(counts.rounds.sum()), new * len(texts), repeated_ngrams(real[:, :new].tolist())
+        accepted / drafted,
+        1 + accepted / rounds,
+        accepted / (accepted + int(rejected.sum())),
+        accepted,
+        drafted,
+        rounds,
+        new * len(texts),
+        repeated_ngrams(real[:, :new].tolist()),
     )
 
 
@@ -121,15 +138,19 @@ def _begin(
     return start(cache, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma)
 
 
-def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]) -> DecodeState:
+def _walk(
+    target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """The state behind the text, and how many rounds of each row rejected a draft."""
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
 
-    def walking(state: DecodeState) -> Array:
+    def walking(carry) -> Array:
         # Stop where no draft can be counted any more; the last token of the text is only ever verified against.
-        return (state.emitted < limits.max_new_tokens).any()
+        return (carry[0].emitted < limits.max_new_tokens).any()
 
-    def step(state: DecodeState) -> DecodeState:
+    def step(carry):
+        state, rejected = carry
         lengths = state.cache.lengths
         active = state.emitted < limits.max_new_tokens
         eligible = jnp.where(active, eligible_drafts(state, limits), 0)
@@ -152,9 +173,10 @@ def _walk(target: Step, draft: Step, sampler: Sampler, state: DecodeState, limit
         emitted = state.emitted + moved
         adaptive = None if state.adaptive is None else state.adaptive.after(eligible, accepted, active)
         pending = block_at(real, emitted - 1)[:, 0]
-        return dataclasses.replace(state, cache=cache, pending=pending, emitted=emitted, counts=counts, adaptive=adaptive)
+        state = dataclasses.replace(state, cache=cache, pending=pending, emitted=emitted, counts=counts, adaptive=adaptive)
+        return state, rejected + (active & (accepted < eligible))
 
-    return lax.while_loop(walking, step, state)
+    return lax.while_loop(walking, step, (state, jnp.zeros_like(state.emitted)))
 
 
 BEGIN = Compiled(_begin, static_argnames=("max_new_tokens", "gamma"), donate_argnames=("empty",))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +10,18 @@ from typing import Annotated
 
 import jax
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from qspec_jax import demo, drafts, plots
 from qspec_jax.command_line import (
     Calibrate,
     DtypeOption,
-    Gamma,
+    GammaList,
     GroupSize,
     Json,
+    Plot,
     Seed,
     load,
+    number_list,
     output_to,
     read_text,
     show,
@@ -29,9 +29,13 @@ from qspec_jax.command_line import (
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance, perplexity, perplexity_report, quantizers
+from qspec_jax.evaluate import acceptance, acceptance_report, perplexity, perplexity_report, quantizers
+from qspec_jax.evaluate.needle_command import needle
+
+log = logging.getLogger(__name__)
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
+evaluations.command("needle")(needle)
 
 
 @evaluations.command("acceptance")
@@ -40,7 +44,7 @@ def acceptance_command(
     file: Annotated[
         list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
     ] = None,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    num_speculative_tokens: GammaList = str(GenerationConfig.num_speculative_tokens),
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
@@ -50,20 +54,33 @@ def acceptance_command(
     calibrate: Calibrate = True,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    plot: Plot = None,
     as_json: Json = False,
 ):
-    """Share of drafts that the target accepts: free-running and teacher-forced."""
+    """Share of drafts that the target accepts, against gamma: teacher-forced and free-running."""
+    if plot:
+        plots.check(plot, None)
+    shared = dict(max_new_tokens=max_new_tokens, scheme=scheme)
+    configs = [
+        GenerationConfig(num_speculative_tokens=gamma, temperature=heat, **shared)
+        for gamma in number_list("--gamma", num_speculative_tokens, int)
+        for heat in temperature or [0.0, 1.0]
+    ]
     directory = model or demo.MODEL
     paths = file or corpus.held_out_files()
     network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
-    texts = [tokenizer(read_text(path))["input_ids"][: prompt_tokens + max_new_tokens] for path in paths]
-    long_enough = [text for text in texts if len(text) == prompt_tokens + max_new_tokens]
+    size = prompt_tokens + max_new_tokens
+    texts = [tokenizer(read_text(path))["input_ids"][:size] for path in paths]
+    skipped = [str(path) for path, text in zip(paths, texts) if len(text) < size]
+    long_enough = [text for text in texts if len(text) == size]
     if not long_enough:
-        raise InputError(f"no text has {prompt_tokens + max_new_tokens} tokens; ask for fewer with --prompt-tokens")
+        raise InputError(f"no text has {size} tokens; ask for fewer with --prompt-tokens")
     prompts = [text[:prompt_tokens] for text in long_enough]
-    shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, scheme=scheme)
-    configs = [GenerationConfig(temperature=heat, **shared) for heat in temperature or [0.0, 1.0]]
-    acceptance.check(network, prompts, configs[0])
+    for config in configs:
+        acceptance.check(network, prompts, config)
+    if skipped:
+        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        log.warning("%d of %d texts have fewer than %d tokens and are left out: %s", len(skipped), len(texts), size, names)
     draft = drafts.quantspec(
         network,
         weight_bits=draft_bits,
@@ -75,22 +92,17 @@ def acceptance_command(
     for config in configs:
         key = jax.random.key(seed)
         for mode in ("teacher-forced", "free-running"):
-            _say(f"temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
+            gamma = config.num_speculative_tokens
+            _say(f"gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
             if mode == "teacher-forced":
                 measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
             else:
                 measured = acceptance.free_running(network, draft, prompts, config, key)
-            results.append({"temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
-    if as_json:
-        print(json.dumps({"gamma": num_speculative_tokens, "texts": len(long_enough), "results": results}))
-        return
-    table = Table(
-        "temperature", "mode", "accepted / drafted", "drafted", "repeated 8-grams", title=f"Acceptance, gamma {num_speculative_tokens}"
-    )
-    for row in results:
-        rate, repeated = f"{row['acceptance_rate']:.3f}", f"{row['repeated_ngrams']:.1%}"
-        table.add_row(f"{row['temperature']:g}", row["mode"], rate, f"{row['drafted']:,}", repeated)
-    Console().print(table)
+            results.append({"gamma": gamma, "temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
+    report = acceptance_report.Report(len(long_enough), skipped, results)
+    show(report, acceptance_report.table, None, sys.stdout.write, as_json=as_json)
+    if plot:
+        acceptance_report.plot(report, plot)
 
 
 def _say(message: str, *, quiet: bool) -> None:

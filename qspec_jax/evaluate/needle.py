@@ -1,0 +1,238 @@
+"""Needle in a haystack: a value that stands once, at some depth of a synthetic text, is asked for at its end.
+
+Everything follows from a seed. The same sample has the same haystack and value at every depth. Answers are greedy, and right where the
+digits of the value come out first. Prefill attends in full precision, so the first token of an answer is the same with every cache: what
+a quantized cache can lose are the tokens behind it. (Greg Kamradt's LLMTest_NeedleInAHaystack; the pass key of arXiv 2305.16300.)
+"""
+
+import bisect
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+from tqdm import tqdm
+
+from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import Step
+from qspec_jax.drafts import quantspec
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.batch import Request, Result, run_batch
+from qspec_jax.model import Llama
+
+NEW_TOKENS = 10  # a space, a value of single digits, and what ends it
+LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
+DISTRACTORS = 0.1  # of the functions in a haystack, those that return a value themselves
+
+ADJECTIVES = ("active", "backup", "cached", "current", "default", "global", "initial", "local", "pending", "primary", "remote", "total")
+NOUNS = ("budget", "count", "cursor", "depth", "height", "index", "limit", "margin", "offset", "padding", "quota", "retries", "width")
+PLACES = ("bakery", "bridge", "garden", "harbour", "library", "market", "museum", "station", "theatre", "valley")
+THINGS = ("a bench", "a bicycle", "a lamp", "a letter", "a piano", "a red door", "an old map", "an umbrella", "some bread", "some flowers")
+TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter", "Last summer", "On Sunday", "Yesterday")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What a haystack is made of. header: its first line, with some words to reach a size; line: a filler, without the value; needle and
+    question: of the value, and what it should continue."""
+
+    header: Callable[[int], str]
+    line: Callable[[random.Random, str], str]
+    needle: Callable[[str], str]
+    question: str
+
+
+def _value(r: random.Random) -> str:
+    return str(r.randint(10_000, 99_999))
+
+
+def _function(r: random.Random, value: str) -> str:
+    name = f"{r.choice(ADJECTIVES)}_{r.choice(NOUNS)}_{r.randint(1, 99)}"
+    other = _value(r)
+    if r.random() < DISTRACTORS and other != value:
+        return f"def {name}():\n    return {other}\n\n\n"
+    return f"def {name}(value):\n    return value {r.choice('+-*')} {r.randint(1, 9)}\n\n\n"
+
+
+def _sentence(r: random.Random, value: str) -> str:
+    where = f"{r.choice(THINGS)} near the {r.choice(PLACES)}, and {r.choice(THINGS)} behind the {r.choice(PLACES)}"
+    return f"{r.choice(TIMES)} there was {where}. "
+
+
+FORMATS = {
+    "python": Format(
+        lambda words: f"# secret{' value' * words}\n",
+        _function,
+        lambda value: f"def secret_key():\n    return {value}\n\n\n",
+        "def secret_key():\n    return ",
+    ),
+    "text": Format(
+        lambda words: f"A pass key is hidden in this text. Find it and remember it: it is{' very' * words} important.\n",
+        _sentence,
+        lambda value: f"The pass key is {value}. Remember it. ",
+        "\nWhat is the pass key? The pass key is",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A haystack with its needle and the question. length: the tokens asked for; `tokens` are as many, or a few less."""
+
+    length: int
+    depth: float
+    value: str
+    text: str
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to decode, and the cache it reads: "full" or "int8"."""
+
+    method: str
+    cache: str
+
+
+METHODS = (Method("autoregressive", "full"), Method("quantspec", "int8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """How many samples a method got right. tokens: of the shortest prompt."""
+
+    method: str
+    cache: str
+    length: int
+    depth: float
+    tokens: int
+    correct: int
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Of all prompts, by how many of them two methods gave the same tokens, and were both right or both wrong."""
+
+    prompts: int
+    same_tokens: int
+    same_score: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The cells by method, length and depth. agreement: with two methods."""
+
+    format: str
+    seed: int
+    dtype: str
+    results: list[Cell]
+    agreement: Agreement | None
+
+
+def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> Prompt:
+    """A prompt of at most `length` tokens, its needle behind a share `depth` of the haystack's lines.
+
+    style: a key of FORMATS. Raises InputError where a length has no room for a line beside the needle.
+    """
+    form = FORMATS[style]
+    r = random.Random(f"{seed} {length} {sample}")
+    value = _value(r)
+    lines = [form.line(r, value) for _ in range(length // LEAST_LINE_TOKENS)]
+
+    def text(count: int, words: int = 0) -> str:
+        at = round(depth * count)
+        return "".join([form.header(words), *lines[:at], form.needle(value), *lines[at:count]]) + form.question
+
+    size = lambda *parts: len(tokenizer(text(*parts))["input_ids"])
+    count = bisect.bisect_right(range(len(lines) + 1), length, key=size) - 1
+    if count < 1:
+        raise InputError(f"length {length} has no room for a haystack: the needle and the question with one line are {size(1)} tokens")
+    words = bisect.bisect_right(range(length - size(count) + 1), length, key=lambda words: size(count, words)) - 1
+    whole = text(count, words)
+    return Prompt(length, depth, value, whole, tokenizer(whole)["input_ids"])
+
+
+def is_right(answer: str, value: str) -> bool:
+    """Whether an answer begins with the value, and not with a longer number."""
+    return re.match(rf"\s*{value}(?!\d)", answer) is not None
+
+
+def check(model: Llama, lengths: Sequence[int], depths: Sequence[float]) -> None:
+    """Raises InputError for what cannot be asked of this model."""
+    most = model.config.max_length - NEW_TOKENS
+    for length in lengths:
+        if not 1 <= length <= most:
+            raise InputError(
+                f"length {length} should be from 1 to {most}: of {model.config.max_length} positions {NEW_TOKENS} are for the answer"
+            )
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise InputError(f"depth {depth:g} should be from 0 (the beginning) to 1 (the end)")
+
+
+def run(
+    model: Llama,
+    tokenizer,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int,
+    style: str = "python",
+    methods: Sequence[Method] = METHODS,
+    seed: int = 0,
+    batch_size: int = 4,
+    draft: Step | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Scores every method on the same prompts, `samples` for each length and depth.
+
+    draft: as in `generate`, for quantspec; made here if not given. progress: None shows a bar on a terminal. Raises InputError as `check`
+    and `make_prompt` do, and for samples below 1.
+    """
+    check(model, lengths, depths)
+    if samples < 1:
+        raise InputError(f"samples {samples} should be at least 1")
+    prompts = {
+        (length, depth): [make_prompt(tokenizer, length, depth, style=style, seed=seed, sample=sample) for sample in range(samples)]
+        for length in lengths
+        for depth in depths
+    }
+    if draft is None and any(method.method == "quantspec" for method in methods):
+        draft = quantspec(model)
+    cells, answers = [], []
+    with tqdm(
+        total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress
+    ) as bar:
+        for method in methods:
+            of_method = []
+            for length in lengths:
+                # Of one length at a time, so that a short prompt has no longer a cache than it needs.
+                asked = [prompt for depth in depths for prompt in prompts[length, depth]]
+                results = _answers(model, tokenizer, asked, method, batch_size, draft, bar)
+                right = [is_right(result.text, prompt.value) for prompt, result in zip(asked, results)]
+                of_method += zip(right, (result.token_ids for result in results))
+                for i, depth in enumerate(depths):
+                    shortest = min(len(prompt.tokens) for prompt in prompts[length, depth])
+                    correct = sum(right[i * samples : (i + 1) * samples])
+                    cells.append(Cell(method.method, method.cache, length, depth, shortest, correct, samples))
+            answers.append(of_method)
+    agreement = None
+    if len(methods) == 2:
+        pairs = list(zip(*answers))
+        same = lambda part: sum(one[part] == other[part] for one, other in pairs)
+        agreement = Agreement(len(pairs), same_tokens=same(1), same_score=same(0))
+    return Report(style, seed, model.dtype.name, cells, agreement)
+
+
+def _answers(
+    model: Llama, tokenizer, asked: Sequence[Prompt], method: Method, batch_size: int, draft: Step | None, bar: tqdm
+) -> list[Result]:
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, method=method.method, cache=method.cache)
+    requests = [Request(prompt.tokens, config, jax.random.key(0)) for prompt in asked]
+    results = []
+    for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):
+        results.append(result)
+        bar.update()
+    return sorted(results, key=lambda result: result.index)

@@ -1,0 +1,171 @@
+"""Needle in a haystack: prompts that are what they should be, answers that are scored exactly, and the command."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from qspec_jax import demo, plots
+from qspec_jax.checkpoint import load_model, load_tokenizer
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import Result, needle, needle_command
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(demo.MODEL)
+
+
+def parts(prompt: needle.Prompt, style: str) -> tuple[str, str, str]:
+    """The haystack before and behind the needle; and the header."""
+    form = needle.FORMATS[style]
+    header, rest = prompt.text.split("\n", 1)
+    assert rest.endswith(form.question)
+    before, behind = rest.removesuffix(form.question).split(form.needle(prompt.value))
+    return before, behind, header
+
+
+@pytest.mark.parametrize("style", needle.FORMATS)
+@pytest.mark.parametrize("length", [150, 1000])
+def test_prompts(tokenizer, style, length):
+    haystacks = set()
+    for depth in (0, 0.25, 0.5, 1):
+        prompt = needle.make_prompt(tokenizer, length, depth, style=style, seed=3, sample=0)
+        assert prompt.tokens == tokenizer(prompt.text)["input_ids"]
+        assert len(prompt.tokens) == length
+        assert prompt.text.count(prompt.value) == 1 and len(prompt.value) == 5
+        before, behind, _ = parts(prompt, style)
+        lines = len(before + behind) / (3 if length < 200 else 30)  # about one of them
+        assert len(before) == pytest.approx(depth * len(before + behind), abs=lines)
+        assert (before == "") == (depth == 0) and (behind == "") == (depth == 1)
+        haystacks.add((before + behind, prompt.value))
+    # The depth changes nothing else.
+    assert len(haystacks) == 1
+
+
+def test_prompts_follow_the_seed(tokenizer):
+    make = lambda seed, sample: needle.make_prompt(tokenizer, 300, 0.5, style="python", seed=seed, sample=sample)
+    assert make(0, 0) == make(0, 0)
+    assert len({make(*of).value for of in ((0, 0), (0, 1), (1, 0), (1, 1))}) == 4
+    # Other functions return values too, so that the answer is not the only number of its kind.
+    before = parts(needle.make_prompt(tokenizer, 1000, 1, style="python", seed=0, sample=0), "python")[0]
+    assert 0 < before.count("():\n    return ") < before.count("(value):\n    return ")
+
+
+def test_too_short_for_a_haystack(tokenizer):
+    with pytest.raises(InputError, match="no room for a haystack"):
+        needle.make_prompt(tokenizer, 25, 0.5, style="python", seed=0, sample=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("48213", True),
+        (" 48213.\n", True),
+        ("\n48213\n\n\ndef", True),
+        ("482130", False),
+        ("48214", False),
+        ("4821", False),
+        ("is 48213", False),
+        ("", False),
+    ],
+)
+def test_is_right(answer, right):
+    assert needle.is_right(answer, "48213") is right
+
+
+def test_cells_count_right_answers(monkeypatch, directory):
+    """A model that finds the needle in the second half only; with quantspec it gives a last digit too many at the very end."""
+    model, tokenizer = load_model(directory), load_tokenizer(directory)
+    seen = []
+
+    def answer(model, requests, *, batch_size, draft, tokenizer):
+        seen.append(({len(request.tokens) for request in requests}, requests[0].config.method, requests[0].config.cache))
+        # In any order, as they come.
+        for index, request in reversed(list(enumerate(requests))):
+            text = tokenizer.decode(request.tokens)
+            value = text.split("def secret_key():\n    return ")[1].split("\n")[0]
+            at = text.index(value) / len(text)
+            found = value if at > 0.4 else "10000"
+            found += "7" if at > 0.8 and request.config.method == "quantspec" else ""
+            yield Result(index, tokenizer(found)["input_ids"], found, "length", {})
+
+    monkeypatch.setattr(needle, "run_batch", answer)
+    report = needle.run(model, tokenizer, lengths=[100, 118], depths=[0, 0.5, 1], samples=3, draft=object())
+    assert seen == [({n}, method, cache) for method, cache in (("autoregressive", "full"), ("quantspec", "int8")) for n in (100, 118)]
+    full, int8 = [cell for cell in report.results if cell.cache == "full"], [cell for cell in report.results if cell.cache == "int8"]
+    assert [(cell.length, cell.tokens, cell.depth, cell.correct) for cell in full] == [
+        *((100, 100, 0, 0), (100, 100, 0.5, 3), (100, 100, 1, 3)),
+        *((118, 118, 0, 0), (118, 118, 0.5, 3), (118, 118, 1, 3)),
+    ]
+    at_the_end = [int(cell.correct == 0) for cell in int8]
+    assert at_the_end == [1, 0, 1, 1, 0, 1]
+    assert report.agreement == needle.Agreement(prompts=18, same_tokens=12, same_score=12)
+
+
+def test_the_embedded_model_finds_some(run):
+    code, out, err = run("eval", "needle", "--lengths", 192, "--depths", "0.5,0.75", "--samples", 2, "--dtype", "float32", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["format"], report["seed"], report["dtype"]) == ("python", 0, "float32")
+    cells = [needle.Cell(**row) for row in report["results"]]
+    assert [(c.method, c.cache, c.depth) for c in cells] == [
+        (m, c, depth) for m, c in (("autoregressive", "full"), ("quantspec", "int8")) for depth in (0.5, 0.75)
+    ]
+    assert all(cell.samples == 2 and cell.tokens == cell.length == 192 for cell in cells)
+    assert cells[0].correct + cells[1].correct >= 2
+    agreement = needle.Agreement(**report["agreement"])
+    assert 3 <= agreement.same_tokens <= agreement.same_score <= agreement.prompts == 4
+
+
+def test_one_method_and_its_table(run, directory):
+    base = ["eval", "needle", "--model", directory, "--lengths", "118", "--depths", "0.3", "--samples", 1]
+    code, out, _ = run(*base, "--method", "autoregressive", "--cache", "int8")
+    assert code == 0
+    assert "autoregressive, int8 cache" in out and "118 tokens" in out and "0/1" in out and "0 of 1 right" in out
+    assert "quantspec" not in out and "both gave" not in out
+
+
+def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
+    asked = [(method, length, depth) for method in needle.METHODS for length in (512, 1024) for depth in (0, 0.5)]
+    cells = [needle.Cell(m.method, m.cache, length, depth, length - 2, i, 9) for i, (m, length, depth) in enumerate(asked)]
+    report = needle.Report("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(needle_command.table(report))
+    rows = [[word for word in line.split() if "/9" in word] for line in captured.get().splitlines() if "/9" in line]
+    assert rows == [["0/9", "2/9"], ["1/9", "3/9"], ["4/9", "6/9"], ["5/9", "7/9"]]
+    assert "6 of 36 right; no prompt is more than 2 tokens shorter" in captured.get()
+    assert "Of 72 prompts, both gave the same tokens for 35 and the same score for 34." in captured.get()
+    needle_command.draw(report, tmp_path / "needle.png")
+    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+    # A row for each depth, a column for each length.
+    images = [axes.images[0].get_array() * 9 for axes in figures[0].axes[:2]]
+    assert [image.round().tolist() for image in images] == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--lengths", "119"], "from 1 to 118"),
+        (["--lengths", "0"], "length 0"),
+        (["--lengths", "25"], "no room"),
+        (["--lengths", "x"], "--lengths 'x'"),
+        (["--lengths", ""], "--lengths ''"),
+        (["--lengths", "100,100"], "100 stands there twice"),
+        (["--depths", "1.5"], "depth 1.5"),
+        (["--depths", "-0.1"], "depth -0.1"),
+        (["--depths", "nan"], "depth nan"),
+        (["--depths", "0,half"], "--depths '0,half'"),
+        (["--samples", "0"], "--samples"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--format", "xml"], "--format"),
+        (["--cache", "int8"], "--cache"),
+        (["--cache", "full", "--method", "quantspec"], "--cache"),
+        (["--plot", "needle.txt"], "needle.txt"),
+    ],
+)
+def test_bad_flags(fails, directory, flags, word):
+    fails(["eval", "needle", "--model", directory, "--lengths", "100", *flags], word)
