@@ -4,10 +4,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import sharing
 from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import demo
 from qspec_jax.cli import main
+
+
+def pytest_configure(config):
+    sharing.begin(config)
 
 
 @pytest.fixture
@@ -48,3 +53,9 @@ def directory(tmp_path_factory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.MODEL / name, path / name)
     return path
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A random model of two layers, to convert."""
+    return write_checkpoint(tmp_path / "hf", hf_config())
