@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 import sharing
 from checkpoints import hf_config, write_checkpoint
@@ -43,6 +44,14 @@ def fails(run):
             assert str(word) in lines[0]
 
     return check
+
+
+@pytest.fixture(scope="module")
+def compiles_faster():
+    """XLA optimizes little: for modules that test what is reported, whose numbers other modules test as they are compiled for people."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
