@@ -3,11 +3,17 @@
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
+import sharing
 from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import demo
 from qspec_jax.cli import main
+
+
+def pytest_configure(config):
+    sharing.begin(config)
 
 
 @pytest.fixture
@@ -41,6 +47,14 @@ def fails(run):
 
 
 @pytest.fixture(scope="module")
+def compiles_faster():
+    """XLA optimizes little: for modules that test what is reported, whose numbers other modules test as they are compiled for people."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     path = tmp_path_factory.mktemp("model")
@@ -48,3 +62,9 @@ def directory(tmp_path_factory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.MODEL / name, path / name)
     return path
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A random model of two layers, to convert."""
+    return write_checkpoint(tmp_path / "hf", hf_config())

@@ -196,20 +196,19 @@ def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
 
 def test_a_sampled_rows_tokens_depend_on_that_row_alone(model):
     """Greedy ones are compared in test_greedy_quantspec_is_its_target: alone and in batches they are the target's, made alone."""
-    config, prompts = SAMPLED, prompts_of([9, 17, 43])
+    config, prompts = SAMPLED, prompts_of([9, 17, 300])
     keys = prompt_keys(jax.random.key(5), 3)
     together = run_rounds(model, prompts, config, keys=keys).tokens
     assert len({tuple(row) for row in together}) == 3
     order = jnp.array([2, 0, 1])
     permuted = run_rounds(model, [prompts[i] for i in order], config, keys=keys[order]).tokens
     assert permuted == [together[i] for i in order]
+    # Without the long one its cache is smaller too.
     assert run_rounds(model, prompts[:1], config, keys=keys[:1]).tokens == together[:1]
-    beside_a_long_one = run_rounds(model, [prompts[0], random_prompts([300])[0]], config, keys=keys[:2]).tokens
-    assert beside_a_long_one[0] == together[0]
 
 
 def test_sampling_is_repeatable_and_follows_the_key(model):
-    prompts = prompts_of([9, 17, 43])
+    prompts = prompts_of([9, 17, 300])
     a, b, c = (generate(model, prompts, config=SAMPLED, key=jax.random.key(seed)).token_ids for seed in (3, 3, 4))
     assert a == b != c
 

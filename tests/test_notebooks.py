@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import sharing
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -22,7 +23,10 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # Of the kernel's connection, not of ours.
 @pytest.mark.filterwarnings("ignore")
-def test_it_runs(path, tmp_path):
+def test_it_runs(path, tmp_path, monkeypatch):
+    # `qspec demo` has compiled the same loop.
+    for name, value in sharing.environment().items():
+        monkeypatch.setenv(name, value)
     NotebookClient(read(path), timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 

@@ -1,0 +1,133 @@
+"""What cannot be converted, and places where it cannot go, are said in one line; nothing is changed."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+from checkpoints import hf_config, write_checkpoint
+from conversions import bits, files, refused
+
+from convert import convert, export, verify
+from qspec_jax.checkpoint import load_model
+from qspec_jax.errors import InputError
+from qspec_jax.info import model_info
+
+
+def test_a_destination_that_exists(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    before = files(out)
+    refused("--overwrite", source, out)
+    assert files(out) == before
+    convert(source, out, dtype="bfloat16", overwrite=True)
+    assert load_model(out).dtype == jax.numpy.bfloat16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    refused("not an earlier conversion", source, tmp_path / "mine", overwrite=True)
+    assert files(tmp_path / "mine") == {"thesis.txt": b"years"}
+    (out / "notes.txt").write_text("mine")
+    refused("'notes.txt'", source, out, overwrite=True)
+    (tmp_path / "file").write_text("x")
+    refused("exists already", source, tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    convert(source, tmp_path / "empty")
+
+
+def test_a_destination_within_the_source(source, tmp_path):
+    before = files(source)
+    for place in (source, source / "out", source / ".." / "hf" / "out", tmp_path):
+        refused("neither within", source, place)
+    (tmp_path / "link").symlink_to(source)
+    refused("neither within", source, tmp_path / "link" / "out")
+    assert files(source) == before and not (source / "out").exists()
+
+
+def test_a_place_that_cannot_be_written(source, tmp_path):
+    (tmp_path / "file").write_text("x")
+    refused("cannot be written", source, tmp_path / "file" / "out")
+    refused("cannot be written", source, tmp_path / ("x" * 300))
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    refused("cannot be written", source, tmp_path / "round" / "out")
+    refused("is a mount point", source, "/proc")
+
+
+def test_a_small_file_of_the_source_that_cannot_be_read(source, tmp_path, monkeypatch):
+    (source / "tokenizer.json").write_text("{}")
+    read = Path.read_bytes
+
+    def failing(path):
+        if path == source / "tokenizer.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    refused(f"{source / 'tokenizer.json'}: cannot be read (Input/output error)", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_neighbours_stay_as_they_are(tmp_path):
+    """Whatever they are called, the source among them."""
+    source = write_checkpoint(tmp_path / "out.old", hf_config())
+    mine = [tmp_path / name for name in ("out.unfinished", ".out.x.unfinished", ".out.x.old")]
+    for directory in mine:
+        directory.mkdir()
+        (directory / "thesis.txt").write_text("years")
+    before = files(source)
+    for _ in range(2):
+        convert(source, tmp_path / "out", overwrite=True)
+    assert files(source) == before and all(files(directory) == {"thesis.txt": b"years"} for directory in mine)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.x.old", ".out.x.unfinished", "out", "out.old", "out.unfinished"]
+
+
+def test_too_little_room(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    refused("GB are free", source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("settings", [{"draft_bits": 8}, {"dtype": "int8"}])
+def test_senseless_settings(settings, source, tmp_path):
+    refused(str(*settings.values()), source, tmp_path / "out", **settings)
+
+
+def test_a_manifest_of_another_version_and_a_broken_checkpoint(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    manifest = json.loads((out / "qspec.json").read_text())
+    broken = ({"format": 1}, {"shapes": []}, {"shapes": {"x": None}}, {"sha256": []}, {"written": None}, {"dtype": "int8"}, {"more": 1})
+    for changed in broken:
+        (out / "qspec.json").write_text(json.dumps(manifest | changed))
+        with pytest.raises(InputError, match="not a manifest of format 2"):
+            load_model(out)
+    (out / "qspec.json").write_text(json.dumps(manifest))
+    load_model(out)
+    config = json.loads((out / "config.json").read_text())
+    for changed in ({"num_hidden_layers": 3}, {"intermediate_size": 32}):
+        (out / "config.json").write_text(json.dumps(config | changed))
+        for reads in (load_model, model_info, lambda out: export(out, tmp_path / "back")):
+            with pytest.raises(InputError, match=r"config.json is not the one that was converted: layers\.\d"):
+                reads(out)
+    (out / "config.json").write_text(json.dumps(config))
+    largest = max((out / "target").rglob("*"), key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    for spoil in (lambda: largest.write_bytes(whole[:-1]), largest.unlink):
+        spoil()
+        for reads in (load_model, model_info, lambda out: export(out, tmp_path / "back"), lambda out: verify(source, out)):
+            with pytest.raises(InputError, match="is not there, or not whole; copy it again"):
+                reads(out)
+    convert(source, out, overwrite=True)
+    assert bits(load_model(out)) == bits(load_model(source))
+
+
+def test_what_orbax_cannot_read_is_said_in_one_line(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    file = out / "target" / "state" / "manifest.ocdbt"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.raises(InputError, match="cannot be restored") as error:
+        load_model(out)
+    assert "\n" not in str(error.value)
