@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from qspec_jax import prefill
 from qspec_jax.bench.rows import Run, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.config import GenerationConfig
@@ -84,14 +85,20 @@ def run(
     rate: float | None,
     progress: bool | None,
 ) -> Report:
-    """Each way once, after compiling. rate: accept each draft with this chance, given those before it, whatever it is (simulated)."""
+    """Each way once, after every program has run once. rate: accept each draft with this chance, given those before it, whatever it is (simulated)."""
 
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
 
+    settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
+    warm_up = list({prefill.bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
+    short = [dataclasses.replace(request, config=dataclasses.replace(request.config, max_new_tokens=1)) for request in warm_up]
+    longest = max(requests, key=lambda request: request.config.max_new_tokens)  # the programs depend on it
+    for _ in run_batch(model, [longest, *short], **settings):
+        pass
     rows, first = [], None
     for way in ways:
-        batch = run_batch(model, requests, draft=draft, strategy=strategy, **{"batch_size": batch_size} | WAYS[way])
+        batch = run_batch(model, requests, **settings | WAYS[way])
         results = {result.index: result.token_ids for result in _shown(batch, way, len(requests), progress)}
         first = first or results
         stats = batch.stats
