@@ -114,7 +114,7 @@ def generate_command(
             progress = _Progress(config.max_new_tokens * len(prompts), quiet=as_json)
             out = _generate(network, tokenizer, tokens, config, seed, progress, draft)
         if as_json:
-            write(json.dumps(dataclasses.asdict(out)) + "\n")
+            write(json.dumps(_as_object(out)) + "\n")
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
@@ -174,9 +174,7 @@ def demo(
     for name, config in runs.items():
         results[name] = _generate(network, tokenizer, [prompt], config, seed, _Progress(max_new_tokens, quiet=as_json, label=name), draft)
     if as_json:
-        print(
-            json.dumps({"file": path.name, "dtype": network.dtype.name} | {name: dataclasses.asdict(out) for name, out in results.items()})
-        )
+        print(json.dumps({"file": path.name, "dtype": network.dtype.name} | {name: _as_object(out) for name, out in results.items()}))
         return
     context = tokenizer.decode(prompt[-60:])
     continued = Text.assemble((context, "dim"), (results["quantspec"].text[0], "green"))
@@ -271,6 +269,11 @@ class _Progress:
 
     def __exit__(self, *_):
         self.bar.close()
+
+
+def _as_object(out: Generation) -> dict[str, Any]:
+    """Without log-probabilities where none were asked for."""
+    return {name: value for name, value in dataclasses.asdict(out).items() if value is not None}
 
 
 def _print_stream(pieces: Stream) -> Generation:

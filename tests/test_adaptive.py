@@ -39,7 +39,7 @@ def test_near_the_best_fixed_number_of_drafts():
     static = dict(max_new_tokens=NEW, gamma=MOST)
     state = acceptance.BEGIN.compile(*begin, **static)[0](*begin)
     walk = (CachedModel(model, 2), quantspec(model), Greedy(), state, limits, jnp.asarray(real, jnp.int32))
-    counts = jax.device_get(acceptance.WALK.compile(*walk)[0](*walk).counts)
+    counts = jax.device_get(acceptance.WALK.compile(*walk)[0](*walk)[0].counts)
     rounds, drafted = (x.reshape(TEXTS, len(policies)).sum(0) for x in (counts.rounds, counts.drafted))
     for i, cost in enumerate(COSTS):
         total = rounds + cost * drafted

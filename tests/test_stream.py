@@ -13,6 +13,8 @@ from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.drafts import quantspec
 from qspec_jax.text import RowText, first_stop
 
+pytestmark = pytest.mark.usefixtures("compiles_faster")
+
 TOKENIZER = load_tokenizer(demo.MODEL)
 
 

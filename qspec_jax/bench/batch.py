@@ -85,7 +85,10 @@ def run(
     rate: float | None,
     progress: bool | None,
 ) -> Report:
-    """Each way once, after every program has run once. rate: accept each draft with this chance, given those before it, whatever it is (simulated)."""
+    """Each way once, after every program has run once.
+
+    rate: accept each draft with this chance, given those before it, whatever it is (simulated).
+    """
 
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
