@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 DECAY = 0.95  # of earlier rounds' counts, each round
-PRIOR_ACCEPTED, PRIOR_JUDGED = 3.2, 4.0  # drafts that a row begins with
+BEGIN_ACCEPTED, BEGIN_JUDGED = 3.2, 4.0  # as if a row had come with them
 PROBE_ROUNDS = 16  # of plain decoding, then one draft to see whether speculation pays again
 
 
@@ -26,7 +26,7 @@ class Adaptive:
 
     @classmethod
     def begin(cls, batch: int) -> "Adaptive":
-        return cls(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(batch, jnp.int32))
+        return cls(jnp.full(batch, BEGIN_ACCEPTED), jnp.full(batch, BEGIN_JUDGED), jnp.zeros(batch, jnp.int32))
 
     def drafts(self, cost: Float[Array, "B"], most: int) -> Int[Array, "B"]:
         """How many drafts, 0 to `most`, emit the most tokens for their time.
@@ -34,7 +34,7 @@ class Adaptive:
         cost: of drafting a token, where verifying a round, of any length, costs 1; 0 for a row that always drafts `most`. With a chance
         r that a draft is accepted, given those before it, g drafts emit 1 + r + ... + r^g tokens (arXiv 2211.17192, equation 1).
         """
-        chance = (self.accepted + PRIOR_ACCEPTED) / (self.judged + PRIOR_JUDGED)
+        chance = self.accepted / self.judged
         drafts = jnp.arange(most + 1)
         emitted = jnp.cumsum(chance[:, None] ** drafts, 1)
         best = jnp.argmax(emitted / (1 + cost[:, None] * drafts), 1).astype(jnp.int32)

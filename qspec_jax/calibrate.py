@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 from tqdm import tqdm
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from pallas_kernels.kv_format import accumulation_dtype
 from qspec_jax.errors import InputError
 from qspec_jax.model import Block, Llama
-from qspec_jax.prefill import attend_prompt, bucket
+from qspec_jax.prefill import attend_prompt, padded
 from qspec_jax.quantize import quantize_weight
 
 # Which of a block's hidden states each linear layer reads.
@@ -43,14 +42,11 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     rows = [list(text)[-most:] for text in texts]
     if not rows or not all(rows):
         raise InputError("calibration needs texts with at least one token each")
-    tokens = np.zeros((len(rows), bucket(max(map(len, rows)))), np.int32)
-    for row, text in zip(tokens, rows):
-        row[: len(text)] = text
-    n = jnp.array([len(row) for row in rows], jnp.int32)
+    tokens, n = padded(rows)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cos, sin = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
     valid = positions < n[:, None]
-    x = model.embed(jnp.asarray(tokens))
+    x = model.embed(tokens)
     weights = model.weights()
     for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=_off(progress))):
         x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)

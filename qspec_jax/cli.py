@@ -35,6 +35,7 @@ from qspec_jax.command_line import (
     GroupSize,
     Json,
     ModelDirectory,
+    Output,
     Seed,
     SensitiveLayers,
     load,
@@ -79,7 +80,7 @@ def generate_command(
     calibrate: Calibrate = False,
     sensitive_layers: SensitiveLayers = 0,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the result to this file instead.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ):
     """Continue prompts."""
@@ -91,6 +92,8 @@ def generate_command(
     if (calibrate or sensitive_layers) and not speculative:
         option = "--calibrate" if calibrate else "--sensitive-layers"
         raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+    if config.logprobs is not None and not as_json:
+        raise InputError("--logprobs and --top-logprobs go with --json")
     config = dataclasses.replace(config, cache=cache and cache.value)
     prompts = [*(prompt or []), *(read_text(path) for path in prompt_file or [])]
     if not prompts:

@@ -66,6 +66,8 @@ Calibrate = Annotated[
 SensitiveLayers = Annotated[
     int, typer.Option(min=0, help="Draft the first and the last so many layers at the target's precision, weights and cache.")
 ]
+EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
+Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
 
@@ -75,7 +77,9 @@ def _settings(
     method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
-    draft_cost: Annotated[float, typer.Option(help="Of a draft, for --adaptive; verifying a round is 1.")] = GenerationConfig.draft_cost,
+    draft_cost: Annotated[
+        float | None, typer.Option(help=f"Of a draft, for --adaptive; verifying a round is 1. {GenerationConfig.draft_cost}, if not given.")
+    ] = None,
     min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
@@ -93,19 +97,25 @@ def _settings(
     stop_token_ids: Annotated[
         list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
     ] = None,
-    output_logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in --json.")
-    ] = False,
+    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False,
     top_logprobs: Annotated[int, typer.Option(help="And of so many likeliest tokens in each place.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     group_size: GroupSize = None,
 ) -> GenerationConfig:
+    if method is Method.autoregressive and (adaptive or min_draft_confidence):
+        option = "--adaptive" if adaptive else "--min-draft-confidence"
+        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+    if draft_cost is not None and not adaptive:
+        raise InputError("--draft-cost is for --adaptive")
+    biases = dict(map(_bias, logit_bias or []))
+    if len(biases) < len(logit_bias or []):
+        raise InputError("--logit-bias is given twice for one token")
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         method=method.value,
         num_speculative_tokens=num_speculative_tokens,
         adaptive=adaptive,
-        draft_cost=draft_cost,
+        draft_cost=GenerationConfig.draft_cost if draft_cost is None else draft_cost,
         min_draft_confidence=min_draft_confidence,
         temperature=temperature,
         top_k=top_k,
@@ -113,8 +123,8 @@ def _settings(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         min_new_tokens=min_new_tokens,
-        logit_bias=dict(map(_bias, logit_bias or [])),
-        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in number_list("--ban", text, int)),
+        logit_bias=biases,
+        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in number_list("--ban", text, int, repeated=True)),
         stop=tuple(stop or []),
         stop_token_ids=tuple(tuple(number_list("--stop-token-ids", text, int, repeated=True)) for text in stop_token_ids or []),
         output_logprobs=output_logprobs,

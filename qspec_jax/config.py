@@ -423,12 +423,12 @@ class GenerationConfig:
         check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")
         check(0 <= self.min_p <= 1, f"min_p {self.min_p} should be in [0, 1]")
         penalty = self.repetition_penalty
-        check(math.isfinite(penalty) and penalty > 0, f"repetition_penalty {penalty} should be more than 0")
+        check(0.01 <= penalty <= 100, f"repetition_penalty {penalty} should be from 0.01 to 100")
         check(self.min_new_tokens >= 0, f"min_new_tokens {self.min_new_tokens} should be 0 or more")
         most = self.max_new_tokens
         check(self.min_new_tokens <= most, f"min_new_tokens {self.min_new_tokens} should be at most max_new_tokens, {most}")
         for token, bias in self.logit_bias.items():
-            check(not math.isnan(bias) and bias < math.inf, f"logit_bias of token {token} should be a number or -inf, not {bias}")
+            check(abs(bias) <= 1e9 or bias == -math.inf, f"logit_bias {bias} of token {token} should be from -1e9 to 1e9, or -inf")
         check(all(self.stop), "a stop string should not be empty")
         check(all(self.stop_token_ids), "a stop sequence of token ids should not be empty")
         check(self.top_logprobs >= 0, f"top_logprobs {self.top_logprobs} should be 0 or more")

@@ -4,7 +4,8 @@ Autoregressive decoding is the same loop with no drafts. Every row keeps its own
 """
 
 import dataclasses
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class Step(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
     """A model that reads one plane of the cache (1: a draft) or both (2: the target), or in each layer so many of them.
@@ -39,8 +40,22 @@ class CachedModel:
     """
 
     model: Llama
-    planes: int | tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    head_bits: int = dataclasses.field(default=16, metadata={"static": True})
+    planes: int | tuple[int, ...]
+    head_bits: int = 16
+
+    @functools.cached_property
+    def _flat(self) -> tuple[list, Any]:
+        # Once, not with every call: to take a tree of some hundred modules apart takes milliseconds, of the same order as a round.
+        return jax.tree.flatten(self.model)
+
+    def tree_flatten(self):
+        leaves, tree = self._flat
+        return leaves, (tree, self.planes, self.head_bits)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        tree, *settings = static
+        return cls(jax.tree.unflatten(tree, leaves), *settings)
 
     def __call__(self, tokens, positions, cache):
         return self.model(tokens, positions, cache, planes=self.planes)

@@ -22,7 +22,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 from qspec_jax.processors import make_processors, seen_in, seen_since
 from qspec_jax.sampling import TARGET, Sampler, make_sampler, prompt_keys
-from qspec_jax.text import RowText
+from qspec_jax.text import RowText, text_of
 
 FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length", decode.STOP: "stop"}
 
@@ -74,7 +74,7 @@ class Generation:
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """What came of a few rounds: new token ids, the text that is certain by now, and how many tokens were drafted and accepted, and groups
-    flushed."""
+    flushed. Drafts behind a stop string count, though they are cut off."""
 
     token_ids: list[int]
     text: str
@@ -127,25 +127,26 @@ def generate(
     prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: see
     `qspec_jax.drafts`; by default, with method "quantspec", the INT4 draft is made here: make it once with
     `drafts.quantspec(model)` for many calls. on_tokens is called with the new tokens of each prompt after prefill and after every
-    `rounds_per_update` rounds.
+    `rounds_per_update` rounds; after every one where there are stop strings.
 
     The output is exactly the INT8-KV target's (in exact arithmetic): greedy, its very tokens; sampled, its distribution.
     Raises InputError for an empty prompt, a token id outside the vocabulary, prompts that are too long, and stop strings without a
     tokenizer.
     """
-    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft)
-    for look in run.looks(rounds_per_update if on_tokens else decode.UNLIMITED):
+    rounds = rounds_per_update if on_tokens else decode.UNLIMITED
+    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft, rounds)
+    for look in run.looks():
         if on_tokens:
-            on_tokens(look.new)
+            on_tokens([new for new, _ in look])
     return run.generation()
 
 
 class Stream:
     """One prompt's continuation as it comes: iterate over its pieces. `generation` is there when they have come to their end."""
 
-    def __init__(self, run: "_Run", rounds_per_piece: int):
+    def __init__(self, run: "_Run"):
         self.generation: Generation | None = None
-        self._pieces = self._run(run, rounds_per_piece)
+        self._pieces = self._run(run)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -157,9 +158,9 @@ class Stream:
         """Ends it early. Nothing runs between two pieces; what it holds on the device is freed."""
         self._pieces.close()
 
-    def _run(self, run: "_Run", rounds: int) -> Iterator[Piece]:
+    def _run(self, run: "_Run") -> Iterator[Piece]:
         before = np.zeros(3, int)
-        for new in run.looks(rounds):
+        for new in run.looks():
             now = np.array([count[0] for count in (run.counts.drafted, run.counts.accepted, run.counts.flushes)])
             yield Piece(*new[0], *(now - before).tolist())
             before = now
@@ -176,11 +177,12 @@ def stream(
     draft: Step | None = None,
     rounds_per_piece: int = 1,
 ) -> Stream:
-    """As `generate`, of one prompt, in pieces: one after prefill, and one after every `rounds_per_piece` rounds.
+    """As `generate`, of one prompt, in pieces: one after prefill, and one after every `rounds_per_piece` rounds, with stop strings after
+    every one.
 
     Their texts never split a character, hold no part of a stop string, and are together the whole text; "" without a tokenizer.
     """
-    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, follow=True), rounds_per_piece)
+    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, rounds_per_piece, follow=True))
 
 
 class Row:
@@ -212,7 +214,7 @@ class Row:
         """None without a tokenizer."""
         if self._coming and self._coming.stopped:
             return self._coming.text
-        return None if self._tokenizer is None else self._tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        return None if self._tokenizer is None else text_of(self._tokenizer, self.token_ids)
 
     def logprobs(self, of_row: Logprobs | None) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
         """Of the row's tokens, and of the likeliest in each place, as `Generation` has them; None where they were not asked for.
@@ -237,10 +239,13 @@ class _Run:
         key: Key[Array, ""] | None,
         tokenizer,
         draft: Step | None,
+        rounds_per_look: int,
         *,
         follow: bool = False,
     ):
-        self.model, self.config = model, config
+        if rounds_per_look < 1:
+            raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
+        self.model, self.config, self.rounds_per_look = model, config, rounds_per_look
         self.prompts = token_lists(model, prompts, config, tokenizer)
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
         self.gamma = most_drafts(model, config)
@@ -248,14 +253,14 @@ class _Run:
         self.keys = prompt_keys(jax.random.key(0) if key is None else key, len(self.prompts))
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
 
-    def looks(self, rounds_per_look: int) -> Iterator[list[tuple[list[int], str]]]:
+    def looks(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""
         sampler, limits = make_sampler(self.config), make_limits(self.model, *[self.config] * len(self.rows))
         state = self._prefilled(sampler, limits)
         self.cache_bytes, self.decode_s = state.cache.num_bytes, 0.0
         target, draft = CachedModel(self.model, planes=2), decode.in_loop(self.draft) if self.gamma else None
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
-        rounds = jnp.int32(1 if self.config.stop else rounds_per_look)
+        rounds = jnp.int32(1 if self.config.stop else self.rounds_per_look)
         run_decode, seconds = DECODE.compile(target, draft, sampler, state, limits, rounds)
         self.compile_s += seconds
         jax.block_until_ready(draft)
@@ -271,13 +276,10 @@ class _Run:
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self, sampler: Sampler, limits: Limits) -> DecodeState:
-        longest = prefill.bucket(int(self.n.max()))
+        tokens, n = prefill.padded(self.prompts)
         max_new_tokens = prefill.bucket(self.config.max_new_tokens)
-        tokens = np.zeros((len(self.prompts), longest), np.int32)
-        for row, prompt in zip(tokens, self.prompts):
-            row[: len(prompt)] = prompt
-        args = (self.model, jnp.asarray(tokens), jnp.asarray(self.n), sampler, self.keys, limits)
-        static = dict(cache=self.config.cache_config, capacity=longest + max_new_tokens, max_new_tokens=max_new_tokens)
+        args = (self.model, tokens, n, sampler, self.keys, limits)
+        static = dict(cache=self.config.cache_config, capacity=tokens.shape[1] + max_new_tokens, max_new_tokens=max_new_tokens)
         run_prepare, self.compile_s = PREPARE.compile(*args, **static, gamma=self.gamma, logprobs=self.config.logprobs)
         jax.block_until_ready(self.draft)
         began = time.perf_counter()
@@ -386,6 +388,8 @@ def token_lists(
     _check_ids(model, config)
     if config.stop and tokenizer is None:
         raise InputError("stop strings need a tokenizer")
+    if special := set(config.stop) & set(getattr(tokenizer, "all_special_tokens", ())):
+        raise InputError(f"stop string {min(special)!r} is a special token, which is never in a text; stop at its id, as stop_token_ids")
     return rows
 
 
@@ -396,7 +400,8 @@ def _check_ids(model: Llama, config: GenerationConfig) -> None:
         if not 0 <= token < size:
             raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
     forbidden = {*config.banned_token_ids, *(token for token, bias in config.logit_bias.items() if bias == -math.inf)}
-    if len(forbidden.union(eos_ids(model, config) if config.min_new_tokens else ())) >= size:
+    eos = eos_ids(model, config) if config.min_new_tokens and not config.ignore_eos else ()
+    if len(forbidden.union(eos)) >= size:
         raise InputError("no token is left that may be generated: fewer should be banned")
     if config.top_logprobs > size:
         raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")

@@ -6,10 +6,11 @@ is so on a GPU; for a CPU XLA orders the layers' operations otherwise, and keeps
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -30,6 +31,14 @@ def bucket(tokens: int) -> int:
     """The padded length of a prompt: a multiple of 64, four sizes to an octave, so that few lengths are compiled."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // step) * step
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """Token ids as `prefill` wants them, padded to the longest row's bucket, and the length of each row."""
+    tokens = np.zeros((len(rows), bucket(max(map(len, rows)))), np.int32)
+    for row, ids in zip(tokens, rows):
+        row[: len(ids)] = ids
+    return jnp.asarray(tokens), jnp.array([len(ids) for ids in rows], jnp.int32)
 
 
 def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:

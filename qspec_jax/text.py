@@ -32,15 +32,15 @@ class RowText:
         return self._take(0)
 
     def _decode(self, *, unfinished: bool) -> None:
-        decode = lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True)
-        before, now = decode(self.token_ids[self._window : self._read]), decode(self.token_ids[self._window :])
-        if len(now) <= len(before) or (now.endswith("\N{REPLACEMENT CHARACTER}") and not unfinished):
-            return
-        self.text += now[len(before) :]
-        self._window, self._read = self._read, len(self.token_ids)
-        cut = first_stop(self.text, self._stop, self._shown)
+        before, now = (text_of(self._tokenizer, self.token_ids[self._window : end]) for end in (self._read, len(self.token_ids)))
+        new = now[len(before) :]
+        whole = new if unfinished else new.rstrip("\N{REPLACEMENT CHARACTER}")
+        cut = first_stop(self.text + whole, self._stop, self._shown)
         if cut is not None:
-            self.text, self.stopped = self.text[:cut], True
+            self.text, self.stopped = (self.text + whole)[:cut], True
+        elif new and new == whole:
+            self.text += new
+            self._window, self._read = self._read, len(self.token_ids)
 
     def _held_back(self) -> int:
         """How long the longest end of the text is that may be the beginning of a stop string."""
@@ -52,6 +52,11 @@ class RowText:
     def _take(self, held_back: int) -> str:
         shown, self._shown = self._shown, len(self.text) - held_back
         return self.text[shown : self._shown]
+
+
+def text_of(tokenizer, token_ids: Sequence[int]) -> str:
+    """Without special tokens, and as it is: older tokenizers take blanks away from before punctuation unless told not to."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def first_stop(text: str, stop: Sequence[str], start: int = 0) -> int | None:

@@ -90,7 +90,7 @@ def counted(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice
     state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, seen=seen)
     state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
     tokens = np.asarray(state.tokens)[rows, at : at + length]
-    assert (np.asarray(state.emitted) == new).all()
+    assert (np.asarray(state.emitted) >= at + length).all()
     return np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length).reshape([V] * length)
 
 

@@ -15,7 +15,7 @@ from qspec_jax import drafts
 from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import Request, run_batch
+from qspec_jax.evaluate import Request, Result, run_batch
 from qspec_jax.evaluate.jsonl import Journal, read_lines
 from qspec_jax.generate import generate
 from qspec_jax.text import first_stop
@@ -41,11 +41,20 @@ def draft(model):
     return drafts.quantspec(model)
 
 
+SETTINGS = (
+    {},
+    {"temperature": 1.3, "top_k": 50, "repetition_penalty": 1.5},
+    {"temperature": 0.9, "top_p": 0.8, "min_p": 0.05, "adaptive": True},
+    {"logit_bias": {7: 4.0}, "banned_token_ids": (9,), "top_logprobs": 2},
+    {"temperature": 0.7, "min_draft_confidence": 0.01},
+)
+
+
 def some_requests(count: int) -> list[Request]:
     """Of different lengths and settings, greedy and sampled."""
     r, requests = np.random.default_rng(0), []
     for i in range(count):
-        settings = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 50}, {"temperature": 0.9, "top_p": 0.8}][i % 4]
+        settings = SETTINGS[i % len(SETTINGS)]
         config = dataclasses.replace(
             CONFIG, max_new_tokens=int(r.integers(1, 40)), num_speculative_tokens=int(r.integers(1, 4)), **settings
         )
@@ -58,7 +67,15 @@ def with_settings(request: Request, **settings) -> Request:
 
 
 def outcome(run) -> list:
-    return sorted(run, key=lambda result: result.index)
+    """In order; log-probabilities to five digits, for sums of a batch of another size are rounded otherwise."""
+    return sorted(map(rounded, run), key=lambda result: result.index)
+
+
+def rounded(result: Result) -> Result:
+    if result.logprobs is None:
+        return result
+    top = [[(token, round(chance, 4)) for token, chance in place] for place in result.top_logprobs]
+    return dataclasses.replace(result, logprobs=[round(chance, 4) for chance in result.logprobs], top_logprobs=top)
 
 
 def test_rows_are_as_alone(model, tokenizer, draft):
@@ -145,6 +162,16 @@ def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, dra
         first = next(i for i in range(30) if tokens[i : i + length] == tokens[at : at + length])
         assert found.token_ids == tokens[: first + length] and found.finish_reason == "stop"
     assert last.token_ids == tokens and last.finish_reason == "length"
+
+
+def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
+    """Its counts too are as if it were alone, though its neighbour has ended as well."""
+    requests = [Request([3907], dataclasses.replace(CONFIG, max_new_tokens=new), KEY) for new in (20, 1, 20)]
+    first = run_batch(model, requests[:1], draft=draft, tokenizer=tokenizer)
+    piece = tokenizer.decode(outcome(first)[0].token_ids[:1])
+    requests[0] = with_settings(requests[0], stop=(piece,))
+    results = {size: outcome(run_batch(model, requests, batch_size=size, draft=draft, tokenizer=tokenizer)) for size in (1, 2)}
+    assert results[1] == results[2] and results[1][0].stats["num_spec_steps"] == 0 and results[1][0].text == ""
 
 
 def test_eos_ends_a_row(model, draft):

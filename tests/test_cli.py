@@ -56,6 +56,12 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
     assert code == 0 and "12 tensors in bfloat16" in out
 
 
+def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
+    assert code == 0 and "24/24" in err and out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
+
+
 def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n" * 9)

@@ -28,9 +28,9 @@ EOS = 5
 PROCESSORS = {
     "repetition penalty": dict(repetition_penalty=1.9, ignore_eos=True),
     "bias and ban": dict(logit_bias={2: 1.5, 4: -2.0, 3: -np.inf}, banned_token_ids=(1,), ignore_eos=True),
-    "minimum": dict(min_new_tokens=4, eos_token_ids=(EOS,)),
+    "minimum": dict(min_new_tokens=2, eos_token_ids=(EOS,)),  # of the two tokens that are looked at only the second may be EOS
 }
-EVERYTHING = dict(repetition_penalty=0.6, logit_bias={2: 1.5}, banned_token_ids=(1,), min_new_tokens=4, eos_token_ids=(EOS,), min_p=0.1)
+EVERYTHING = dict(repetition_penalty=0.6, logit_bias={2: 1.5}, banned_token_ids=(1,), min_new_tokens=2, eos_token_ids=(EOS,), min_p=0.1)
 SCHEDULES = {
     "adaptive": dict(adaptive=True, draft_cost=0.3),
     "confidence": dict(min_draft_confidence=0.45),
@@ -91,7 +91,8 @@ def test_a_token_seen_too_late_is_noticed(monkeypatch):
 
 G, NEW = 4, 24
 CONFIG = GenerationConfig(max_new_tokens=NEW, group_size=G, ignore_eos=True, num_speculative_tokens=3)
-OF_MODEL = dict(repetition_penalty=1.4, logit_bias={7: 3.0, 9: -1.0}, banned_token_ids=(11, 12), min_new_tokens=NEW, ignore_eos=False)
+MINIMUM = 8
+OF_MODEL = dict(repetition_penalty=1.4, logit_bias={7: 3.0, 9: -1.0}, banned_token_ids=(11, 12), min_new_tokens=MINIMUM, ignore_eos=False)
 PROMPTS = random_prompts([3, 9, 22])
 
 
@@ -118,11 +119,12 @@ def test_greedy_tokens_are_the_targets(options, method, model, draft):
     if config.min_new_tokens:
         free = dataclasses.replace(config, min_new_tokens=0, ignore_eos=True)
         likely = generate(model, PROMPTS, config=free, draft=draft).token_ids
-        config = dataclasses.replace(config, eos_token_ids=(likely[0][2], likely[2][10]))
+        config = dataclasses.replace(config, eos_token_ids=(likely[0][2], likely[2][12]))
     out = generate(model, PROMPTS, config=config, draft=draft)
     logits = target_logits(model, PROMPTS, out.token_ids, group_size=G, scheme="int8_first")
     for prompt, tokens, rows in zip(PROMPTS, out.token_ids, logits):
-        assert len(tokens) == NEW
+        ends = [i for i, token in enumerate(tokens, 1) if token in (config.eos_token_ids or ())]
+        assert ends == ([len(tokens)] if len(tokens) < NEW else ends[:1]) and min(ends, default=NEW) > config.min_new_tokens
         assert tokens == [int(processed(row, prompt + tokens[:i], i, config).argmax()) for i, row in enumerate(rows)]
         assert tokens != rows.argmax(-1).tolist()
 
@@ -218,6 +220,8 @@ def test_sensitive_layers(float64):
     [
         ({"min_p": 1.1}, "min_p 1.1"),
         ({"repetition_penalty": 0}, "repetition_penalty 0"),
+        ({"repetition_penalty": 1e-30}, "from 0.01"),
+        ({"logit_bias": {1: 1e39}}, "token 1"),
         ({"min_new_tokens": 300}, "at most max_new_tokens, 256"),
         ({"logit_bias": {1: np.nan}}, "token 1"),
         ({"logit_bias": {1: np.inf}}, "token 1"),

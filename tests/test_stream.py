@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from qspec_jax import GenerationConfig, demo, generate, stream
 from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.drafts import quantspec
+from qspec_jax.errors import InputError
 from qspec_jax.text import RowText, first_stop
 
 pytestmark = pytest.mark.usefixtures("compiles_faster")
@@ -23,7 +24,7 @@ class Words:
 
     pieces = ("", " a", " be", "c", " ", "\n", "é")
 
-    def decode(self, ids, *, skip_special_tokens):
+    def decode(self, ids, *, skip_special_tokens=True, clean_up_tokenization_spaces=False):
         return "".join(self.pieces[i] for i in ids).removeprefix(" ")
 
 
@@ -68,9 +69,9 @@ def test_a_tokenizer_that_takes_away_the_first_blank(tokens, sizes):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.text(st.sampled_from("ab€"), max_size=30),
+    st.text(st.sampled_from("ab €"), max_size=30),
     SIZES,
-    st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text(st.sampled_from("ab €"), min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_stop_strings(text, sizes, stop):
     tokens = TOKENIZER(text)["input_ids"]
@@ -135,6 +136,25 @@ def test_stop_strings_in_generate_and_stream(model, draft):
     pieces = list(stream(model, PROMPT, config=config, tokenizer=TOKENIZER, draft=draft))
     assert "".join(piece.text for piece in pieces) == out.text[0]
     assert [token for piece in pieces for token in piece.token_ids] == out.token_ids[0]
+
+
+def test_a_stop_string_before_an_unfinished_character():
+    half = next(i for i in range(4096) if TOKENIZER.decode([i]) == " \N{REPLACEMENT CHARACTER}")
+    row = RowText(TOKENIZER, [" "])
+    assert row.add(TOKENIZER("a")["input_ids"]) + row.add([half]) + row.add(TOKENIZER("b")["input_ids"]) == "a"
+    assert row.stopped and row.token_ids == [*TOKENIZER("a")["input_ids"], half]
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_rounds_that_are_none(rounds, model, draft):
+    with pytest.raises(InputError, match=f"rounds {rounds}"):
+        stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
+
+
+def test_a_special_token_is_no_stop_string(model, draft):
+    special = TOKENIZER.all_special_tokens[0]
+    with pytest.raises(InputError, match="stop at its id"):
+        generate(model, [PROMPT], config=dataclasses.replace(CONFIG, stop=(special,)), tokenizer=TOKENIZER, draft=draft)
 
 
 def test_ended_early_nothing_is_left(model, draft):

@@ -29,7 +29,7 @@ from qspec_jax.bench import (
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
-from qspec_jax.command_line import DtypeOption, Gamma, Json, Seed, load, output_to, read_text, show
+from qspec_jax.command_line import DtypeOption, Gamma, Json, Output, Seed, load, output_to, read_text, show
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel
 from qspec_jax.demo import corpus
@@ -38,7 +38,6 @@ from qspec_jax.errors import InputError
 log = logging.getLogger(__name__)
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
-Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 
 Gammas = Annotated[
     list[int] | None,
@@ -260,6 +259,8 @@ def bench_batch(
         raise InputError("one of --arch and --model should be given")
     if simulate_ratio is not None and temperature:
         raise InputError("--simulate-ratio is of greedy decoding; it does not go with --temperature")
+    if arch is not None and (file or dtype):
+        raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = _bounds("--prompt-tokens", prompt_tokens), _bounds("--new-tokens", new_tokens)
     _check_gamma(num_speculative_tokens)
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)

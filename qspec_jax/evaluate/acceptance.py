@@ -83,16 +83,13 @@ def teacher_forced(
     if min(map(len, texts)) <= new:
         raise InputError(f"every text should have more than the {new} tokens to walk")
     check(model, [text[:-new] for text in texts], config)
-    n = np.array([len(text) - new for text in texts], np.int32)
-    tokens = np.zeros((len(texts), prefill.bucket(int(n.max()))), np.int32)
-    for row, text in zip(tokens, texts):
-        row[: len(text) - new] = text[:-new]
+    tokens, n = prefill.padded([text[:-new] for text in texts])
     real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
     limits = make_limits(model, *[dataclasses.replace(config, ignore_eos=True)] * len(texts))
     sampler, keys = make_sampler(config), prompt_keys(key, len(texts))
     make_cache = make_cache or functools.partial(empty_cache, model.config, config.cache_config)
     empty = make_cache(batch=len(texts), capacity=tokens.shape[1] + new, num_speculative_tokens=gamma, dtype=model.dtype)
-    args = (model, jnp.asarray(tokens), jnp.asarray(n), empty, jnp.asarray(real[:, 0]), keys, limits)
+    args = (model, tokens, n, empty, jnp.asarray(real[:, 0]), keys, limits)
     static = dict(max_new_tokens=new, gamma=gamma)
     run_begin, _ = BEGIN.compile(*args, **static)
     state = run_begin(*args)
@@ -119,6 +116,8 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
         raise InputError("acceptance needs num_speculative_tokens (gamma) of at least 1 and max_new_tokens of at least 3")
     if config.repetition_penalty != 1:
         raise InputError("acceptance is measured without a repetition penalty")
+    if config.adaptive or config.min_draft_confidence:
+        raise InputError("acceptance is of a fixed number of drafts; adaptive and min_draft_confidence choose their own")
     token_lists(model, prompts, config)
 
 
@@ -157,6 +156,7 @@ def _walk(
         drafts, proposals, eligible, cache = draft_tokens(draft, sampler, state, eligible, limits)
         positions = lengths.total[:, None] + jnp.arange(width)
         logits, cache = target(jnp.concatenate([state.pending[:, None], drafts], 1), positions, cache)
+        logits = limits.processed(logits, state.emitted, None)
         accepted, _ = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
         # Once more with the real tokens, whose keys and values are what the cache must hold.
         _, cache = target(block_at(real, state.emitted - 1), positions, cache.rollback(lengths))

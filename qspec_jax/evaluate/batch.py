@@ -138,7 +138,10 @@ class _Slots:
             gamma=gamma,
             logprobs=max((config.logprobs for config in configs if config.logprobs is not None), default=None),
         )
-        self.sampler, self.limits = strategy(*configs), make_limits(model, *configs)
+        self.target = CachedModel(model, planes=2)
+        # On the host, where rows are taken out of them.
+        self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
+        self.executables: dict[Any, jax.stages.Compiled] = {}
         self.of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
 
@@ -152,27 +155,29 @@ class _Slots:
             running = [slot for slot, index in enumerate(self.of) if index is not None]
             if not running:
                 return
-            state = self._segment(state, len(running) if waiting and self.refill else 1)
+            # Before the rounds too: a first token may have ended a row, and what it does must not depend on its neighbours.
             yield from self._ended(state, running)
-            # A row that a stop string has ended runs on otherwise.
-            state = decode.stopped(state, jnp.array([index is None for index in self.of]))
+            idle = np.array([index is None for index in self.of])
+            if idle[running].any():
+                # A row that a stop string has ended runs on otherwise.
+                state = decode.stopped(state, jnp.asarray(idle))
+            else:
+                state = self._segment(state, len(running) if waiting and self.refill else 1)
 
     def _rows(self) -> tuple[Sampler, Limits]:
         """Settings of the requests in the slots; those of an empty slot do not matter."""
         return self._settings([index or 0 for index in self.of])
 
     def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
-        take = lambda tree: jax.tree.map(lambda x: x[np.array(indices)], tree)
+        take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
         of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
-        return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=self.limits.eos_token_ids)
+        return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
 
     def _put(self, state: DecodeState | None, slot: int, index: int) -> DecodeState:
         """The state with a request, prefilled, in a slot."""
         request = self.requests[index]
-        tokens = np.zeros((1, prefill.bucket(len(request.tokens))), np.int32)
-        tokens[0, : len(request.tokens)] = request.tokens
         sampler, limits = self._settings([index])
-        args = (self.model, jnp.asarray(tokens), jnp.array([len(request.tokens)], jnp.int32), sampler, request.key[None], limits)
+        args = (self.model, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
         row = self._timed(PREPARE, "prefill_s", *args, **self.static)
         if state is None:
             state = self._timed(REPEAT, "prefill_s", row, batch=len(self.of))
@@ -184,7 +189,7 @@ class _Slots:
         before = np.asarray(state.counts.rounds)
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
-        args = (CachedModel(self.model, planes=2), self.draft, sampler, state, limits, jnp.int32(rounds), jnp.int32(least_running))
+        args = (self.target, self.draft, sampler, state, limits, jnp.int32(rounds), jnp.int32(least_running))
         state = self._timed(DECODE, "decode_s", *args)
         worked = np.asarray(state.counts.rounds) - before
         self.stats.rounds += int(worked.max())
@@ -193,10 +198,13 @@ class _Slots:
         return state
 
     def _timed(self, compiled: Compiled, what: str, *args, **static) -> Any:
-        executable, seconds = compiled.compile(*args, **static)
-        self.stats.compile_s += seconds
+        # What is called differs in nothing but the length of a prompt; to find that out from all shapes takes milliseconds.
+        key = compiled, args[1].shape if compiled is PREPARE else None
+        if key not in self.executables:
+            self.executables[key], seconds = compiled.compile(*args, **static)
+            self.stats.compile_s += seconds
         began = time.perf_counter()
-        result = jax.block_until_ready(executable(*args))
+        result = jax.block_until_ready(self.executables[key](*args))
         setattr(self.stats, what, getattr(self.stats, what) + time.perf_counter() - began)
         return result
 

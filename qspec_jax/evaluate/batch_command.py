@@ -12,9 +12,10 @@ import jax
 import typer
 from tqdm import tqdm
 
-from qspec_jax import drafts
+from qspec_jax import drafts, hub
 from qspec_jax.command_line import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
 from qspec_jax.config import GenerationConfig
+from qspec_jax.decode import Step
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch import BatchStats, run_batch
 from qspec_jax.evaluate.jsonl import Journal, Line, as_line, read_lines, run_hash
@@ -53,8 +54,11 @@ def batch(
     if not lines:
         raise InputError(f"{source}: empty; it should have a JSON object on each line")
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
+    draft = drafts.stored(model, network) if config.method == "quantspec" else None
     of_weights = jax.device_get([weight[:1] for weight in network.weights().values()])
-    run = run_hash(source.read_bytes(), json.dumps(settings, sort_keys=True).encode(), *(part.tobytes() for part in of_weights))
+    of_run = [source.read_bytes(), json.dumps(settings, sort_keys=True).encode(), repr((network.config, draft is None)).encode()]
+    tokenizer_files = [path.read_bytes() for path in sorted(hub.local(model).glob("*token*.json"))]
+    run = run_hash(*of_run, *tokenizer_files, *(part.tobytes() for part in of_weights))
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
         log.warning("%s, line %d: %s", source, line.number, line.error)
@@ -63,7 +67,7 @@ def batch(
     if found := len(journal.done) - len(wrong):
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
-    stats = _run(network, tokenizer, model, config, todo, journal, batch_size, refill, quiet=as_json)
+    stats = _run(network, tokenizer, draft, todo, journal, batch_size, refill, quiet=as_json)
     journal.finish()
     report = {"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats)
     seconds = stats.prefill_s + stats.decode_s
@@ -86,8 +90,7 @@ def batch(
 def _run(
     network,
     tokenizer,
-    model: Path,
-    config: GenerationConfig,
+    draft: Step | None,
     todo: list[Line],
     journal: Journal,
     batch_size: int,
@@ -97,7 +100,6 @@ def _run(
 ) -> BatchStats:
     if not todo:
         return BatchStats()
-    draft = drafts.stored(model, network) if config.method == "quantspec" else None
     results = run_batch(network, [line.request for line in todo], batch_size=batch_size, draft=draft, tokenizer=tokenizer, refill=refill)
     with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
         for result in results:

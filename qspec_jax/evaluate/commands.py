@@ -15,11 +15,14 @@ from qspec_jax import demo, drafts, plots
 from qspec_jax.command_line import (
     Calibrate,
     DtypeOption,
+    EvaluatedModel,
     GammaList,
     GroupSize,
     Json,
+    Output,
     Plot,
     Seed,
+    SensitiveLayers,
     load,
     number_list,
     output_to,
@@ -40,7 +43,7 @@ evaluations.command("needle")(needle)
 
 @evaluations.command("acceptance")
 def acceptance_command(
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")] = None,
+    model: EvaluatedModel = None,
     file: Annotated[
         list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
     ] = None,
@@ -50,6 +53,7 @@ def acceptance_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
     draft_bits: Annotated[int, typer.Option(help="Bits of the draft's weights, 4 or 16.")] = 4,
     draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
+    sensitive_layers: SensitiveLayers = 0,
     scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
     calibrate: Calibrate = True,
     seed: Seed = 0,
@@ -85,6 +89,7 @@ def acceptance_command(
         network,
         weight_bits=draft_bits,
         planes=draft_planes,
+        sensitive_layers=sensitive_layers,
         calibration=prompts if calibrate else None,
         progress=False if as_json else None,
     )
@@ -113,10 +118,8 @@ def _say(message: str, *, quiet: bool) -> None:
 CacheName = enum.StrEnum("CacheName", {name: name for name in perplexity.PLANES})
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
 Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
-EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
 PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
 Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
-Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
 
 
 @evaluations.command("perplexity")

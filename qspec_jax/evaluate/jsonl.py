@@ -30,7 +30,10 @@ def _whole(name: str, value: Any) -> int:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} should be a number, not {value!r}")
-    return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise InputError(f"{name} is too large a number") from None
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qspec_jax import demo, drafts, plots
-from qspec_jax.command_line import CacheKind, DtypeOption, Json, Method, Plot, Seed, load, number_list, show
+from qspec_jax.command_line import CacheKind, DtypeOption, EvaluatedModel, Json, Method, Plot, Seed, load, number_list, show
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle as needles
 from qspec_jax.evaluate.needle import Cell, Report
@@ -20,7 +20,7 @@ Style = enum.StrEnum("Style", list(needles.FORMATS))
 
 
 def needle(
-    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")] = None,
+    model: EvaluatedModel = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas between them.")] = "1024,2048,4096",
     depths: Annotated[str, typer.Option(help="Where the needle stands, from 0 to 1, with commas between them.")] = "0,0.25,0.5,0.75,1",
     samples: Annotated[int, typer.Option(min=1, help="Prompts for each length and depth.")] = 4,

@@ -26,7 +26,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.generate import token_lists
 from qspec_jax.model import Llama
 
-FULL = "bf16"  # the model's own precision
+FULL = "bf16"  # in the model's own precision, whatever that is
 PLANES = {FULL: 2, "int8": 2, "int4": 1}
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # of a batch, at most
@@ -150,14 +150,14 @@ def score(
     wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
     for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
         token_lists(model, rows, GenerationConfig(max_new_tokens=1))
-    n, wanted = (np.array([len(row) for row in rows], np.int32) for rows in (prompts, continuations))
-    tokens = np.zeros((len(prompts), prefill.bucket(int(n.max()))), np.int32)
+    tokens, n = prefill.padded(prompts)
+    wanted = np.array([len(continuation) for continuation in continuations], np.int32)
     real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
-    for i, (prompt, continuation) in enumerate(zip(prompts, continuations)):
-        tokens[i, : len(prompt)], real[i, : len(continuation)] = prompt, continuation
+    for row, continuation in zip(real, continuations):
+        row[: len(continuation)] = continuation
     sizes = dict(batch=len(prompts), capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
     caches = tuple(view.make(**sizes) for view in views)
-    args = (model, *map(jnp.asarray, (tokens, n, real, wanted)), caches)
+    args = (model, tokens, n, jnp.asarray(real), jnp.asarray(wanted), caches)
     executable, _ = SCORE.compile(*args, planes=tuple(view.planes for view in views), width=width)
     scores, _ = executable(*args)
     return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], scores)
@@ -372,7 +372,7 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
     length = prompt_tokens + max_new_tokens
     chosen = [text[:length] for text in texts.values() if len(text) >= length]
     if not chosen:
-        longest = max(map(len, texts.values()))
+        longest = max(map(len, texts.values()), default=0)
         raise InputError(
             f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); ask for fewer"
         )

@@ -158,11 +158,7 @@ def reading_errors(
     """
     squares = 0
     for rows in perplexity.batches(prompts):
-        tokens = np.zeros((len(rows), prefill.bucket(max(map(len, rows)))), np.int32)
-        for row, prompt in zip(tokens, rows):
-            row[: len(prompt)] = prompt
-        n = jnp.array([len(prompt) for prompt in rows], jnp.int32)
-        args = (model, jnp.asarray(tokens), n)
+        args = (model, *prefill.padded(rows))
         executable, _ = SQUARES.compile(*args, quantizers=tuple(quantizers), group_size=group_size)
         squares = squares + np.asarray(executable(*args), np.float64)
     return np.sqrt(squares[1:].reshape(-1, 2, 2) / squares[0])
