@@ -418,7 +418,9 @@ class GenerationConfig:
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
-        check(math.isfinite(self.temperature) and self.temperature >= 0, f"temperature {self.temperature} should be 0 or more")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check(0 <= self.temperature <= 1e6, f"temperature {self.temperature} should be from 0 to 1e6")
         check(0 <= self.top_k < 2**31, f"top_k {self.top_k} should be 0 (off) or more, and less than 2**31")
         check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")
         check(0 <= self.min_p <= 1, f"min_p {self.min_p} should be in [0, 1]")
@@ -432,7 +434,7 @@ class GenerationConfig:
         check(all(self.stop), "a stop string should not be empty")
         check(all(self.stop_token_ids), "a stop sequence of token ids should not be empty")
         check(self.top_logprobs >= 0, f"top_logprobs {self.top_logprobs} should be 0 or more")
-        check(self.draft_cost > 0, f"draft_cost {self.draft_cost} should be more than 0")
+        check(0 < self.draft_cost < math.inf, f"draft_cost {self.draft_cost} should be a finite number, more than 0")
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
         CacheConfig(group_size=self.group_size, scheme=self.scheme)

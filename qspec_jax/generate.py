@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 from qspec_jax.processors import make_processors, seen_in, seen_since
 from qspec_jax.sampling import TARGET, Sampler, make_sampler, prompt_keys
-from qspec_jax.text import RowText, text_of
+from qspec_jax.text import RowText, encoded, text_of
 
 FINISH_REASONS = {decode.EOS: "eos", decode.LENGTH: "length", decode.STOP: "stop"}
 
@@ -376,9 +377,11 @@ def token_lists(
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise InputError("prompts are texts, so a tokenizer is needed")
-            # A tokenizer may add a BOS token to it; it is empty all the same.
-            prompt = tokenizer(prompt)["input_ids"] if prompt else []
-        row = [int(token) for token in prompt]
+            prompt = encoded(tokenizer, prompt)
+        try:
+            row = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InputError(f"prompt {i} should be a text or a list of token ids") from None
         if not row:
             raise InputError(f"prompt {i} is empty; it should have at least one token")
         if min(row) < 0 or max(row) >= model.config.vocab_size:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from qspec_jax.errors import InputError
+
 
 class RowText:
     """The text of one row's new tokens. stop: strings that end it, cut off with all that follows.
@@ -52,6 +54,16 @@ class RowText:
     def _take(self, held_back: int) -> str:
         shown, self._shown = self._shown, len(self.text) - held_back
         return self.text[shown : self._shown]
+
+
+def encoded(tokenizer, text: str) -> list[int]:
+    """The token ids of a text. Raises InputError for what is no Unicode text, such as bytes of another encoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"character {error.start} of the prompt is half of one (a surrogate); it should be text in UTF-8") from None
+    # A tokenizer may add a BOS token to it; it is empty all the same.
+    return tokenizer(text)["input_ids"] if text else []
 
 
 def text_of(tokenizer, token_ids: Sequence[int]) -> str:

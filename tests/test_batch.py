@@ -231,6 +231,9 @@ BAD = {
     '{"token_ids": [1], "stop_token_ids": [3]}': "stop_token_ids",
     '{"token_ids": [1], "stop_token_ids": [[4096]]}': "outside the vocabulary",
     '{"token_ids": [1], "logit_bias": {"x": 1}}': "logit_bias",
+    '{"token_ids": [1], "logit_bias": {"' + "9" * 5000 + '": 1}}': "logit_bias",
+    '{"token_ids": [1], "temperature": 1' + "0" * 400 + "}": "too large",
+    '{"prompt": "\\ud800"}': "surrogate",
     '{"token_ids": [1], "logit_bias": {"1": "much"}}': "logit_bias should be a number",
     '{"token_ids": [1], "banned_token_ids": [-1]}': "outside the vocabulary",
     '{"token_ids": [1], "min_p": 2}': "min_p",
@@ -286,7 +289,7 @@ def test_messages_go_through_the_chat_template(model, directory, tmp_path):
 def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join([json.dumps(GOOD[0]), *BAD, json.dumps(GOOD[1])]))
-    fails(command(directory, source, out), f"{source}, line 2: empty (and {len(BAD) - 1} more lines; --on-error skip does the others)")
+    fails(command(directory, source, out), f"{source}, line 2: empty (and {len(BAD) - 1} more; --on-error skip does the other lines)")
     assert not out.exists()
     code, said, _ = run(*command(directory, source, out, "--on-error", "skip", "--method", "autoregressive"))
     assert code == 0 and (report := json.loads(said))["wrong"] == len(BAD) and report["prompts"] == 2
@@ -307,6 +310,8 @@ def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
     fails(command(directory, source, tmp_path / "no" / "out.jsonl"), "cannot be written")
     out.write_text("mine")
     fails(command(directory, source, out), out, "exists already")
+    fails(command(directory, source, source) + ["--overwrite"], source, "same file")
+    fails(command(directory, source, tmp_path) + ["--overwrite"], tmp_path, "is a folder")
     assert out.read_text() == "mine"
 
 

@@ -264,6 +264,9 @@ def bench_batch(
     lengths, new = _bounds("--prompt-tokens", prompt_tokens), _bounds("--new-tokens", new_tokens)
     _check_gamma(num_speculative_tokens)
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    positions = (architecture(arch) if arch else checkpoint.load_config(model)).max_length
+    if lengths[1] + new[1] > positions:
+        raise InputError(f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} exceed the model's {positions} positions")
     with output_to(output) as write:
         if arch is not None:
             network = random_model(architecture(arch), seed=seed)
@@ -292,7 +295,7 @@ def bench_batch(
 def _bounds(flag: str, text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise InputError(f"{flag} {text} should be the least and the most with a hyphen between them, as 64-2048")
+        raise InputError(f"{flag} {text} should be the least, 1 or more, a hyphen, and the most, as 64-2048")
     return int(low), int(high)
 
 

@@ -45,11 +45,13 @@ def batch(
     as_json: Json = False,
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
+    if source.exists() and output.exists() and source.samefile(output):
+        raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     network, tokenizer = load(model, dtype, quiet=as_json)
     lines = read_lines(source, network, tokenizer, config, seed)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
-        more = f" (and {len(wrong) - 1} more lines; --on-error skip does the others)" if len(wrong) > 1 else ""
+        more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
         raise InputError(f"{source}, line {wrong[0].number}: {wrong[0].error}{more}")
     if not lines:
         raise InputError(f"{source}: empty; it should have a JSON object on each line")

@@ -17,6 +17,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch import Request, Result
 from qspec_jax.generate import token_lists
 from qspec_jax.model import Llama
+from qspec_jax.text import encoded
 
 PROMPTS = ("prompt", "token_ids", "messages")
 
@@ -62,7 +63,7 @@ def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+    if not isinstance(value, dict) or not all(token.isdecimal() and len(token) < 11 for token in value):
         raise InputError(f"{name} should be an object with a number for each token id")
     return {int(token): _number(name, bias) for token, bias in value.items()}
 
@@ -139,7 +140,7 @@ def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
     if given == ["prompt"]:
         if not isinstance(prompt, str):
             raise InputError("prompt should be a text")
-        return tokenizer(prompt)["input_ids"] if prompt else []
+        return encoded(tokenizer, prompt)
     if given == ["token_ids"]:
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise InputError("token_ids should be a list of numbers")
@@ -170,6 +171,8 @@ class Journal:
         """run: a hash of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to another
         run; unless overwrite says that it may go."""
         self.output, self.path = output, output.with_name(output.name + ".partial")
+        if output.is_dir():
+            raise InputError(f"{output}: is a folder; OUTPUT should be a file")
         if output.exists() and not overwrite:
             raise InputError(f"{output}: exists already; --overwrite replaces it")
         try:
@@ -192,7 +195,7 @@ class Journal:
             done = {result["line"]: result for result in results}
         except (ValueError, TypeError, KeyError):
             self._file.close()
-            raise InputError(f"{self.path}: not what a run has left; move it away") from None
+            raise InputError(f"{self.path}: not what a run has left, so --overwrite does not touch it; move it away") from None
         if header is not None and header != {"run": run}:
             if not overwrite:
                 self._file.close()

@@ -76,7 +76,7 @@ def table(report: Report) -> Group:
             grid.add_row(f"{depth:g}", *(f"{cell.correct}/{cell.samples}" for cell in cells if cell.depth == depth))
         correct, asked = sum(cell.correct for cell in cells), sum(cell.samples for cell in cells)
         short = max(cell.length - cell.tokens for cell in cells)
-        note = f"{correct} of {asked} right; no prompt is more than {short} tokens shorter\n"
+        note = f"{correct} of {asked} right" + (f"; some prompts are up to {short} tokens shorter\n" if short else "\n")
         parts += [Text(f"Needle in a haystack ({report.format}): {name}", "bold"), grid, Text(note)]
     if both := report.agreement:
         agreed = f"the same tokens for {both.same_tokens} and the same score for {both.same_score}"
