@@ -310,8 +310,8 @@ def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
     fails(command(directory, source, tmp_path / "no" / "out.jsonl"), "cannot be written")
     out.write_text("mine")
     fails(command(directory, source, out), out, "exists already")
-    fails(command(directory, source, source) + ["--overwrite"], source, "same file")
-    fails(command(directory, source, tmp_path) + ["--overwrite"], tmp_path, "is a folder")
+    fails([*command(directory, source, source), "--overwrite"], source, "same file")
+    fails([*command(directory, source, tmp_path), "--overwrite"], tmp_path, "is a folder")
     assert out.read_text() == "mine"
 
 
