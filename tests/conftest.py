@@ -55,6 +55,12 @@ def compiles_faster():
 
 
 @pytest.fixture(scope="module")
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     path = tmp_path_factory.mktemp("model")

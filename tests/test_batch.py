@@ -67,7 +67,7 @@ def with_settings(request: Request, **settings) -> Request:
 
 
 def outcome(run) -> list:
-    """In order; log-probabilities to five digits, for sums of a batch of another size are rounded otherwise."""
+    """In order; log-probabilities to four digits, for sums of a batch of another size are rounded otherwise."""
     return sorted(map(rounded, run), key=lambda result: result.index)
 
 

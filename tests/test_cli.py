@@ -59,7 +59,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
     code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
-    assert code == 0 and "24/24" in err and out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
+    assert code == 0 and "read the prompt:   0%" in err and out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
 
 
 def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
@@ -193,11 +193,42 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--prompt", "word " * 200], "128 positions"),
         (["--max-new-tokens", "128"], "ask for at most 127"),
         (["--calibrate", "--method", "autoregressive"], "--calibrate"),
+        (["--sensitive-layers", "1", "--method", "autoregressive"], "--sensitive-layers"),
+        (["--sensitive-layers", "3"], "the model's 1 layers"),
+        (["--adaptive", "--method", "autoregressive"], "--adaptive"),
+        (["--draft-cost", "0.5"], "--adaptive"),
+        (["--adaptive", "--draft-cost", "nan"], "draft_cost nan"),
+        (["--top-logprobs", "2"], "--json"),
+        (["--min-p", "2"], "min_p 2"),
+        (["--repetition-penalty", "inf"], "repetition_penalty inf"),
+        (["--min-new-tokens", "99999"], "min_new_tokens 99999"),
+        (["--logit-bias", "5"], "'5'"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
+        (["--logit-bias", "5000=1"], "token id 5000"),
+        (["--ban", "x"], "'x'"),
+        (["--stop-token-ids", "1,-1"], "token id -1"),
+        (["--stop", ""], "stop string"),
+        (["--prompt", "a\udcff"], "surrogate"),
         (["--output", "no/such/folder/file"], "no/such/folder/file"),
     ],
 )
 def test_bad_flags_and_prompts(fails, directory, flags, word):
     fails([*GENERATE, directory, *flags], word)
+
+
+def test_settings_reach_the_loop(run, directory):
+    """Each changes what comes out as its name says; what there is without any, is banned, favoured, stopped at."""
+    result = lambda *flags: json.loads(run(*GENERATE, directory, "--json", *flags)[1])
+    plain = result()
+    first, *_ = ids = plain["token_ids"][0]
+    assert plain.keys() == {"text", "token_ids", "finish_reason", "stats"}
+    other = result("--ban", first, "--top-logprobs", 2)
+    assert other["token_ids"][0][0] == other["top_logprobs"][0][0][1][0] != first == other["top_logprobs"][0][0][0][0]
+    assert other["logprobs"][0][0] == other["top_logprobs"][0][0][1][1]
+    assert set(result("--logit-bias", f"{other['token_ids'][0][0]}=1000")["token_ids"][0]) == {other["token_ids"][0][0]}
+    stopped = result("--stop-token-ids", f"{ids[3]},{ids[4]}", "--adaptive", "--sensitive-layers", 1)
+    assert stopped["token_ids"][0] == ids[:5] and stopped["finish_reason"] == ["stop"]
+    assert result("--adaptive", "--draft-cost", 0.1, "--min-draft-confidence", 0.01)["token_ids"][0] == ids
 
 
 def test_acceptance_needs_drafts_and_room(fails):

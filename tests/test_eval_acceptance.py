@@ -70,9 +70,10 @@ def test_plot(tmp_path, monkeypatch):
 
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
     """Whatever is counted is accepted. A text that is too short is named, in one line and in the JSON."""
-    short = tmp_path / "short.txt"
+    short, again = tmp_path / "short.txt", tmp_path / "again.txt"
     short.write_text("x = 1\n")
-    texts = ["--file", file, "--file", short, "--file", file]
+    again.write_text(file.read_text())
+    texts = ["--file", file, "--file", short, "--file", again]
     own = ["--draft-bits", 16, "--draft-planes", 2, "--temperature", 0]
     code, out, _ = run("eval", "acceptance", "--model", directory, *texts, *SIZES, *own, "--json")
     result = json.loads(out)
@@ -114,4 +115,4 @@ def test_bad_plot_and_texts(fails, directory, file, tmp_path):
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES]
     fails([*base, "--plot", tmp_path / "plot.txt"], "plot.txt")
     fails([*base, "--plot", tmp_path / "no" / "plot.png"], "no such folder")
-    fails([*base, "--prompt-tokens", 2000], "no text has 2060 tokens")
+    fails([*base, "--prompt-tokens", 2000], "no text has the 2060 tokens")

@@ -28,12 +28,6 @@ CONTINUATIONS = random_prompts([30, 40, 17, 33], seed=4)
 
 
 @pytest.fixture(scope="module")
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
 def model(float64):
     return random_model(jnp.float64, num_hidden_layers=1)
 

@@ -97,12 +97,6 @@ PROMPTS = random_prompts([3, 9, 22])
 
 
 @pytest.fixture(scope="module")
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
 def model(float64):
     return random_model(jnp.float64, num_hidden_layers=1)
 

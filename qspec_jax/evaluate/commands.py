@@ -31,7 +31,6 @@ from qspec_jax.command_line import (
 )
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
-from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, acceptance_report, perplexity, perplexity_report, quantizers
 from qspec_jax.evaluate.needle_command import needle
 
@@ -70,20 +69,15 @@ def acceptance_command(
         for gamma in number_list("--gamma", num_speculative_tokens, int)
         for heat in temperature or [0.0, 1.0]
     ]
-    directory = model or demo.MODEL
-    paths = file or corpus.held_out_files()
-    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
-    size = prompt_tokens + max_new_tokens
-    texts = [tokenizer(read_text(path))["input_ids"][:size] for path in paths]
-    skipped = [str(path) for path, text in zip(paths, texts) if len(text) < size]
-    long_enough = [text for text in texts if len(text) == size]
-    if not long_enough:
-        raise InputError(f"no text has {size} tokens; ask for fewer with --prompt-tokens")
-    prompts = [text[:prompt_tokens] for text in long_enough]
+    network, _, texts = _texts(model, file, dtype, quiet=as_json)
+    chosen, too_short = perplexity.long_enough(texts, prompt_tokens, max_new_tokens)
+    skipped = [text.name for text in too_short]
+    prompts = [text[:prompt_tokens] for text in chosen]
     for config in configs:
         acceptance.check(network, prompts, config)
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        size = prompt_tokens + max_new_tokens
         log.warning("%d of %d texts have fewer than %d tokens and are left out: %s", len(skipped), len(texts), size, names)
     draft = drafts.quantspec(
         network,
@@ -98,13 +92,13 @@ def acceptance_command(
         key = jax.random.key(seed)
         for mode in ("teacher-forced", "free-running"):
             gamma = config.num_speculative_tokens
-            _say(f"gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(long_enough)} texts", quiet=as_json)
+            _say(f"gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(chosen)} texts", quiet=as_json)
             if mode == "teacher-forced":
-                measured = acceptance.teacher_forced(network, draft, long_enough, config, key)
+                measured = acceptance.teacher_forced(network, draft, chosen, config, key)
             else:
                 measured = acceptance.free_running(network, draft, prompts, config, key)
             results.append({"gamma": gamma, "temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
-    report = acceptance_report.Report(len(long_enough), skipped, results)
+    report = acceptance_report.Report(len(chosen), skipped, results)
     show(report, acceptance_report.table, None, sys.stdout.write, as_json=as_json)
     if plot:
         acceptance_report.plot(report, plot)

@@ -1,8 +1,8 @@
 """Caches that the stored format cannot hold: groups of keys and values along other axes, and other ways to split a code.
 
 Keys and values are quantized and dequantized group by group, by the schedule and with the stored precision of scales and zeros of the
-hierarchical cache, and kept in full precision, once as a draft reads them and once as the target does. To compare quantizers (QuantSpec,
-arXiv 2502.10424, table 5), not to save memory.
+hierarchical cache, and what is read of them is kept in at least float32, once as a draft reads it and once as the target does. To compare
+quantizers (QuantSpec, arXiv 2502.10424, table 5), not to save memory.
 """
 
 import dataclasses

@@ -1,0 +1,77 @@
+"""`qspec bench batch`: every way the same tokens, and how busy the slots are."""
+
+import json
+
+import numpy as np
+import pytest
+
+from qspec_jax.bench.batch import make_requests
+from qspec_jax.config import GenerationConfig
+from qspec_jax.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("compiles_faster")
+SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
+
+
+def test_json(run):
+    flags = ["--arch", "tiny", *SIZES, "--simulate-ratio", 0.8, "--gamma", 2, "--one-by-one", "--json"]
+    code, out, err = run("bench", "batch", *flags)
+    report = json.loads(out)
+    assert (code, err, report["prompts"], report["batch_size"], report["gamma"]) == (0, "", 5, 2, 2)
+    assert 0.8 < report["simulated_rate"] < 1  # given those before, so more than the share of all
+    full, fixed, alone = report["rows"]
+    assert [row["way"] for row in report["rows"]] == ["refilled", "fixed", "one by one"]
+    assert len({row["stats"]["busy_rounds"] for row in report["rows"]}) == 1 and alone["busy_slots"] == 1
+    assert full["stats"]["rounds"] <= fixed["stats"]["rounds"] <= alone["stats"]["rounds"]
+    assert [row["same_tokens"] for row in report["rows"]] == [1, 1, 1]
+    assert report["speedup"] == pytest.approx(full["tokens_per_second"] / fixed["tokens_per_second"])
+    for row in report["rows"]:
+        stats = row["stats"]
+        assert stats["prompts"] == 5 and row["tokens_per_second"] == pytest.approx(
+            stats["new_tokens"] / (stats["prefill_s"] + stats["decode_s"])
+        )
+
+
+def test_table_of_a_checkpoint(run, directory, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 3)
+    code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *SIZES, "--dtype", "float32", "--gamma", 2)
+    assert code == 0 and all(word in out for word in ("refilled", "fixed", "slots busy", "times as fast")) and "simulated" not in out
+
+
+def test_requests_are_log_uniform_and_of_their_seed():
+    source = list(range(3000))
+    make = lambda seed: make_requests([source], 400, (16, 2048), (16, 512), GenerationConfig(), seed=seed)
+    requests = make(0)
+    same = make(0)
+    assert [r.tokens for r in requests] == [r.tokens for r in same] != [r.tokens for r in make(1)]
+    for lengths, low, high in (
+        ([len(r.tokens) for r in requests], 16, 2048),
+        ([r.config.max_new_tokens for r in requests], 16, 512),
+    ):
+        assert low <= min(lengths) and max(lengths) <= high
+        middle = np.sqrt(low * high)
+        assert 0.4 < np.mean(np.array(lengths) < middle) < 0.6
+    assert all(r.tokens == source[r.tokens[0] : r.tokens[0] + len(r.tokens)] for r in requests)
+    with pytest.raises(InputError, match="no text has 2048 tokens"):
+        make_requests([source[:100]], 1, (16, 2048), (16, 512), GenerationConfig(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--model"),
+        (["--arch", "tiny", "--model", "x"], "--model"),
+        (["--arch", "huge"], "huge"),
+        (["--arch", "tiny", "--prompt-tokens", "9-4"], "9-4"),
+        (["--arch", "tiny", "--new-tokens", "0-4"], "0-4"),
+        (["--arch", "tiny", "--new-tokens", "many"], "many"),
+        (["--arch", "tiny", "--prompt-tokens", "1-99999999"], "positions"),
+        (["--arch", "tiny", "--file", "x"], "--file"),
+        (["--arch", "tiny", "--dtype", "float32"], "--dtype"),
+        (["--arch", "tiny", "--gamma", "0"], "--gamma"),
+        (["--arch", "tiny", "--simulate-ratio", "0.9", "--temperature", "1"], "--simulate-ratio"),
+    ],
+)
+def test_bad_flags(fails, flags, word):
+    fails(["bench", "batch", *flags], word)
