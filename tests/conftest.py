@@ -1,5 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,20 @@ from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import demo
 from qspec_jax.cli import main
+from qspec_jax.compiled import Compiled
 
 
 def pytest_configure(config):
     sharing.begin(config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """A process may map no more than some 65,000 pieces of memory, and each program takes several: XLA crashes where they run out."""
+    yield
+    for compiled in [found for found in gc.get_objects() if isinstance(found, Compiled)]:
+        compiled.executables.clear()
+    jax.clear_caches()
 
 
 @pytest.fixture

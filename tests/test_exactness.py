@@ -178,9 +178,9 @@ def test_speculation_over_a_full_cache(model):
 
 def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
-    state, _ = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config)
+    state, limits = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config)
     eligible = jnp.array([4, 2, 0], jnp.int32)
-    drafts, _, cache = jax.jit(draft_tokens)(quantspec(model), Greedy(), state, eligible)
+    drafts, _, _, cache = jax.jit(draft_tokens)(quantspec(model), Greedy(), state, eligible, limits)
     assert drafts.shape == (3, 4)
     jax.tree.map(np.testing.assert_array_equal, cache.lengths, state.cache.lengths)
     buffered = np.asarray(state.cache.lengths.buffered)
