@@ -36,7 +36,7 @@ class Step(Protocol):
 class CachedModel:
     """A model that reads one plane of the cache (1: a draft) or both (2: the target), or in each layer so many of them.
 
-    head_bits: 8 if `in_loop` is to quantize its head.
+    head_bits: 8 if `in_loop` is to quantize its head. The model's weights must not be set anew afterwards: they are remembered.
     """
 
     model: Llama

@@ -59,7 +59,8 @@ def fails(run):
 
 @pytest.fixture(scope="module")
 def compiles_faster():
-    """XLA optimizes little: for modules that test what is reported, whose numbers other modules test as they are compiled for people."""
+    """XLA optimizes little: for modules whose time goes to compiling, and which test what holds however it is compiled: reports, and
+    equality with what is written down a second way."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -1,8 +1,7 @@
 """`qspec bench batch`: many prompts through a batch that is refilled, and through fixed batches, in one run."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import Step
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.batch import BatchStats, Request, Result, run_batch
+from qspec_jax.evaluate.batch import BatchStats, Request, run_batch
 from qspec_jax.model import Llama
 from qspec_jax.sampling import make_sampler
 
@@ -27,8 +26,7 @@ WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All prompts, one way. tokens_per_second: of prefill and decoding together, compiling apart. busy_slots: share of rows times rounds
-    that worked for a prompt; the ideal is 1. same_tokens: share of the prompts whose tokens are those of the first way."""
+    """All prompts, one way; for the rates see `BatchStats.rates`. same_tokens: share of the prompts whose tokens are the first way's."""
 
     way: str
     stats: BatchStats
@@ -102,19 +100,10 @@ def run(
     rows, first = [], None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way])
-        results = {result.index: result.token_ids for result in _shown(batch, way, len(requests), progress)}
+        bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
+        results = {result.index: result.token_ids for result in bar}
         first = first or results
-        stats = batch.stats
-        rows.append(
-            Row(
-                way,
-                stats,
-                stats.new_tokens / (stats.prefill_s + stats.decode_s),
-                stats.busy_rounds / stats.slot_rounds,
-                stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
-                sum(results[i] == first[i] for i in first) / len(first),
-            )
-        )
+        rows.append(Row(way, batch.stats, **batch.stats.rates, same_tokens=sum(results[i] == first[i] for i in first) / len(first)))
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
     return Report(
         **this_run(),
@@ -130,10 +119,6 @@ def run(
     )
 
 
-def _shown(results: Iterator[Result], way: str, total: int, progress: bool | None) -> Iterator[Result]:
-    yield from tqdm(results, desc=way, total=total, unit="prompt", leave=False, disable=None if progress is None else not progress)
-
-
 def table(report: Report) -> Group:
     """A line for every way."""
     head = Text.assemble((f"{report.prompts} prompts, {report.model} on {report.device}", "bold"), f", {report.date}\n")
@@ -141,11 +126,11 @@ def table(report: Report) -> Group:
     grid.add_column("")
     for label in ("tokens/s", "slots busy", "rounds", "decode s", "prefill s", "compile s", "accepted", "same tokens"):
         grid.add_column(label, justify="right", no_wrap=True)
-    show: Callable[[Any, str], str] = lambda x, form: "-" if x is None else format(x, form)
     for row in report.rows:
         s = row.stats
         seconds = f"{s.decode_s:.1f}", f"{s.prefill_s:.1f}", f"{s.compile_s:.1f}"
-        shares = show(row.draft_acceptance_rate, ".3f"), f"{row.same_tokens:.1%}"
+        accepted = row.draft_acceptance_rate
+        shares = "-" if accepted is None else f"{accepted:.3f}", f"{row.same_tokens:.1%}"
         grid.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
     simulated = "" if report.simulated_rate is None else f" Acceptance is simulated, at a rate of {report.simulated_rate:.3f}."
     notes = (

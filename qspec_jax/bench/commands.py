@@ -261,7 +261,7 @@ def bench_batch(
         raise InputError("--simulate-ratio is of greedy decoding; it does not go with --temperature")
     if arch is not None and (file or dtype):
         raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
-    lengths, new = _bounds("--prompt-tokens", prompt_tokens), _bounds("--new-tokens", new_tokens)
+    lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     _check_gamma(num_speculative_tokens)
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
     positions = (architecture(arch) if arch else checkpoint.load_config(model)).max_length
@@ -292,10 +292,10 @@ def bench_batch(
         show(report, batch.table, output, write, as_json=as_json)
 
 
-def _bounds(flag: str, text: str) -> tuple[int, int]:
+def _bounds(flag: str, text: str, least: int) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise InputError(f"{flag} {text} should be the least, 1 or more, a hyphen, and the most, as 64-2048")
+    if not (low.isdecimal() and high.isdecimal() and least <= int(low) <= int(high)):
+        raise InputError(f"{flag} {text} should be the least, {least} or more, a hyphen, and the most, as 64-2048")
     return int(low), int(high)
 
 

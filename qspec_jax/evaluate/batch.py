@@ -66,6 +66,17 @@ class BatchStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    @property
+    def rates(self) -> dict[str, float | None]:
+        """tokens_per_second: of prefill and decoding together. busy_slots: busy over slot rounds; the ideal is 1. draft_acceptance_rate:
+        accepted / drafted. None where there is nothing to divide by."""
+        divided = lambda part, whole: part / whole if whole else None
+        return {
+            "tokens_per_second": divided(self.new_tokens, self.prefill_s + self.decode_s),
+            "busy_slots": divided(self.busy_rounds, self.slot_rounds),
+            "draft_acceptance_rate": divided(self.num_accepted_draft_tokens, self.num_draft_tokens),
+        }
+
 
 class BatchRun:
     """Results as they come, by iterating over it once; then `stats` is of all of them."""

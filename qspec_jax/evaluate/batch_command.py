@@ -71,22 +71,17 @@ def batch(
     todo = [line for line in lines if line.number not in journal.done]
     stats = _run(network, tokenizer, draft, todo, journal, batch_size, refill, quiet=as_json)
     journal.finish()
-    report = {"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats)
-    seconds = stats.prefill_s + stats.decode_s
-    report |= {
-        "tokens_per_second": stats.new_tokens / seconds if seconds else None,
-        "busy_slots": stats.busy_rounds / stats.slot_rounds if stats.slot_rounds else None,
-        "draft_acceptance_rate": stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
-    }
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps({"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats) | stats.rates))
     elif stats.prompts:
-        rate = f", {report['draft_acceptance_rate']:.1%} of drafts accepted" if stats.num_draft_tokens else ""
-        print(
-            f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {report['tokens_per_second']:.1f} tokens/s{rate}; "
-            f"{report['busy_slots']:.1%} of places busy",
-            file=sys.stderr,
-        )
+        busy = stats.rates["busy_slots"]
+        places = "" if busy is None else f"; {busy:.1%} of places busy"
+        print(f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def _speed(stats: BatchStats) -> str:
+    accepted = stats.rates["draft_acceptance_rate"]
+    return f"{stats.rates['tokens_per_second']:.1f} tokens/s" + ("" if accepted is None else f", {accepted:.1%} of drafts accepted")
 
 
 def _run(
@@ -106,11 +101,6 @@ def _run(
     with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
         for result in results:
             journal.add(as_line(todo[result.index], result))
-            stats = results.stats
-            seconds, drafted = stats.prefill_s + stats.decode_s, stats.num_draft_tokens
-            bar.set_postfix_str(
-                f"{stats.new_tokens / seconds:.1f} tok/s"
-                + (f", {stats.num_accepted_draft_tokens / drafted:.1%} accepted" if drafted else "")
-            )
+            bar.set_postfix_str(_speed(results.stats))
             bar.update()
     return results.stats

@@ -130,7 +130,7 @@ def perplexity_command(
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw perplexity and KL by distance to this file (.png, .pdf or .svg).")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ):
     """Perplexity of real text through decode, with each KV cache, and how far its predictions are from the full cache's."""
@@ -168,7 +168,7 @@ def quantizers_command(
     group_size: GroupSize = None,
     dtype: DtypeOption = None,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw KL and acceptance to this file (.png, .pdf or .svg).")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ):
     """What the KV quantizer's choices cost: axes of the scales, rounding or truncation to the draft's 4 bits."""
