@@ -12,6 +12,7 @@ from conversions import bits, files, refused
 
 from convert import convert, export, verify
 from qspec_jax.checkpoint import load_model
+from qspec_jax.converted import TARGET, restore
 from qspec_jax.errors import InputError
 from qspec_jax.info import model_info
 
@@ -128,6 +129,7 @@ def test_what_orbax_cannot_read_is_said_in_one_line(source, tmp_path):
     convert(source, out)
     file = out / "target" / "state" / "manifest.ocdbt"
     file.write_bytes(bytes(len(file.read_bytes())))
+    shape = jax.ShapeDtypeStruct((hf_config()["hidden_size"],), jax.numpy.float32)
     with pytest.raises(InputError, match="cannot be restored") as error:
-        load_model(out)
+        restore(out, TARGET, {"norm.weight": shape})  # one: of more, Orbax says the first error and closes its loop while the others come
     assert "\n" not in str(error.value)
