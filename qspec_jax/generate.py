@@ -85,7 +85,7 @@ class Piece:
 
 
 def _prepare(
-    model: Llama,
+    target: CachedModel,
     tokens: Int[Array, "B S"],
     n: Int[Array, "B"],
     sampler: Sampler,
@@ -98,6 +98,7 @@ def _prepare(
     gamma: int,
     logprobs: int | None = None,
 ) -> DecodeState:
+    model = target.model
     empty = empty_cache(model.config, cache, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype)
     with jax.named_scope("prefill"):
         logits, filled = prefill.prefill(model, tokens, n, empty)
@@ -247,6 +248,7 @@ class _Run:
         if rounds_per_look < 1:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
         self.model, self.config, self.rounds_per_look = model, config, rounds_per_look
+        self.target = CachedModel(model, planes=2)
         self.prompts = token_lists(model, prompts, config, tokenizer)
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
         self.gamma = most_drafts(model, config)
@@ -259,10 +261,10 @@ class _Run:
         sampler, limits = make_sampler(self.config), make_limits(self.model, *[self.config] * len(self.rows))
         state = self._prefilled(sampler, limits)
         self.cache_bytes, self.decode_s = state.cache.num_bytes, 0.0
-        target, draft = CachedModel(self.model, planes=2), decode.in_loop(self.draft) if self.gamma else None
+        draft = decode.in_loop(self.draft) if self.gamma else None
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         rounds = jnp.int32(1 if self.config.stop else self.rounds_per_look)
-        run_decode, seconds = DECODE.compile(target, draft, sampler, state, limits, rounds)
+        run_decode, seconds = DECODE.compile(self.target, draft, sampler, state, limits, rounds)
         self.compile_s += seconds
         jax.block_until_ready(draft)
         while True:
@@ -273,13 +275,13 @@ class _Run:
             if self.config.stop:
                 state = decode.stopped(state, ended)
             began = time.perf_counter()
-            state = jax.block_until_ready(run_decode(target, draft, sampler, state, limits, rounds))
+            state = jax.block_until_ready(run_decode(self.target, draft, sampler, state, limits, rounds))
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self, sampler: Sampler, limits: Limits) -> DecodeState:
         tokens, n = prefill.padded(self.prompts)
         max_new_tokens = prefill.bucket(self.config.max_new_tokens)
-        args = (self.model, tokens, n, sampler, self.keys, limits)
+        args = (self.target, tokens, n, sampler, self.keys, limits)
         static = dict(cache=self.config.cache_config, capacity=tokens.shape[1] + max_new_tokens, max_new_tokens=max_new_tokens)
         run_prepare, self.compile_s = PREPARE.compile(*args, **static, gamma=self.gamma, logprobs=self.config.logprobs)
         jax.block_until_ready(self.draft)

@@ -76,7 +76,7 @@ def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14)
     method, gamma = ("quantspec", 4) if kind == "int8" else ("autoregressive", 0)
     config = GenerationConfig(method=method, cache=kind, num_speculative_tokens=4, group_size=64)
     shapes = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(1, jnp.int32)
-    args = (model, *shapes, make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
+    args = (CachedModel(model, planes=2), *shapes, make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
     static = dict(cache=config.cache_config, capacity=tokens + 256, max_new_tokens=256, gamma=gamma)
     executable, _ = PREPARE.compile(*jax.tree.map(place, args), **static)
     return executable.memory_analysis().temp_size_in_bytes

@@ -13,7 +13,7 @@ from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
 from qspec_jax.drafts import quantspec
 from qspec_jax.generate import DECODE, PREPARE, make_limits
 from qspec_jax.model import Llama
-from qspec_jax.prefill import bucket
+from qspec_jax.prefill import bucket, padded
 from qspec_jax.sampling import make_sampler, prompt_keys
 
 
@@ -54,14 +54,11 @@ def prepared(
 ) -> tuple[DecodeState, Limits]:
     """The state after prefill, by the executables that `generate` uses."""
     gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
-    tokens = np.zeros((len(prompts), bucket(max(map(len, prompts)))), np.int32)
-    for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = prompt
-    n = jnp.array([len(p) for p in prompts], jnp.int32)
+    tokens, n = padded(prompts)
     limits = limits or make_limits(model, *[config] * len(prompts))
     keys = prompt_keys(jax.random.key(0), len(prompts)) if keys is None else keys
     new = bucket(config.max_new_tokens)
-    args = (model, jnp.asarray(tokens), n, make_sampler(config), keys, limits)
+    args = (CachedModel(model, planes=2), tokens, n, make_sampler(config), keys, limits)
     static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
     return PREPARE.compile(*args, **static)[0](*args), limits
 

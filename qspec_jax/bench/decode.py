@@ -159,7 +159,7 @@ class _Measured:
         self.limits = make_limits(model, self.config)
         tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
         n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
-        self.inputs = [(model, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]
+        self.inputs = [(self.target, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]
         self._compile(pool, bandwidth, began)
 
     def _compile(self, pool: Executor, bandwidth: float | None, began: float) -> None:

@@ -5,6 +5,7 @@ and end independently.
 """
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ class Result:
 
 @dataclasses.dataclass
 class BatchStats:
-    """Of a whole run. slot_rounds: rounds times slots, of which `busy_rounds` worked for a prompt. Seconds: compiling is apart."""
+    """Of a whole run. slot_rounds: rounds times slots, of which `busy_rounds` worked for a prompt. Seconds: all that pass until the last
+    result, but for what is done with results meanwhile; compile_s apart."""
 
     prompts: int = 0
     new_tokens: int = 0
@@ -153,77 +155,123 @@ class _Slots:
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.executables: dict[Any, jax.stages.Compiled] = {}
+        self.waiting = deque(range(len(requests)))
+        self.ahead: tuple[int, DecodeState] | None = None  # a request that waits for a slot, prefilled
+        self.newest: DecodeState | None = None  # the row put last, while the device may be at work on it
+        self.state: DecodeState | None = None
         self.of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
+        self.rounds = np.zeros(batch, np.int32)  # that each row has had
+        self.began = 0.0  # when what `_lap` counts next began
 
     def run(self) -> Iterator[Result]:
-        waiting, state = deque(range(len(self.requests))), None
+        self.began = time.perf_counter()
         while True:
-            if self.refill or all(index is None for index in self.of):
-                for slot, index in enumerate(self.of):
-                    if index is None and waiting:
-                        state = self._put(state, slot, waiting.popleft())
-            running = [slot for slot, index in enumerate(self.of) if index is not None]
-            if not running:
+            placed = self._fill()
+            if not self._running:
                 return
-            # Before the rounds too: a first token may have ended a row, and what it does must not depend on its neighbours.
-            yield from self._ended(state, running)
-            idle = np.array([index is None for index in self.of])
-            if idle[running].any():
-                # A row that a stop string has ended runs on otherwise.
-                state = decode.stopped(state, jnp.asarray(idle))
-            else:
-                state = self._segment(state, len(running) if waiting and self.refill else 1)
+            if any(self.requests[index].config.stop for index in placed):
+                # A row whose first token completes a stop string must have no round. What else may end it the device sees by itself.
+                yield from self._ended()
+                if None in self.of:
+                    continue
+            self._segment()
+            yield from self._ended()
 
-    def _rows(self) -> tuple[Sampler, Limits]:
-        """Settings of the requests in the slots; those of an empty slot do not matter."""
-        return self._settings([index or 0 for index in self.of])
+    @property
+    def _running(self) -> int:
+        return sum(index is not None for index in self.of)
+
+    @property
+    def _more(self) -> bool:
+        return bool(self.waiting or self.ahead)
 
     def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
         take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
         of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
         return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
 
-    def _put(self, state: DecodeState | None, slot: int, index: int) -> DecodeState:
-        """The state with a request, prefilled, in a slot."""
-        request = self.requests[index]
-        sampler, limits = self._settings([index])
-        args = (self.model, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
-        row = self._timed(PREPARE, "prefill_s", *args, **self.static)
-        if state is None:
-            state = self._timed(REPEAT, "prefill_s", row, batch=len(self.of))
-        self.of[slot], self.rows[slot] = index, Row(request.config, self.tokenizer)
-        return self._timed(REPLACE, "prefill_s", state, row, jnp.array([slot]))
+    def _fill(self) -> list[int]:
+        """Puts requests into empty slots. Returns them; the device may still be at work on the last."""
+        placed = []
+        if self.refill or not self._running:
+            for slot, index in enumerate(self.of):
+                if index is None and self._more:
+                    placed.append(self._put(slot))
+        return placed
 
-    def _segment(self, state: DecodeState, least_running: int) -> DecodeState:
-        sampler, limits = self._rows()
-        before = np.asarray(state.counts.rounds)
+    def _put(self, slot: int) -> int:
+        if self.ahead is None:
+            self._prefill(self._next())
+        (index, row), self.ahead = self.ahead, None
+        if self.state is None:
+            self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
+        args = (self.state, row, jnp.array([slot]))
+        self.state = self._compiled(REPLACE, *args)(*args)
+        self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
+        jax.block_until_ready(self.newest)  # no more than two rows at once take memory besides the batch
+        self.newest = row
+        return index
+
+    def _next(self) -> Callable[[], DecodeState]:
+        """What prefills the request that waits first, compiled."""
+        request = self.requests[self.waiting[0]]
+        sampler, limits = self._settings([self.waiting[0]])
+        args = (self.target, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
+        return functools.partial(self._compiled(PREPARE, *args, **self.static), *args)
+
+    def _prefill(self, prepare: Callable[[], DecodeState]) -> None:
+        self.ahead = self.waiting.popleft(), prepare()
+
+    def _segment(self) -> None:
+        """Rounds until a row ends, if another waits for its slot. The next to wait is prefilled behind them, with the host's part of that
+        done while they run."""
+        sampler, limits = self._settings([index or 0 for index in self.of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
-        args = (self.target, self.draft, sampler, state, limits, jnp.int32(rounds), jnp.int32(least_running))
-        state = self._timed(DECODE, "decode_s", *args)
-        worked = np.asarray(state.counts.rounds) - before
+        least_running = self._running if self._more and self.refill else 1
+        args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
+        decode = self._compiled(DECODE, *args)
+        prepare = self._next() if self.waiting and not self.ahead else None
+        self.state = decode(*args)
+        if self.newest:
+            jax.block_until_ready(self.newest)
+            self.newest = None
+            self._lap("prefill_s")
+        if prepare:
+            self._prefill(prepare)
+        worked = np.asarray(self.state.counts.rounds) - self.rounds
+        self._lap("decode_s")
+        self.rounds += worked
         self.stats.rounds += int(worked.max())
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
-        return state
 
-    def _timed(self, compiled: Compiled, what: str, *args, **static) -> Any:
+    def _compiled(self, compiled: Compiled, *args, **static) -> jax.stages.Compiled:
         # What is called differs in nothing but the length of a prompt; to find that out from all shapes takes milliseconds.
         key = compiled, args[1].shape if compiled is PREPARE else None
         if key not in self.executables:
-            self.executables[key], seconds = compiled.compile(*args, **static)
-            self.stats.compile_s += seconds
-        began = time.perf_counter()
-        result = jax.block_until_ready(self.executables[key](*args))
-        setattr(self.stats, what, getattr(self.stats, what) + time.perf_counter() - began)
-        return result
+            jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
+            self._lap("prefill_s")
+            self.executables[key], _ = compiled.compile(*args, **static)
+            self._lap("compile_s")
+        return self.executables[key]
 
-    def _ended(self, state: DecodeState, running: list[int]) -> Iterator[Result]:
+    def _lap(self, what: str) -> None:
+        """Adds the time since the last lap to the statistics."""
+        now = time.perf_counter()
+        setattr(self.stats, what, getattr(self.stats, what) + now - self.began)
+        self.began = now
+
+    def _ended(self) -> Iterator[Result]:
+        state = self.state
         parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
         tokens, emitted, status, counts, logprobs = jax.device_get(parts)
-        for slot in running:
-            index, row = self.of[slot], self.rows[slot]
+        ended = []
+        for slot, index in enumerate(self.of):
+            if index is None:
+                continue
+            row = self.rows[slot]
             row.update(tokens[slot], emitted[slot], status[slot])
             if row.finish_reason is None:
                 continue
@@ -236,7 +284,13 @@ class _Slots:
             self.stats.num_draft_tokens += stats["num_draft_tokens"]
             self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
             own = row.logprobs(jax.tree.map(lambda x: x[slot], logprobs))  # noqa: B023
-            yield Result(index, row.token_ids, row.text, row.finish_reason, stats, *own)
+            ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *own))
+        idle = np.array([index is None for index in self.of])
+        if (status[idle] == decode.RUNNING).any():  # what a stop string has ended
+            self.state = decode.stopped(state, jnp.asarray(idle))
+        self._lap("decode_s")
+        yield from ended
+        self.began = time.perf_counter()  # what is done with results is not counted
 
 
 def _repeat(row: DecodeState, batch: int) -> DecodeState:
