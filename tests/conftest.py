@@ -19,6 +19,16 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _compiles_fast(request):
+    """On a CPU LLVM optimizes little: most of the time goes to compiling, and what is tested holds however it is done. Modules with the
+    mark `optimized` are compiled as for people."""
+    fast = jax.default_backend() == "cpu" and not request.node.get_closest_marker("optimized")
+    jax.config.update("jax_disable_most_optimizations", fast)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
     """A process may map no more than some 65,000 pieces of memory, and each program takes several: XLA crashes where they run out."""
     yield
@@ -55,15 +65,6 @@ def fails(run):
             assert str(word) in lines[0]
 
     return check
-
-
-@pytest.fixture(scope="module")
-def compiles_faster():
-    """XLA optimizes little: for modules whose time goes to compiling, and which test what holds however it is compiled: reports, and
-    equality with what is written down a second way."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-import multiprocessing
 import random
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 
 from qspec_jax import drafts
@@ -19,8 +20,6 @@ from qspec_jax.evaluate import Request, Result, run_batch
 from qspec_jax.evaluate.jsonl import Journal, read_lines
 from qspec_jax.generate import generate
 from qspec_jax.text import first_stop
-
-pytestmark = pytest.mark.usefixtures("compiles_faster")
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
@@ -359,11 +358,9 @@ def _write_in_a_process(output: Path) -> None:
 
 def test_killed_at_any_moment(tmp_path):
     """Ten times: the output is that of a run that was left alone. What a line gives does not depend on a restart, see above."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_batch"])
 
-    def started(output: Path) -> multiprocessing.Process:
-        process = context.Process(target=_write_in_a_process, args=(output,))
+    def started(output: Path) -> BaseProcess:
+        process = processes.context().Process(target=_write_in_a_process, args=(output,))
         process.start()
         return process
 

@@ -9,7 +9,6 @@ from qspec_jax.bench.batch import make_requests
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
 
 

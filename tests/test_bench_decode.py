@@ -19,7 +19,6 @@ from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_r
 from qspec_jax.quantize import quantize_head, quantize_linears
 from qspec_jax.sampling import Greedy, prompt_keys
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
 
 

@@ -19,7 +19,6 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
 from qspec_jax.sampling import prompt_keys
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
 CONTEXT, NEW, GAMMA = 100, 48, 2
 ROWS = [
     (CONTEXT, temperature, method, gamma) for temperature in (0.0, 1.0) for method, gamma in (("autoregressive", 0), ("quantspec", GAMMA))

@@ -17,8 +17,6 @@ from qspec_jax.checkpoint import load_model
 from qspec_jax.drafts import quantspec
 from qspec_jax.quantize import quantize_head
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 DEMO = demo.MODEL
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
 

@@ -1,15 +1,16 @@
 """Conversions that end on the way: the destination is whole, or what it was; and what others write beside or in place of it stays."""
 
 import errno
-import multiprocessing
 import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import processes
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from conversions import bits, files, refused
@@ -182,12 +183,10 @@ def _convert_in_a_process(source: Path, out: Path) -> None:
 def test_killed_at_any_moment(tmp_path):
     """Twenty times: the destination is absent, or what it was; what is left over is refused; and converting again succeeds."""
     source = write_checkpoint(tmp_path / "hf", hf_config(num_hidden_layers=1))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_convert_killed", "orbax.checkpoint.v1", "tensorstore"])
     expected, out = bits(load_model(source)), tmp_path / "out"
 
-    def started(directory: Path) -> multiprocessing.Process:
-        process = context.Process(target=_convert_in_a_process, args=(source, directory))
+    def started(directory: Path) -> BaseProcess:
+        process = processes.context().Process(target=_convert_in_a_process, args=(source, directory))
         process.start()
         return process
 

@@ -20,8 +20,6 @@ from qspec_jax.evaluate import acceptance, quantizers
 from qspec_jax.evaluate.emulated import Quantizer, emulated_cache, in_groups
 from qspec_jax.evaluate.perplexity import View, score
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 G = 4
 
 

@@ -7,8 +7,6 @@ import pytest
 from qspec_jax import plots
 from qspec_jax.evaluate import acceptance_report
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
 
 

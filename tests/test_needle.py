@@ -10,8 +10,6 @@ from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import Result, needle, needle_command
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 
 @pytest.fixture(scope="module")
 def tokenizer():

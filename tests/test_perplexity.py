@@ -19,8 +19,6 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate import perplexity
 from qspec_jax.evaluate.perplexity import cache_view, divergence, score, token_logprobs
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 G = 4
 PROMPTS = random_prompts([1, G + 1, 2 * G, 5 * G + 3])
 # Of other lengths, so that rows end at other times; the longest row is flushed eight times.

@@ -22,8 +22,6 @@ from qspec_jax.evaluate.perplexity import token_logprobs
 from qspec_jax.generate import generate
 from qspec_jax.sampling import make_sampler
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 EOS = 5
 PROCESSORS = {
     "repetition penalty": dict(repetition_penalty=1.9, ignore_eos=True),

@@ -14,8 +14,6 @@ from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.text import RowText, first_stop
 
-pytestmark = pytest.mark.usefixtures("compiles_faster")
-
 TOKENIZER = load_tokenizer(demo.MODEL)
 
 
