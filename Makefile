@@ -7,10 +7,10 @@ demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
 
 test: .venv/installed-test lint  ## Everything that CI runs.
-	$(BIN)/python -m pytest -q -n 2 --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
 
 test-fast: .venv/installed-test  ## Without the tests that take more than half a minute.
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -16,9 +16,9 @@ from qspec_jax import drafts
 from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import Request, Result, run_batch
+from qspec_jax.evaluate import Request, Result, batch, run_batch
 from qspec_jax.evaluate.jsonl import Journal, read_lines
-from qspec_jax.generate import generate
+from qspec_jax.generate import PREPARE, generate
 from qspec_jax.text import first_stop
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -171,6 +171,38 @@ def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
     requests[0] = with_settings(requests[0], stop=(piece,))
     results = {size: outcome(run_batch(model, requests, batch_size=size, draft=draft, tokenizer=tokenizer)) for size in (1, 2)}
     assert results[1] == results[2] and results[1][0].stats["num_spec_steps"] == 0 and results[1][0].text == ""
+
+
+@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
+    requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=1), KEY) for i in range(7)]
+    results = run_batch(model, requests, batch_size=batch_size, draft=draft, refill=refill)
+    assert [len(result.token_ids) for result in outcome(results)] == [1] * 7
+    assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft, monkeypatch):
+    """Prefill is made to take long: with stop strings, for which the host looks before a round, it is not taken for decoding either."""
+    requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=9, stop=stop), KEY) for i in range(6)]
+    run = lambda: run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer)
+    outcome(run())
+
+    class Slow:
+        def compile(self, *args, **static):
+            executable, seconds = PREPARE.compile(*args, **static)
+            return lambda *args: time.sleep(0.2) or executable(*args), seconds
+
+    monkeypatch.setattr(batch, "PREPARE", Slow())
+    results, read = run(), 0.0
+    began = time.perf_counter()
+    for _ in results:
+        time.sleep(0.1)
+        read += 0.1
+    passed, stats = time.perf_counter() - began, results.stats
+    assert stats.compile_s == 0 and stats.prefill_s >= 6 * 0.2 and stats.prefill_s + stats.decode_s <= passed - read
+    assert stats.decode_s < 1.2 and stats.prefill_s + stats.decode_s > 0.9 * (passed - read)
 
 
 def test_eos_ends_a_row(model, draft):

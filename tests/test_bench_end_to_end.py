@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from safetensors.numpy import load_file
 
 from qspec_jax import checkpoint, demo, drafts
 from qspec_jax.bench import decode, end_to_end, end_to_end_report
@@ -29,7 +30,10 @@ ROWS = [
 def directory(tmp_path_factory) -> Path:
     """A random model of 256 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     config = hf_config(vocab_size=4096, max_position_embeddings=256, num_hidden_layers=1)
-    path = write_checkpoint(tmp_path_factory.mktemp("model"), config)
+    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), config))
+
+
+def with_tokenizer(path: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.MODEL / name, path / name)
     return path
@@ -170,10 +174,15 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
 
 
 @pytest.mark.slow
-def test_the_embedded_model(run):
+def test_a_trained_model(run, tmp_path):
+    """The embedded one's first layer, which compiles fastest."""
+    tensors = load_file(demo.MODEL / "model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.") or ".layers.0." in name}
+    config = json.loads((demo.MODEL / "config.json").read_text()) | {"num_hidden_layers": 1}
+    trained = with_tokenizer(write_checkpoint(tmp_path / "trained", config, tensors=first))
     # Of one text and 64 tokens, since the walk's prefill is then the one that is compiled for the decode.
     flags = ["--context", 300, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 64, "--texts", 1]
-    code, out, _ = run("bench", "end-to-end", "--model", demo.MODEL, *flags, "--json")
+    code, out, _ = run("bench", "end-to-end", "--model", trained, *flags, "--json")
     report = json.loads(out)
     assert code == 0 and report["calibrated"]
     assert [(row["context"], row["method"], row["gamma"], row["status"]) for row in report["rows"]] == [

@@ -30,8 +30,6 @@ QUANTSPEC = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=
 TARGET = dataclasses.replace(QUANTSPEC, method="autoregressive", cache="int8")
 SAMPLED = dataclasses.replace(QUANTSPEC, temperature=0.9, top_k=20)
 
-pytestmark = pytest.mark.optimized
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _x64():

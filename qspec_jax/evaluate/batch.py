@@ -5,7 +5,6 @@ and end independently.
 """
 
 import dataclasses
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +134,7 @@ class _Slots:
         strategy: Callable[..., Sampler],
         stats: BatchStats,
     ):
-        self.model, self.requests, self.tokenizer, self.refill, self.stats = model, requests, tokenizer, refill, stats
+        self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
         configs = [request.config for request in requests]
         longest = dataclasses.replace(
             configs[0],
@@ -156,8 +155,7 @@ class _Slots:
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.executables: dict[Any, jax.stages.Compiled] = {}
         self.waiting = deque(range(len(requests)))
-        self.ahead: tuple[int, DecodeState] | None = None  # a request that waits for a slot, prefilled
-        self.newest: DecodeState | None = None  # the row put last, while the device may be at work on it
+        self.newest: DecodeState | None = None  # the row prefilled last, while the device may be at work on it
         self.state: DecodeState | None = None
         self.of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
@@ -172,6 +170,7 @@ class _Slots:
                 return
             if any(self.requests[index].config.stop for index in placed):
                 # A row whose first token completes a stop string must have no round. What else may end it the device sees by itself.
+                self._wait()
                 yield from self._ended()
                 if None in self.of:
                     continue
@@ -182,64 +181,51 @@ class _Slots:
     def _running(self) -> int:
         return sum(index is not None for index in self.of)
 
-    @property
-    def _more(self) -> bool:
-        return bool(self.waiting or self.ahead)
-
     def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
         take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
         of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
         return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
 
     def _fill(self) -> list[int]:
-        """Puts requests into empty slots. Returns them; the device may still be at work on the last."""
+        """Puts requests into empty slots, and returns them. The device may still be at work on the last."""
         placed = []
         if self.refill or not self._running:
             for slot, index in enumerate(self.of):
-                if index is None and self._more:
-                    placed.append(self._put(slot))
+                if index is None and self.waiting:
+                    placed.append(self.waiting.popleft())
+                    self._put(slot, placed[-1])
         return placed
 
-    def _put(self, slot: int) -> int:
-        if self.ahead is None:
-            self._prefill(self._next())
-        (index, row), self.ahead = self.ahead, None
+    def _put(self, slot: int, index: int) -> None:
+        request = self.requests[index]
+        sampler, limits = self._settings([index])
+        args = (self.target, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
+        row = self._compiled(PREPARE, *args, **self.static)(*args)
+        jax.block_until_ready(self.newest)  # no more than two rows at once take memory besides the batch
+        self.newest = row
         if self.state is None:
             self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
         args = (self.state, row, jnp.array([slot]))
         self.state = self._compiled(REPLACE, *args)(*args)
-        self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
-        jax.block_until_ready(self.newest)  # no more than two rows at once take memory besides the batch
-        self.newest = row
-        return index
+        self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
-    def _next(self) -> Callable[[], DecodeState]:
-        """What prefills the request that waits first, compiled."""
-        request = self.requests[self.waiting[0]]
-        sampler, limits = self._settings([self.waiting[0]])
-        args = (self.target, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
-        return functools.partial(self._compiled(PREPARE, *args, **self.static), *args)
-
-    def _prefill(self, prepare: Callable[[], DecodeState]) -> None:
-        self.ahead = self.waiting.popleft(), prepare()
-
-    def _segment(self) -> None:
-        """Rounds until a row ends, if another waits for its slot. The next to wait is prefilled behind them, with the host's part of that
-        done while they run."""
-        sampler, limits = self._settings([index or 0 for index in self.of])  # those of an empty slot do not matter
-        # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
-        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
-        least_running = self._running if self._more and self.refill else 1
-        args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
-        decode = self._compiled(DECODE, *args)
-        prepare = self._next() if self.waiting and not self.ahead else None
-        self.state = decode(*args)
-        if self.newest:
+    def _wait(self) -> None:
+        """For what is being prefilled: the time from here on is decoding's."""
+        if self.newest is not None:
             jax.block_until_ready(self.newest)
             self.newest = None
             self._lap("prefill_s")
-        if prepare:
-            self._prefill(prepare)
+
+    def _segment(self) -> None:
+        """At most so many rounds; fewer if a row ends and a request waits for its slot."""
+        sampler, limits = self._settings([index or 0 for index in self.of])  # those of an empty slot do not matter
+        # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
+        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
+        least_running = self._running if self.waiting and self.refill else 1
+        args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
+        run_rounds = self._compiled(DECODE, *args)
+        self._wait()
+        self.state = run_rounds(*args)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
         self._lap("decode_s")
         self.rounds += worked
@@ -253,8 +239,9 @@ class _Slots:
         if key not in self.executables:
             jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
             self._lap("prefill_s")
-            self.executables[key], _ = compiled.compile(*args, **static)
-            self._lap("compile_s")
+            self.executables[key], seconds = compiled.compile(*args, **static)
+            if seconds:
+                self._lap("compile_s")
         return self.executables[key]
 
     def _lap(self, what: str) -> None:
@@ -264,6 +251,7 @@ class _Slots:
         self.began = now
 
     def _ended(self) -> Iterator[Result]:
+        """Results of the rows that have ended, whose slots are free then."""
         state = self.state
         parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
         tokens, emitted, status, counts, logprobs = jax.device_get(parts)
