@@ -14,6 +14,8 @@ from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 from qspec_jax.bench import attention, attention_tuning, flush, peers, rows, timing
 
+pytestmark = pytest.mark.optimized
+
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
 attend = jax.jit(decode_attention, static_argnames="planes")

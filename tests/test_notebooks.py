@@ -27,7 +27,6 @@ def test_it_runs(path, tmp_path, monkeypatch):
     # `qspec demo` has compiled the same loop.
     for name, value in sharing.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # most of the time goes to compiling
     NotebookClient(read(path), timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
