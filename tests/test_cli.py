@@ -1,5 +1,6 @@
 """The command line as a person meets it: what it prints, its JSON, and one clear line with exit code 2 for every mistake."""
 
+import functools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax import demo
+from qspec_jax import cli, demo
 from qspec_jax.checkpoint import load_model
 from qspec_jax.drafts import quantspec
 from qspec_jax.quantize import quantize_head
@@ -56,8 +57,10 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    monkeypatch.setattr(cli, "tqdm", functools.partial(cli.tqdm, mininterval=0))  # 24 tokens are there at once
     code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
-    assert code == 0 and "read the prompt:   0%" in err and out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
+    assert code == 0 and "read the prompt:   0%" in err and "24/24" in err
+    assert out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
 
 
 def test_generate_json_has_the_promised_fields(run, directory, tmp_path):

@@ -136,10 +136,11 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
     assert alone.token_ids == out.token_ids and alone.logprobs is None and alone.top_logprobs is None
 
 
-def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass():
+@pytest.mark.parametrize("group_size", [4, 16])
+def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
     model = random_model(jnp.float32)
-    config = dataclasses.replace(CONFIG, max_new_tokens=50, group_size=4, output_logprobs=True, temperature=1.0)
+    config = dataclasses.replace(CONFIG, max_new_tokens=50, group_size=group_size, output_logprobs=True, temperature=1.0)
     out = generate(model, PROMPTS, config=config)
     width = config.num_speculative_tokens + 1
     expected = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width)
