@@ -54,7 +54,7 @@ def prefill(model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], cache: 
     for i, block in enumerate(model.layers):
         q, k, v = _by_chunks(block.before_attention, x, *model.angles_of(i, *angles))
         attended = attend_prompt(q, k, v)
-        x = _replaced(block.after_attention, x, attended, parts=S // _chunk(S, CHUNK_TOKENS))
+        x = _replaced(block.after_attention, x, attended, parts=equal_parts(S, CHUNK_TOKENS))
         # The barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
         layers.append(layer)
@@ -77,12 +77,12 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
         return decode_attention(q, everything, lengths, planes=None, implementation="reference")
 
-    return _replaced(attend, q, ends, parts=q.shape[1] // _chunk(q.shape[1], CHUNK_QUERIES))
+    return _replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
 
 
-def _chunk(tokens: int, most: int) -> int:
-    """A power of two that divides the tokens."""
-    return min(most, tokens & -tokens)
+def equal_parts(tokens: int, most: int) -> int:
+    """The fewest equal parts, none of more than so many tokens: each part of a matmul reads all of its weights."""
+    return next(parts for parts in range(-(-tokens // most), tokens + 1) if tokens % parts == 0)
 
 
 def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
@@ -98,7 +98,8 @@ def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int 
 def _by_chunks(function: Callable, *args: Array):
     """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
     S = args[0].shape[1]
-    chunk = _chunk(S, CHUNK_TOKENS)
+    parts = equal_parts(S, CHUNK_TOKENS)
+    chunk = S // parts
     # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))
     take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]
@@ -108,4 +109,4 @@ def _by_chunks(function: Callable, *args: Array):
         put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=1)
         return jax.tree.map(put, results, function(*take(i)))
 
-    return lax.fori_loop(0, S // chunk, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))
+    return lax.fori_loop(0, parts, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))

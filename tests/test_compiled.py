@@ -16,7 +16,7 @@ from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.generate import DECODE, PREPARE, generate
-from qspec_jax.prefill import CHUNK_TOKENS, bucket
+from qspec_jax.prefill import CHUNK_TOKENS, bucket, equal_parts
 
 # Buckets ---------------------------------------------------------------------------------------------------------------
 
@@ -34,8 +34,9 @@ def test_a_bucket_wastes_little(tokens):
 def test_few_buckets_to_an_octave(tokens):
     sizes = {bucket(n) for n in range(tokens + 1, 2 * tokens + 1, max(1, tokens // 4096))}
     assert len(sizes) <= 5
-    # Prefill works in chunks of the largest power of two that divides the bucket.
-    assert all(min(CHUNK_TOKENS, size & -size) >= 64 for size in sizes)
+    # Prefill reads all weights for every chunk.
+    chunks = {size: size // equal_parts(size, CHUNK_TOKENS) for size in sizes}
+    assert all(size % chunk == 0 and min(size, CHUNK_TOKENS // 2) <= chunk <= CHUNK_TOKENS for size, chunk in chunks.items())
 
 
 # Executables -----------------------------------------------------------------------------------------------------------

@@ -279,8 +279,9 @@ def test_streaming_gives_the_same_tokens(model, rounds):
     assert seen == out.token_ids == whole.token_ids
 
 
-def test_chunked_prefill_is_a_forward_pass(model):
+def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     """1,536 tokens: three chunks, and a prompt that fills its bucket; against all tokens in one call."""
+    monkeypatch.setattr("qspec_jax.prefill.CHUNK_TOKENS", 512)
     n = jnp.array([3, 700, 1536], jnp.int32)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 1536)), jnp.int32)
     make = lambda kind: empty_cache(
