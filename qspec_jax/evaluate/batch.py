@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -170,7 +171,7 @@ class _Slots:
                 return
             if any(self.requests[index].config.stop for index in placed):
                 # A row whose first token completes a stop string must have no round. What else may end it the device sees by itself.
-                self._wait()
+                self._lap("prefill_s", self._prefilled())
                 yield from self._ended()
                 if None in self.of:
                     continue
@@ -201,7 +202,7 @@ class _Slots:
         sampler, limits = self._settings([index])
         args = (self.target, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
         row = self._compiled(PREPARE, *args, **self.static)(*args)
-        jax.block_until_ready(self.newest)  # no more than two rows at once take memory besides the batch
+        self._prefilled()  # no more than two rows at once take memory besides the batch
         self.newest = row
         if self.state is None:
             self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
@@ -209,12 +210,13 @@ class _Slots:
         self.state = self._compiled(REPLACE, *args)(*args)
         self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
-    def _wait(self) -> None:
-        """For what is being prefilled: the time from here on is decoding's."""
-        if self.newest is not None:
-            jax.block_until_ready(self.newest)
-            self.newest = None
-            self._lap("prefill_s")
+    def _prefilled(self) -> float:
+        """When the row prefilled last is ready, which this waits for: the time from then on is decoding's."""
+        newest, self.newest = self.newest, None
+        if newest is None:
+            return self.began
+        newest.status.block_until_ready()
+        return time.perf_counter()
 
     def _segment(self) -> None:
         """At most so many rounds; fewer if a row ends and a request waits for its slot."""
@@ -224,9 +226,12 @@ class _Slots:
         least_running = self._running if self.waiting and self.refill else 1
         args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
         run_rounds = self._compiled(DECODE, *args)
-        self._wait()
-        self.state = run_rounds(*args)
+        with ThreadPoolExecutor(1) as clock:
+            # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended.
+            prefilled = clock.submit(self._prefilled)
+            self.state = run_rounds(*args)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
+        self._lap("prefill_s", prefilled.result())
         self._lap("decode_s")
         self.rounds += worked
         self.stats.rounds += int(worked.max())
@@ -244,11 +249,11 @@ class _Slots:
                 self._lap("compile_s")
         return self.executables[key]
 
-    def _lap(self, what: str) -> None:
-        """Adds the time since the last lap to the statistics."""
-        now = time.perf_counter()
-        setattr(self.stats, what, getattr(self.stats, what) + now - self.began)
-        self.began = now
+    def _lap(self, what: str, until: float | None = None) -> None:
+        """Adds the time since the last lap to the statistics, up to now by default."""
+        until = time.perf_counter() if until is None else until
+        setattr(self.stats, what, getattr(self.stats, what) + until - self.began)
+        self.began = until
 
     def _ended(self) -> Iterator[Result]:
         """Results of the rows that have ended, whose slots are free then."""
