@@ -14,8 +14,8 @@ from qspec_jax.generate import DECODE, PREPARE
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
 NEW_TOKENS = 300
-# In bfloat16 the two best logits of a near-tie are no further apart.
-TIE = 0.25
+# In bfloat16 the two best logits of a near-tie are no further apart, and few tokens are chosen from one.
+TIE, FEW_TIES = 0.25, 0.01
 
 
 def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
@@ -24,7 +24,7 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{"method": "quantspec"}, {"method": "autoregressive", "cache": "int8"}, {"method": "autoregressive"}])
-def test_greedy_tokens_are_the_reference_paths_but_for_ties(settings, monkeypatch):
+def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     model = checkpoint.load_model(demo.MODEL, progress=False)
     assert model.dtype == jnp.bfloat16
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
@@ -39,13 +39,9 @@ def test_greedy_tokens_are_the_reference_paths_but_for_ties(settings, monkeypatc
     jax.clear_caches()
     reference = generated(model, prompts, **settings)
     scheme = None if settings == {"method": "autoregressive"} else "int8_first"
-    logits = target_logits(model, prompts, reference, group_size=128, scheme=scheme)
-    equal = 0
-    for ours, theirs, row in zip(with_kernels, reference, logits):
-        differ = np.flatnonzero(np.array(ours) != np.array(theirs))
-        at = differ[0] if len(differ) else NEW_TOKENS
-        equal += at
-        if at < NEW_TOKENS:
-            assert abs(row[at, ours[at]] - row[at].max()) <= TIE and abs(row[at, theirs[at]] - row[at].max()) <= TIE
-    print(f"{settings}: {equal} of {3 * NEW_TOKENS} tokens equal before a first tie")
-    assert equal > NEW_TOKENS
+    for rows in (with_kernels, reference):
+        logits = np.stack(target_logits(model, prompts, rows, group_size=128, scheme=scheme))
+        below = logits.max(-1) - np.take_along_axis(logits, np.array(rows)[..., None], -1)[..., 0]
+        assert below.max() <= TIE and (below > 0).mean() <= FEW_TIES
+    equal = (np.cumsum(np.array(with_kernels) != np.array(reference), 1) == 0).sum(1)
+    print(f"{settings}: {equal} of {NEW_TOKENS} tokens of each prompt equal before a first tie")
