@@ -34,7 +34,7 @@ def _compiles_fast(request):
 def _forget_programs():
     """A process may map no more than some 65,000 pieces of memory, and each program takes several: XLA crashes where they run out."""
     yield
-    # By type: to ask some other libraries' objects for their class is a warning.
+    # isinstance asks an object for its class, of which some of other libraries warn.
     for compiled in [found for found in gc.get_objects() if type(found) is Compiled]:
         compiled.executables.clear()
     jax.clear_caches()

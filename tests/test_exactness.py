@@ -280,8 +280,9 @@ def test_streaming_gives_the_same_tokens(model, rounds):
 
 
 def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
-    """1,536 tokens: three chunks, and a prompt that fills its bucket; against all tokens in one call."""
-    monkeypatch.setattr("qspec_jax.prefill.CHUNK_TOKENS", 512)
+    """1,536 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call."""
+    for name in ("CHUNK_TOKENS", "CHUNK_QUERIES"):
+        monkeypatch.setattr(f"qspec_jax.prefill.{name}", 400)
     n = jnp.array([3, 700, 1536], jnp.int32)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 1536)), jnp.int32)
     make = lambda kind: empty_cache(

@@ -14,8 +14,8 @@ from qspec_jax.generate import DECODE, PREPARE
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
 NEW_TOKENS = 300
-# In bfloat16 the two best logits of a near-tie are no further apart, and few tokens are chosen from one.
-TIE, FEW_TIES = 0.25, 0.01
+# In bfloat16 the two best logits of a near-tie are no further apart. TIES: the share of tokens that may be the second of one.
+TIE, TIES = 0.25, 0.01
 
 
 def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
@@ -42,6 +42,6 @@ def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     for rows in (with_kernels, reference):
         logits = np.stack(target_logits(model, prompts, rows, group_size=128, scheme=scheme))
         below = logits.max(-1) - np.take_along_axis(logits, np.array(rows)[..., None], -1)[..., 0]
-        assert below.max() <= TIE and (below > 0).mean() <= FEW_TIES
+        assert below.max() <= TIE and (below > 0).mean() <= TIES
     equal = (np.cumsum(np.array(with_kernels) != np.array(reference), 1) == 0).sum(1)
     print(f"{settings}: {equal} of {NEW_TOKENS} tokens of each prompt equal before a first tie")

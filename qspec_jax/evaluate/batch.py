@@ -5,16 +5,16 @@ and end independently.
 """
 
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from qspec_jax import decode, prefill
 from qspec_jax.compiled import Compiled
@@ -156,7 +156,7 @@ class _Slots:
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.executables: dict[Any, jax.stages.Compiled] = {}
         self.waiting = deque(range(len(requests)))
-        self.newest: DecodeState | None = None  # the row prefilled last, while the device may be at work on it
+        self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
         self.state: DecodeState | None = None
         self.of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
@@ -203,7 +203,7 @@ class _Slots:
         args = (self.target, *prefill.padded([request.tokens]), sampler, request.key[None], limits)
         row = self._compiled(PREPARE, *args, **self.static)(*args)
         self._prefilled()  # no more than two rows at once take memory besides the batch
-        self.newest = row
+        self.newest = row.status
         if self.state is None:
             self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
         args = (self.state, row, jnp.array([slot]))
@@ -211,11 +211,11 @@ class _Slots:
         self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
     def _prefilled(self) -> float:
-        """When the row prefilled last is ready, which this waits for: the time from then on is decoding's."""
+        """Waits for the row prefilled last. When it was ready, from when on the time is decoding's; the last lap's end if nothing was."""
         newest, self.newest = self.newest, None
         if newest is None:
             return self.began
-        newest.status.block_until_ready()
+        newest.block_until_ready()
         return time.perf_counter()
 
     def _segment(self) -> None:
@@ -226,12 +226,15 @@ class _Slots:
         least_running = self._running if self.waiting and self.refill else 1
         args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
         run_rounds = self._compiled(DECODE, *args)
-        with ThreadPoolExecutor(1) as clock:
-            # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended.
-            prefilled = clock.submit(self._prefilled)
-            self.state = run_rounds(*args)
+        # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
+        # prefill does.
+        prefilled = []
+        clock = threading.Thread(target=lambda: prefilled.append(self._prefilled()))
+        clock.start()
+        self.state = run_rounds(*args)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
-        self._lap("prefill_s", prefilled.result())
+        clock.join()
+        self._lap("prefill_s", *prefilled)
         self._lap("decode_s")
         self.rounds += worked
         self.stats.rounds += int(worked.max())
