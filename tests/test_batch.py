@@ -1,10 +1,10 @@
 """A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size, and however often it was killed."""
 
 import dataclasses
+import functools
 import json
 import random
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,12 +15,11 @@ import pytest
 
 from qspec_jax import drafts
 from qspec_jax.checkpoint import load_model, load_tokenizer
-from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import Request, Result, batch, run_batch
 from qspec_jax.evaluate.jsonl import Journal, read_lines
-from qspec_jax.generate import DECODE, PREPARE, generate
+from qspec_jax.generate import DECODE, generate
 from qspec_jax.text import first_stop
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -184,15 +183,15 @@ def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
 
 
-class Slow:
-    """A compiled function with another around its executables."""
+class Late:
+    """Ready so many seconds from now."""
 
-    def __init__(self, compiled: Compiled, around: Callable):
-        self.compiled, self.around = compiled, around
+    def __init__(self, seconds: float):
+        self.made = time.perf_counter()
+        self.ready = self.made + seconds
 
-    def compile(self, *args, **static):
-        executable, seconds = self.compiled.compile(*args, **static)
-        return lambda *args: self.around(executable, *args), seconds
+    def block_until_ready(self) -> None:
+        time.sleep(max(0, self.ready - time.perf_counter()))
 
 
 @pytest.mark.parametrize("stop", [(), ("never said",)])
@@ -202,29 +201,26 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=9, stop=stop), KEY) for i in range(6)]
     run = lambda: run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer)
     outcome(run())
-    ready, called = [], []
+    rows, called = [], []
 
-    def wait() -> np.ndarray:
-        time.sleep(0.4)
-        ready.append(time.perf_counter())
-        return np.zeros(1, np.int32)
+    class SlowDevice(batch._Slots):
+        def _put(self, slot, index):
+            super()._put(slot, index)
+            rows.append(Late(0.4))
+            self.newest = rows[-1]
 
-    late = jax.jit(lambda status: status + jax.pure_callback(wait, jax.ShapeDtypeStruct((1,), np.int32)))
-    late(np.zeros(1, np.int32)).block_until_ready()
+        def _compiled(self, compiled, *args, **static):
+            executable = super()._compiled(compiled, *args, **static)
+            return functools.partial(self._rounds, executable) if compiled is DECODE else executable
 
-    def prepare(executable, *args):
-        row = executable(*args)
-        return dataclasses.replace(row, status=late(row.status))
+        def _rounds(self, executable, *args):
+            called.append(time.perf_counter())
+            state = jax.block_until_ready(executable(*args))
+            rows[-1].block_until_ready()
+            time.sleep(0.05)
+            return state
 
-    def decode(executable, *args):
-        called.append(time.perf_counter())
-        state = jax.block_until_ready(executable(*args))
-        time.sleep(0.05)
-        return state
-
-    monkeypatch.setattr(batch, "PREPARE", Slow(PREPARE, prepare))
-    monkeypatch.setattr(batch, "DECODE", Slow(DECODE, decode))
-    ready.clear()
+    monkeypatch.setattr(batch, "_Slots", SlowDevice)
     results, read = run(), 0.0
     began = time.perf_counter()
     for _ in results:
@@ -234,7 +230,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     assert stats.compile_s == 0 and 0.9 * (passed - read) < stats.prefill_s + stats.decode_s <= passed - read
     # Of three rows that are placed together two may be prefilled at once.
     assert stats.prefill_s >= 3 * 0.4 and 0 <= stats.decode_s - 0.05 * len(called) < 0.8
-    assert len(ready) == 6 and any(ready[-1] - 0.4 < at < ready[-1] for at in called) == (not stop)
+    assert len(rows) == 6 and any(rows[-1].made < at < rows[-1].ready for at in called) == (not stop)
 
 
 def test_eos_ends_a_row(model, draft):
