@@ -183,6 +183,13 @@ def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
 
 
+def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
+    run = run_batch(model, iter(some_requests(6)), batch_size=2, draft=draft)
+    next(iter(run))
+    run.close()
+    assert list(run) == [] and 1 <= run.stats.prompts < 6
+
+
 class Late:
     """Ready so many seconds from now."""
 

@@ -23,6 +23,7 @@ def test_json(run):
     assert len({row["stats"]["busy_rounds"] for row in report["rows"]}) == 1 and alone["busy_slots"] == 1
     assert full["stats"]["rounds"] <= fixed["stats"]["rounds"] <= alone["stats"]["rounds"]
     assert [row["same_tokens"] for row in report["rows"]] == [1, 1, 1]
+    assert full["stats"]["compile_s"] == fixed["stats"]["compile_s"] == 0
     assert report["speedup"] == pytest.approx(full["tokens_per_second"] / fixed["tokens_per_second"])
     for row in report["rows"]:
         stats = row["stats"]
@@ -34,8 +35,10 @@ def test_json(run):
 def test_table_of_a_checkpoint(run, directory, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("import os\nfor name in os.listdir():\n    print(name)\n" * 3)
-    code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *SIZES, "--dtype", "float32", "--gamma", 2)
+    few = ["--prompts", 2, "--batch-size", 8, *SIZES[4:]]
+    code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *few, "--dtype", "float32", "--gamma", 2)
     assert code == 0 and all(word in out for word in ("refilled", "fixed", "slots busy", "times as fast")) and "simulated" not in out
+    assert "Batch size 2" in out and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
 
 
 def test_requests_are_log_uniform_and_of_their_seed():

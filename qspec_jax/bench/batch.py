@@ -91,6 +91,7 @@ def run(
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
 
+    batch_size = min(batch_size, len(requests))  # of the warm-up too, which has more requests
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
     warm_up = list({prefill.bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
     short = [dataclasses.replace(request, config=dataclasses.replace(request.config, max_new_tokens=1)) for request in warm_up]
