@@ -6,6 +6,7 @@ from its name and the seed alone, so that no weights need to be stored. Imports 
 
 import json
 import math
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -213,11 +214,15 @@ def write_checkpoint(
     seed: int = 0,
     dtype: str = "float32",
     tensors: dict[str, np.ndarray] | None = None,
+    tokenizer: Path | None = None,
 ) -> Path:
-    """Writes config.json and `tensors` (None: random ones of `dtype`) as one file, or as shards with an index; returns the directory."""
+    """Writes config.json and `tensors` (None: random ones of `dtype`) as one file, or as shards with an index, and the tokenizer of that
+    directory; returns the directory."""
     tensors = random_tensors(config, seed=seed, dtype=dtype) if tensors is None else tensors
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
+    for name in ("tokenizer.json", "tokenizer_config.json") if tokenizer else ():
+        shutil.copy(tokenizer / name, directory)
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return directory

@@ -1,7 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
 import gc
-import shutil
 from pathlib import Path
 
 import jax
@@ -79,11 +78,7 @@ def float64():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, hf_config(vocab_size=4096, num_hidden_layers=1))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, path / name)
-    return path
+    return write_checkpoint(tmp_path_factory.mktemp("model"), hf_config(vocab_size=4096, num_hidden_layers=1), tokenizer=demo.MODEL)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -30,13 +29,7 @@ ROWS = [
 def directory(tmp_path_factory) -> Path:
     """A random model of 256 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     config = hf_config(vocab_size=4096, max_position_embeddings=256, num_hidden_layers=1)
-    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("model"), config))
-
-
-def with_tokenizer(path: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo.MODEL / name, path / name)
-    return path
+    return write_checkpoint(tmp_path_factory.mktemp("model"), config, tokenizer=demo.MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +172,7 @@ def test_a_trained_model(run, tmp_path):
     tensors = load_file(demo.MODEL / "model.safetensors")
     first = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.") or ".layers.0." in name}
     config = json.loads((demo.MODEL / "config.json").read_text()) | {"num_hidden_layers": 1}
-    trained = with_tokenizer(write_checkpoint(tmp_path / "trained", config, tensors=first))
+    trained = write_checkpoint(tmp_path / "trained", config, tensors=first, tokenizer=demo.MODEL)
     # Of one text and 64 tokens, since the walk's prefill is then the one that is compiled for the decode.
     flags = ["--context", 300, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 64, "--texts", 1]
     code, out, _ = run("bench", "end-to-end", "--model", trained, *flags, "--json")
