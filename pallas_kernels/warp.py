@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, cf, llvm, scf
 
-ABSENT = 0xFFFF  # bits of a bfloat16 that nobody has handed over yet: a NaN that no conversion gives
+ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
+SPIN_TRIES = 1 << 23  # of `spin_wait`: some seconds, where microseconds are to be expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Value:
 
     def __eq__(self, other):
         return Value(arith.cmpi(arith.CmpIPredicate.eq, self.raw, self.like(other).raw))
+
+    def __ne__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.ne, self.raw, self.like(other).raw))
 
     __hash__ = object.__hash__
 
@@ -158,9 +162,28 @@ def loop(lower: Value, upper: Value, carry, body: Callable):
     return jax.tree.unflatten(structure, map(Value, for_op.results))
 
 
+def while_loop(condition: Callable, carry, body: Callable):
+    """carry = body(carry) as long as condition(carry) holds, which all lanes agree on; carry is a pytree of Values."""
+    leaves, structure = jax.tree.flatten(carry)
+    types = [x.raw.type for x in leaves]
+    while_op = scf.WhileOp(types, [x.raw for x in leaves])
+    inner = lambda block: jax.tree.unflatten(structure, map(Value, block.arguments))
+    before, after = (ir.Block.create_at_start(region, types) for region in while_op.regions)
+    with ir.InsertionPoint(before):
+        scf.ConditionOp(condition(inner(before)).raw, before.arguments)
+    with ir.InsertionPoint(after):
+        scf.YieldOp([x.raw for x in jax.tree.leaves(body(inner(after)))])
+    return jax.tree.unflatten(structure, map(Value, while_op.results))
+
+
 def when(condition: Value):
     """Context: what is emitted inside runs in the lanes where the condition holds."""
     return utils.when(condition.raw)
+
+
+def check(condition: Value, message: str) -> None:
+    """Ends the whole launch where the condition does not hold: CUDA prints the message on standard error, and the launch fails."""
+    cf.assert_(condition.raw, message)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -196,33 +219,35 @@ def store_global_words(at: Value, *x: Value) -> None:
     ptx(f"st.global{_vector(len(x))}.b32 [${len(x)}], {_list(len(x))};", *x, at)
 
 
-def store_global_bf16(at: Value, x: Value) -> None:
-    """A float32, rounded."""
-    ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.global.b16 [$0], y; }", at, x)
+def store_relaxed(at: Value, word: Value) -> None:
+    """32 bits for another block that waits for them with `spin_wait`."""
+    ptx("st.relaxed.gpu.global.b32 [$0], $1;", at, word)
 
 
-def hand_over_bf16(at: Value, x: Value) -> None:
-    """A float32, rounded, for another block: a NaN is 0x7FFF, never `ABSENT`."""
-    ptx("{ .reg .b16 y; cvt.rn.bf16.f32 y, $1; st.relaxed.gpu.global.b16 [$0], y; }", at, x)
+def spin_wait(at: Sequence[Value], what: str) -> list[tuple[Value, ...]]:
+    """Loads four words at each address, again and again until none is `ABSENT`: other blocks store them with `store_relaxed`.
 
-
-def take_over_bf16(at: Sequence[Value]) -> list[tuple[Value, ...]]:
-    """Four words of pairs at each address, once no entry is `ABSENT` any more: other blocks hand them over.
-
-    Each entry says itself whether it is there. That a wide load finds entries whole which were stored alone is how the GPU works; PTX's
-    memory model leaves it open.
+    A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
+    whether it is there, so no order between them matters. `what` is waited for; after SPIN_TRIES the launch fails, and says so.
     """
     count = 4 * len(at)
     loads, checks = [], []
     for i in range(len(at)):
         words = [f"${4 * i + j}" for j in range(4)]
-        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, [${count + i}];")
-        checks += [f"max.u16x2 most, most, {word};" for word in words]
-    code = f"""{{ .reg .pred absent, upper; .reg .b32 most, low; again: {" ".join(loads)} mov.b32 most, 0; {" ".join(checks)}
-        and.b32 low, most, 0xFFFF; setp.eq.u32 absent, low, {ABSENT}; setp.ge.u32 upper, most, {ABSENT << 16};
-        or.pred absent, absent, upper; @absent bra again; }}"""
-    out = ptx(code, *at, results="r" * count)
-    return [out[i : i + 4] for i in range(0, count, 4)]
+        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, [${count + 1 + i}];")
+        checks += [f"max.u32 most, most, {word};" for word in words]
+    code = f"""{{ .reg .pred again; .reg .b32 most, left; mov.b32 left, {SPIN_TRIES}; spin: {" ".join(loads)}
+        mov.b32 most, 0; {" ".join(checks)} sub.u32 left, left, 1; setp.ne.u32 again, left, 0;
+        setp.eq.and.u32 again, most, {ABSENT}, again; @again bra spin; mov.b32 ${count}, most; }}"""
+    *out, most = ptx(code, *at, results="r" * (count + 1))
+    check(most != -1, f"{what} did not arrive within {SPIN_TRIES} tries")
+    return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
+
+
+def take_ticket(counter: Value, taker: Value) -> Value:
+    """Adds 1 to a counter in global memory, in the lane where `taker` is not 0, and gives that lane what it was before; 0 to others."""
+    code = "{ .reg .pred takes; setp.ne.s32 takes, $2, 0; mov.b32 $0, 0; @takes atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
+    return ptx(code, counter, taker, results="r")[0]
 
 
 def store_shared(at: Value, *x: Value) -> None:
@@ -288,7 +313,10 @@ def arrive_after_copies(arrival: Value) -> None:
 
 
 def wait_for_arrivals(arrival: Value, parity: Value) -> None:
-    """Waits for all to have arrived; parity: 0 the first time, then 1, then 0. With 1 the first time it does not wait."""
+    """Waits for all to have arrived; parity: 0 the first time, then 1, then 0. With 1 the first time it does not wait.
+
+    Without a bound: only warps and copies of the same block arrive, and these come to an end, or end the launch (`spin_wait`).
+    """
     code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra again; }"
     ptx(code, arrival, parity)
 

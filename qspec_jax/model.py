@@ -108,11 +108,11 @@ class Block(nnx.Module):
         return x + self.down_proj(self.mlp_hidden(h))
 
     def until(
-        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], blank: Array | None = None
+        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], handoff: Array | None = None
     ) -> tuple[Array, Array, Array | None]:
         """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
 
-        Without one: x before the MLP, and what the MLP adds. Last comes `blank` for the following layer (see `between_attentions`).
+        Without one: x before the MLP, and what the MLP adds. Last comes `handoff` for the following layer (see `between_attentions`).
         """
         own = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
         linears = own + ([following.q_proj, following.k_proj, following.v_proj] if following else [])
@@ -123,15 +123,15 @@ class Block(nnx.Module):
             following_norm = following.input_norm.weight.get_value() if following else None
             attended = attended.reshape(*attended.shape[:2], -1)
             norm_weight = norm.weight.get_value()
-            args = x, attended, o, norm_weight, gate, up, down, following_norm, qkv, blank
-            x, y, blank = between_attentions(*args, eps=norm.eps)
-            return x, following._finish_qkv(y) if following else y, blank
+            args = x, attended, o, norm_weight, gate, up, down, following_norm, qkv, handoff
+            x, y, handoff = between_attentions(*args, eps=norm.eps)
+            return x, following._finish_qkv(y) if following else y, handoff
         x, h = self.add_attention(x, attended)
         added = self.down_proj(self.mlp_hidden(h))
         if following is None:
-            return x, added, blank
+            return x, added, handoff
         x, h = following.input_norm.add(x, added)
-        return x, following.qkv(h), blank
+        return x, following.qkv(h), handoff
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
         """x with the output projection [B, T, D], and its norm, which the MLP reads."""
@@ -170,10 +170,10 @@ class Llama(nnx.Module):
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
         planes = (planes,) * len(self.layers) if isinstance(planes, int) else planes
-        layers, blank = [], None
+        layers, handoff = [], None
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
             attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes[i])
-            x, y, blank = block.until(following, x, attended, blank)
+            x, y, handoff = block.until(following, x, attended, handoff)
             layers.append(layer)
         return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
 

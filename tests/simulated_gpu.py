@@ -16,6 +16,7 @@ import numpy as np
 
 LANES = np.arange(32)
 PATIENCE_S, STEP_S = 20.0, 0.02  # until waiting fails, while no warp runs an instruction
+LAUNCH_S = 300.0  # of a launch at most
 SHARED_START = 1024
 GUARD = 256  # bytes between arrays, which nobody may touch
 
@@ -69,6 +70,7 @@ class Lanes:
     __xor__ = lambda self, other: self.binary(other, np.bitwise_xor)
     __lt__ = lambda self, other: Lanes(self.raw < self.like(other))
     __eq__ = lambda self, other: Lanes(self.raw == self.like(other))
+    __ne__ = lambda self, other: Lanes(self.raw != self.like(other))
     __hash__ = object.__hash__
 
 
@@ -104,6 +106,17 @@ def loop(lower: Lanes, upper: Lanes, carry, body: Callable):
         for i in range(scalar(lower), scalar(upper)):
             carry = body(Lanes(constant(i, np.int32)), carry)
     return carry
+
+
+def while_loop(condition: Callable, carry, body: Callable):
+    """Not at all where no lane runs, as `loop`."""
+    while here.mask.any() and scalar(condition(carry)):
+        carry = body(carry)
+    return carry
+
+
+def check(condition: Lanes, message: str) -> None:
+    assert condition.raw[here.mask].all(), message
 
 
 # Memory ------------------------------------------------------------------------------------------------------------------
@@ -180,9 +193,10 @@ class Block:
 
 @dataclasses.dataclass
 class Device:
-    """Global memory, what failed, and how many instructions have run."""
+    """Global memory, who may change a number in it at once, what failed, and how many instructions have run."""
 
     memory: Memory
+    atomic: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     failed: list = dataclasses.field(default_factory=list)
     instructions: int = 0
 
@@ -210,8 +224,10 @@ def launch(
     warpgroups: int,
     shared_bytes: int,
     updated: dict | None = None,
+    *,
+    resident: int | None = None,
 ) -> dict:
-    """As `pallas_kernels.launch.launch`."""
+    """As `pallas_kernels.launch.launch`. resident: blocks that fit on the device at once, all by default; others begin when those end."""
     arrays = {name: np.asarray(array) for name, array in (inputs | (updated or {})).items()}
     unwritten = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 0
     arrays |= {name: np.full(shape.shape, unwritten(shape.dtype), shape.dtype) for name, shape in outputs.items()}
@@ -225,6 +241,13 @@ def launch(
     device = Device(memory)
     everyone = [Block(i, shared_bytes, device) for i in range(blocks)]
 
+    places = threading.Semaphore(resident or blocks)
+
+    def run_block(block: Block) -> None:
+        with places:
+            if not device.failed:
+                _run_all([threading.Thread(target=run, args=(block, warp), daemon=True) for warp in range(4 * warpgroups)], blocks)
+
     def run(block: Block, warp: int) -> None:
         here.block, here.warp, here.mask, here.copies = block, warp, np.ones(32, bool), [[]]
         try:
@@ -232,15 +255,11 @@ def launch(
         except BaseException as error:
             device.failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(block, warp), daemon=True) for block in everyone for warp in range(4 * warpgroups)]
     before = sys.getswitchinterval()
     # A warp runs until it waits, for to switch between hundreds takes longer than what they do; so the first is not always the first.
     sys.setswitchinterval(1.0)
     try:
-        for i in np.random.default_rng(blocks).permutation(len(threads)):
-            threads[i].start()
-        for thread in threads:
-            thread.join()
+        _run_all([threading.Thread(target=run_block, args=(block,), daemon=True) for block in everyone], blocks)
     finally:
         sys.setswitchinterval(before)
     if device.failed:
@@ -250,3 +269,12 @@ def launch(
         start = refs[key] - memory.start
         found[key] = jnp.asarray(memory.bytes[start : start + arrays[key].nbytes].view(arrays[key].dtype).reshape(arrays[key].shape))
     return found
+
+
+def _run_all(threads: list[threading.Thread], seed: int) -> None:
+    """In any order, but the same in every run."""
+    for i in np.random.default_rng(seed).permutation(len(threads)):
+        threads[i].start()
+    for thread in threads:
+        thread.join(LAUNCH_S)
+        assert not thread.is_alive(), f"a simulated launch takes longer than {LAUNCH_S} s"

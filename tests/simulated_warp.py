@@ -13,7 +13,7 @@ from types import ModuleType
 
 import ml_dtypes
 import numpy as np
-from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when
+from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, check, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels import warp as real
 
@@ -55,23 +55,29 @@ def bf16_bits(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0x7FFF, bits).astype(np.uint16)
 
 
-def _store_bf16(found, code, at, x):
-    here.block.device.memory.store(at, bf16_bits(x)[:, None])
-
-
-def _take_over(found, code, *at):
+def _spin_wait(found, code, *at):
     words = []
 
     def there():
         words[:] = [word for address in at for word in here.block.device.memory.load(address, 4, np.int32)]
-        entries = np.stack([word.raw for word in words]).view(np.uint16)
-        return not (entries.reshape(len(words), 32, 2)[:, here.mask] == real.ABSENT).any()
+        return not (np.stack([word.raw for word in words])[:, here.mask].view(np.uint32) == real.ABSENT).any()
 
     for _ in here.block.device.patience("what another block hands over"):
         if there():
             break
         time.sleep(STEP_S)
-    return tuple(words)
+    return *words, constant(0, np.int32)
+
+
+def _take_ticket(found, code, counter, taker):
+    out = np.zeros(32, np.int32)
+    for lane in LANES[here.mask & (taker != 0)]:
+        with when(Lanes(lane == LANES)), here.block.device.atomic:
+            memory = here.block.device.memory
+            (count,) = memory.load(counter, 1, np.int32)
+            memory.store(counter, (count.raw + 1)[:, None])
+            out[lane] = count.raw[lane]
+    return out
 
 
 def _copy(to, source, width, sizes):
@@ -257,9 +263,9 @@ def _fma(found, code, a, b, c):
 
 INSTRUCTIONS = {
     r"ld\.(global|shared)(?:\.v(\d))?\.([bf])32": _load,
-    r"st\.(global|shared)(?:\.v(\d))?\.([bf])32": _store,
-    r"\{ \.reg \.b16 y; cvt\.rn\.bf16\.f32 y, \$1; st\.(?:relaxed\.gpu\.)?global\.b16": _store_bf16,
-    r"\{ \.reg \.pred absent": _take_over,
+    r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
+    r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
+    r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
     r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
     r"cp\.async\.bulk\.": _copy_bulk,
     r"cp\.async\.commit_group": _commit,
@@ -296,7 +302,8 @@ def simulated_warp() -> ModuleType:
     spec = importlib.util.spec_from_file_location("simulated_warp", real.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.Value, module.ptx, module.when, module.loop = Lanes, ptx, when, loop
+    module.Value, module.ptx, module.when = Lanes, ptx, when
+    module.loop, module.while_loop, module.check = loop, while_loop, check
     module.i32 = lambda x: Lanes(constant(x, np.int32))
     module.f32 = lambda x: Lanes(constant(x, np.float32))
     module.i64 = lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64))

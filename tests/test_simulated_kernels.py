@@ -85,48 +85,50 @@ def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "blocks"),
-    [((256, 512, 256, (32, 16, 16)), 1, 3), ((256, 256, 256, ()), 3, 2)],
+    ("shape", "rows", "blocks", "resident"),
+    [((256, 512, 256, (32, 16, 16)), 1, 3, 3), ((256, 256, 256, ()), 3, 2, 2), ((256, 512, 256, (32, 16, 16)), 1, 3, 1)],
+    ids=["four stages", "three stages", "fewer blocks fit than there are"],
 )
-def test_between_attentions(shape, rows, blocks):
+def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
+    monkeypatch.setattr(between, "launch", functools.partial(launch, resident=resident))
     x, attended, o, weight, gate, up, down, following_weight, following = problem = test_between_gpu.problem(*shape, rows)
     plan = dataclasses.replace(between.plan_for(rows, o, gate, down, following, test_between_gpu.EPS), blocks=blocks)
     norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
     count = len(plan.stages)
-    blank = jnp.full(plan.handed_over, ABSENT, jnp.uint16)
-    *found, another = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count], blank)
-    np.testing.assert_array_equal(np.asarray(another), blank)
+    handoff = between.empty_handoff(plan)
+    *found, another = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count], handoff)
+    np.testing.assert_array_equal(np.asarray(another), handoff)
     for ours, exact in zip(found, test_between_gpu.exact(*problem)):
         assert ours.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
 
 
-def test_a_launch_leaves_blank_memory():
+def test_a_launch_leaves_an_empty_handoff_buffer():
     # More than the threads of a block fill in a turn, and not the same share for each block.
     plan = Plan(8, (Stage(16, (2048,)), Stage(16, (2048,))), blocks=3, room=1)
 
     def emit(refs: dict) -> None:
         warp = mosaic_block.w
-        mosaic_block.fill_absent(plan, warp.address(refs["blank"]), warp.block_index(), warp.thread_index())
+        mosaic_block.make_handoff(plan, warp.address(refs["next"]), warp.block_index(), warp.thread_index())
 
-    found = launch("fill_absent", emit, {}, {"blank": jax.ShapeDtypeStruct((plan.handed_over,), jnp.uint16)}, 3, between.WARPGROUPS, 128)
-    np.testing.assert_array_equal(np.asarray(found["blank"]), ABSENT)
+    found = launch("make_handoff", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, between.WARPGROUPS, 128)
+    np.testing.assert_array_equal(np.asarray(found["next"]), between.empty_handoff(plan))
 
 
-def test_blank_memory_that_is_too_small_is_not_used(monkeypatch):
+def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
     problem = test_between_gpu.problem(256, 256, 256, (), 1)
     plans = []
     monkeypatch.setattr(between, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(between, "run", lambda plan, x, attended, norms, weights, blank: plans.append((plan, blank)) or (x, x, blank))
-    for size in (None, 8, 512, 1024):
-        blank = None if size is None else jnp.zeros(size, jnp.uint16)
-        between.between_attentions(*problem, blank, eps=1e-5)
+    monkeypatch.setattr(between, "run", lambda plan, x, attended, norms, weights, handoff: plans.append((plan, handoff)) or (x, x, handoff))
+    for size in (None, 8, 260, 1024):
+        handoff = None if size is None else jnp.zeros(size, jnp.uint32)
+        between.between_attentions(*problem, handoff, eps=1e-5)
         plan, used = plans.pop()
-        assert plan.handed_over == 512
-        if size is not None and size >= 512:
-            assert used is blank
+        assert plan.handoff_words == 260
+        if size is not None and size >= 260:
+            assert used is handoff
         else:
-            np.testing.assert_array_equal(np.asarray(used), np.full(512, ABSENT))
+            np.testing.assert_array_equal(np.asarray(used), [0] * 4 + [ABSENT] * 256)
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def between_attentions(
     down: Int4Weight,
     following_norm: Float[Array, "D"] | None = None,
     following: Sequence[Int4Weight] = (),
-    blank: Array | None = None,
+    handoff: Array | None = None,
     *,
     eps: float,
     implementation: Implementation = "auto",
@@ -28,16 +28,15 @@ def between_attentions(
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
     x: the residual stream. attended: what attention read. Returns the new residual stream and the projections, one after the other in
-    the last axis; without `following` and its norm, the stream before the MLP and what the MLP adds to it; and `blank` for the next
-    layer's call. On a GPU the reference is a
-    composition of kernels. Independent calls must not run at the same time on one device (see mosaic_gpu.py).
+    the last axis; without `following` and its norm, the stream before the MLP and what the MLP adds to it; and `handoff` for the next
+    layer's call. On a GPU the reference is a composition of kernels.
 
-    blank: what the call for the layer before returned as such, which saves this one a launch; None before the first.
+    handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first.
 
     Raises ValueError where of `following` and its norm one is missing, and where the implementation asked for does not support the
     device or the shapes.
     """
     if (following_norm is None) == bool(following):
         raise ValueError("between: `following` and `following_norm` go together")
-    args = x, attended, o, norm, gate, up, down, following_norm, following, blank
+    args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
     return choose("between", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, eps=eps).between_attentions(*args, eps=eps)

@@ -3,8 +3,8 @@
 Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
 memory idle whenever one ends and the next begins.
 
-All blocks must be on the device at once, for they wait for each other: other kernels may run beside this one, since they end, but two
-of these that do not depend on each other must not. The layers of a model depend on each other.
+Blocks wait for what others hand over. They draw their work in the order in which it can be done (see matmul/mosaic_block.py), so any number
+of them that run come to an end, and launches that do not depend on each other may run at the same time.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
 from pallas_kernels.weight_format import Int4Weight
 
 MAX_ROWS = 8
@@ -35,7 +35,7 @@ def unsupported(
     down: Int4Weight,
     following_norm: Array | None,
     following: Sequence[Int4Weight],
-    blank: Array | None = None,
+    handoff: Array | None = None,
     *,
     eps: float,
 ) -> str | None:
@@ -82,22 +82,27 @@ def between_attentions(
     down: Int4Weight,
     following_norm: Float[Array, "D"] | None,
     following: Sequence[Int4Weight],
-    blank: Array | None = None,
+    handoff: Array | None = None,
     *,
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
     """See `pallas_kernels.between.between_attentions`."""
-    from pallas_kernels.warp import ABSENT
-
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
     flat = lambda a: a.reshape(rows, -1)
-    if blank is None or blank.size < plan.handed_over:
-        blank = jnp.full(plan.handed_over, ABSENT, jnp.uint16)
-    *found, blank = run(plan, flat(x), flat(attended), norms, weights, blank)
-    return *(a.reshape(*x.shape[:-1], -1) for a in found), blank
+    if handoff is None or handoff.size < plan.handoff_words:
+        handoff = empty_handoff(plan)
+    *found, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff)
+    return *(a.reshape(*x.shape[:-1], -1) for a in found), handoff
+
+
+def empty_handoff(plan: Plan) -> Array:
+    """A handoff buffer of which no ticket is drawn, and in which no number is there."""
+    from pallas_kernels.warp import ABSENT
+
+    return jnp.full(plan.handoff_words, ABSENT, jnp.uint32).at[:COUNTER_WORDS].set(0)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -108,9 +113,9 @@ def run(
     attended: Float[Array, "M channels"],
     norms: Sequence[Float[Array, "D"]],
     weights: Sequence[Sequence[Int4Weight]],
-    blank: Array,
+    handoff: Array,
 ) -> tuple[Array, Array, Array]:
-    """norms: of the stages that have one. weights: of every stage. blank: `ABSENT` wherever stages hand over; returns another."""
+    """norms: of the stages that have one. weights: of every stage. handoff: used up; the last result takes its place."""
     from pallas_kernels.matmul import mosaic_block
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
@@ -118,7 +123,7 @@ def run(
         inputs |= weight_inputs(number, several)
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
     outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
-    outputs["blank"] = jax.ShapeDtypeStruct((plan.handed_over,), blank.dtype)
+    outputs["next_handoff"] = jax.ShapeDtypeStruct((plan.handoff_words,), handoff.dtype)
     emit = functools.partial(mosaic_block.emit_block, plan)
-    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, {"handed_over": blank})
-    return found["residual_out"], found["y"], found["blank"]
+    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, {"handoff": handoff})
+    return found["residual_out"], found["y"], found["next_handoff"]

@@ -21,7 +21,7 @@ def between_attentions(
     down: Int4Weight,
     following_norm: Float[Array, "D"] | None,
     following: Sequence[Int4Weight],
-    blank: Array | None = None,
+    handoff: Array | None = None,
     *,
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
@@ -30,6 +30,6 @@ def between_attentions(
     gates, ups = jnp.split(int4_matmul(h, [gate, up]), 2, axis=-1)
     added = int4_matmul(jax.nn.silu(gates) * ups, [down])
     if following_norm is None:
-        return x, added, blank
+        return x, added, handoff
     x, h = add_rms_norm(x, added, following_norm, eps=eps)
-    return x, int4_matmul(h, following), blank
+    return x, int4_matmul(h, following), handoff

@@ -10,13 +10,21 @@ that computes has groups of inputs of its own, and places the activations that i
 A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
 kind that no stage writes, put there by the launch before, and who needs a number reads until it is another. The ring does not wait:
 weights of the next stage are on their way already.
+
+Which outputs a block works on, tickets say, drawn from a counter in the order of the stages. So whatever a block waits for is another's
+that runs already: the launch comes to its end however few of its blocks fit on the device at once, as beside other launches like it.
 """
+
+import dataclasses
+import functools
+from collections.abc import Callable
 
 from pallas_kernels import warp as w
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
     COPIERS,
+    COUNTER_WORDS,
     FINISHERS,
     GROUP_SIZE,
     NUMBERS,
@@ -26,6 +34,7 @@ from pallas_kernels.matmul.mosaic_plan import (
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
+    TICKET_SLOTS,
     TILE,
     WARPS,
     Plan,
@@ -44,51 +53,111 @@ LOG2_E = 1.4426950408889634
 
 def emit_block(plan: Plan, refs: dict) -> None:
     at = {name: w.address(ref) for name, ref in refs.items()}
-    thread = w.thread_index()
-    warp = w.uniform(thread >> 5)
-    share = Share(plan, w.block_index())
+    thread, block = w.thread_index(), w.block_index()
+    warp, lane = w.uniform(thread >> 5), thread & 31
     shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
     ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
-    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, arrivals + 2 * 8 * plan.slots)
+    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, ring.arrivals_end)
+    tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
+    warps = WARPS + COPIERS + FINISHERS
+    hands_over = "handoff" in at
     with w.when(thread == 0):
         ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
         sums.start(WARPS, FINISHERS)
-    if "blank" in at:
-        fill_absent(plan, at["blank"], share.block, thread)
-    w.synchronize(w.i32(0), WARPS + COPIERS + FINISHERS)
+        if hands_over:
+            tickets.start(1, warps)
+    if hands_over:
+        make_handoff(plan, at["next_handoff"], block, thread)
+    w.synchronize(w.i32(0), warps)
+    # The first lane of the warps that copy draws tickets for all warps.
+    drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
     with w.when(warp < WARPS):
-        compute(plan, at, share, ring, sums, warp, thread)
+        compute(plan, at, drawn(), ring, sums, warp, thread)
     with w.when((w.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
-        copy(plan, at, share, ring, warp - WARPS, thread & 31)
+        copy(plan, at, drawn(at.get("handoff")), ring, warp - WARPS, lane)
     with w.when(w.i32(WARPS + COPIERS - 1) < warp):
-        finish(plan, at, share, sums, thread - 32 * (WARPS + COPIERS))
+        finish(plan, at, drawn(), sums, thread - 32 * (WARPS + COPIERS))
 
 
-def fill_absent(plan: Plan, blank, block, thread) -> None:
-    """Makes what the next launch hands its numbers over in."""
-    threads, word = 32 * (WARPS + COPIERS + FINISHERS), w.i32(-1)  # two of `ABSENT`
-    pieces = plan.handed_over // NUMBERS
+def make_handoff(plan: Plan, handoff, block, thread) -> None:
+    """Fills the handoff buffer of the next launch: no ticket is drawn, and no number is there."""
+    threads = 32 * (WARPS + COPIERS + FINISHERS)
+    pieces = plan.handoff_words // COUNTER_WORDS
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
+        word = w.select(piece == 0, w.i32(0), w.i32(-1))  # `ABSENT`
         with w.when(piece < pieces):
-            w.store_global_words(blank + w.i64(piece) * (2 * NUMBERS), *[word] * (NUMBERS // 2))
+            w.store_global_words(handoff + w.i64(piece) * (4 * COUNTER_WORDS), *[word] * COUNTER_WORDS)
 
 
+@dataclasses.dataclass(frozen=True)
 class Share:
-    """The tiles of outputs that are a block's."""
+    """A number from 0 to `plan.blocks` - 1, and the tiles of outputs of a stage that belong to it."""
 
-    def __init__(self, plan: Plan, block):
-        self.plan, self.block = plan, block
+    plan: Plan
+    number: w.Value
 
     def tiles(self, stage: Stage) -> tuple:
         """First and last + 1."""
-        return self.block * stage.tiles // self.plan.blocks, (self.block + 1) * stage.tiles // self.plan.blocks
+        return self.number * stage.tiles // self.plan.blocks, (self.number + 1) * stage.tiles // self.plan.blocks
 
     def turns(self, stage: Stage):
-        """How often the block takes as many tiles as it takes together."""
+        """How often a block takes as many tiles as it takes together."""
         lower, upper = self.tiles(stage)
         together = self.plan.together(stage)
         return (upper - lower + (together - 1)) // together
+
+
+class OwnShare:
+    """The shares of a block in a launch of one stage, in which no block waits for another: that of its own number."""
+
+    def __init__(self, plan: Plan, block):
+        self.share = Share(plan, block)
+
+    def of_stage(self, number: int, carry, work: Callable):
+        """carry = work(share, carry) for each of the block's shares of a stage."""
+        return work(self.share, carry)
+
+
+class Tickets:
+    """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
+
+    counter: for the warps that copy, where in global memory tickets are counted. The first lane of the first of them draws for the block,
+    the next ticket whenever it passes one on, so that nobody waits for the counter.
+    """
+
+    def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
+        self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
+        self.draws = w.select(thread == 32 * WARPS, w.i32(1), w.i32(0))
+        drawn = () if counter is None else (w.take_ticket(counter, self.draws),)
+        self.state = self.following(w.i32(0), w.i32(0), *drawn)
+
+    def following(self, slot, parity, *drawn) -> tuple:
+        """The next ticket, and the state to come to the one after it."""
+        if drawn:
+            with w.when(self.draws == 1):
+                w.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
+                w.store_shared(self.ring.slot(slot), *drawn)
+                w.arrive(self.ring.filled(slot))
+            drawn = (w.take_ticket(self.counter, self.draws),)
+        w.wait_for_arrivals(self.ring.filled(slot), parity)
+        ticket = w.uniform(w.load_shared(self.ring.slot(slot), 1)[0])
+        w.synchronize(None, 1)
+        with w.when(self.lane == 0):
+            w.arrive(self.ring.emptied(slot))
+        return ticket, *self.ring.following(slot, parity), *drawn
+
+    def of_stage(self, number: int, carry, work: Callable):
+        """carry = work(share, carry) for each of the block's shares of a stage. Stages are to be asked for in their order."""
+        blocks = self.plan.blocks
+
+        def step(both):
+            (ticket, *state), carry = both
+            carry = work(Share(self.plan, ticket - number * blocks), carry)
+            return self.following(*state), carry
+
+        self.state, carry = w.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
+        return carry
 
 
 class Ring:
@@ -116,6 +185,11 @@ class Ring:
     def emptied(self, slot):
         return self.arrivals + 8 * (slot + self.slots)
 
+    @property
+    def arrivals_end(self):
+        """Behind the barriers of all slots."""
+        return self.arrivals + 2 * 8 * self.slots
+
     def following(self, slot, parity) -> tuple:
         """The next slot, and its parity."""
         last = slot == self.slots - 1
@@ -125,11 +199,12 @@ class Ring:
 # The warps that copy -------------------------------------------------------------------------------------------------------
 
 
-def copy(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
+def copy(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
     carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
     for number in range(len(plan.stages)):
-        carry = copy_stage(plan, number, at, share, ring, warp, lane, carry)
+        work = lambda share, carry, number=number: copy_stage(plan, number, at, share, ring, warp, lane, carry)
+        carry = shares.of_stage(number, carry, work)
 
 
 def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
@@ -198,18 +273,26 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
 # The warps that compute ----------------------------------------------------------------------------------------------------
 
 
-def compute(plan: Plan, at: dict, share: Share, ring: Ring, sums: Ring, warp, thread) -> None:
-    x = Activations(plan, at, share, warp, thread)
+def compute(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+    x = Activations(plan, at, warp, thread)
+
+    def work(number: int, share: Share, carry: tuple) -> tuple:
+        if plan.stages[number].normed:
+            x.place_normed(number, share)
+        return multiply(plan, number, share, ring, sums, x, carry)
+
     carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
-    for number, stage in enumerate(plan.stages):
-        if stage.normed:
-            x.place_normed(number)
-        carry = multiply(plan, number, share, ring, sums, x, carry)
+    for number in range(len(plan.stages)):
+        carry = shares.of_stage(number, carry, functools.partial(work, number))
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
     """Where a stage's outputs go, unless it is the last."""
-    return at["handed_over"] + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number])
+    return at["handoff"] + (4 * COUNTER_WORDS + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number]))
+
+
+def spin_wait_all(addresses: list) -> list:
+    return w.spin_wait(addresses, "INT4 matmul: what another block was to hand over")
 
 
 def read_all(addresses: list) -> list:
@@ -225,8 +308,8 @@ class Activations:
     """In shared memory: a stage's inputs in some passes [row][upper or lower byte][input]; their sums over groups and their scales
     [group][row][sum or scale]; 0 for groups that are not there."""
 
-    def __init__(self, plan: Plan, at: dict, share: Share, warp, thread):
-        self.plan, self.at, self.share, self.warp, self.lane = plan, at, share, warp, thread & 31
+    def __init__(self, plan: Plan, at: dict, warp, thread):
+        self.plan, self.at, self.warp, self.lane = plan, at, warp, thread & 31
         self.x = at["shared"]
         self.sums = self.x + plan.x_bytes
         self.squares = self.sums + PASS * plan.room * plan.group_pitch
@@ -250,7 +333,7 @@ class Activations:
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.take_over_bf16)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, spin_wait_all)
 
     def place(self, number: int, first) -> None:
         """Copies a stage's inputs in some passes."""
@@ -295,8 +378,8 @@ class Activations:
     def sums_of(self, residual: list, added: list) -> list:
         return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
 
-    def place_normed(self, number: int) -> None:
-        """The norm of the residual stream with what is added. What follows the last norm, the first block writes."""
+    def place_normed(self, number: int, share: Share) -> None:
+        """The norm of the residual stream with what is added. The stream before the last norm is written with the first share."""
         plan, stage = self.plan, self.plan.stages[number]
         pieces, width = self.pieces(w.i32(0), stage.passes), stage.groups * GROUP_SIZE
         residual = self.fetch_residual(number, pieces)
@@ -304,7 +387,7 @@ class Activations:
         squares = [w.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
-                with w.when((self.share.block == 0) & (piece < width // NUMBERS)):
+                with w.when((share.number == 0) & (piece < width // NUMBERS)):
                     w.store_global_words(self.at["residual_out"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
             squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
         everyone()  # has read the squares before
@@ -404,16 +487,17 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 # The warps that finish tiles -----------------------------------------------------------------------------------------------
 
 
-def finish(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
+def finish(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
     carry = (w.i32(0), w.i32(0))
     for number in range(len(plan.stages)):
-        carry = finish_stage(plan, number, at, share, sums, thread, carry)
+        work = lambda share, carry, number=number: finish_stage(plan, number, at, share, sums, thread, carry)
+        carry = shares.of_stage(number, carry, work)
 
 
 def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
     """carry: slot of the ring of sums, and its parity."""
-    stage = plan.stages[number]
+    stage, lane = plan.stages[number], thread & 31
     lower, upper = share.tiles(stage)
     size = plan.rows * stage.tile_outputs
 
@@ -422,10 +506,10 @@ def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, th
         w.wait_for_arrivals(sums.filled(slot), parity)
         for first in range(0, size, 32 * FINISHERS):
             which = thread + first
-            with w.when((which < size) & (tile < upper)):
+            with w.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
                 finish_output(plan, number, at, sums.slot(slot), which, tile)
         w.synchronize(None, 1)
-        with w.when((thread & 31) == 0):
+        with w.when(lane == 0):
             w.arrive(sums.emptied(slot))
         return sums.following(slot, parity)
 
@@ -433,9 +517,12 @@ def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, th
 
 
 def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
-    """Adds what the warps found, for one of the tile's rows and outputs, and writes it."""
+    """Adds what the warps found, for one of the tile's rows and outputs, and writes it in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
+    size = plan.rows * outputs
+    there = (which < size) & ((which & 1) == 0)
+    which = w.minimum(which, w.i32(size - 1))
     row, output = which // outputs, which % outputs
     # Where `totals` of this row and output lie, and those of output + 8.
     lane = (output & 7) * 4 + row % ROWS
@@ -445,8 +532,11 @@ def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
     if stage.gated:
         gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
         found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
+    word = w.pair(found, w.shuffle("bfly", found, 1), "bf16")
     place = (w.i64(row) * stage.width + w.i64(tile * outputs + output)) * 2
-    if number + 1 < len(plan.stages):
-        w.hand_over_bf16(outputs_of(plan, at, number) + place, found)
-    else:
-        w.store_global_bf16(at["y"] + place, found)
+    hands_over = number + 1 < len(plan.stages)
+    with w.when(there):
+        if hands_over:
+            w.store_relaxed(outputs_of(plan, at, number) + place, word)
+        else:
+            w.store_global(at["y"] + place, word)

@@ -21,6 +21,8 @@ SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zero
 # Of the ring: fewer than enough leave the memory idle, and more than the most are of no use.
 LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
+TICKET_SLOTS = 4  # tickets that warps of a block may be apart
+COUNTER_WORDS = 4  # of a handoff buffer, before what stages hand over: the first counts tickets
 NUMBERS = 8  # of a row of activations that a thread moves at once
 PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
 MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
@@ -100,12 +102,12 @@ class Plan:
         return GROUP_SIZE * PASS * self.room + 64
 
     @property
-    def handed_over(self) -> int:
-        """Numbers that stages hand to those after them."""
-        return self.rows * sum(stage.width for stage in self.stages[:-1])
+    def handoff_words(self) -> int:
+        """Words of 32 bits of a handoff buffer: the counter of tickets, and pairs of numbers that stages hand to those after them."""
+        return COUNTER_WORDS + self.rows * sum(stage.width for stage in self.stages[:-1]) // 2
 
     # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
-    # who has arrived at the two rings, and the ring of codes.
+    # the ring of tickets, who has arrived at the three rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -127,12 +129,16 @@ class Plan:
         return self.x_bytes + PASS * self.room * self.group_pitch + squares
 
     @property
-    def arrivals_start(self) -> int:
+    def tickets_start(self) -> int:
         return self.sums_start + SUMS_SLOTS * WARPS * self.tile_bytes
 
     @property
+    def arrivals_start(self) -> int:
+        return self.tickets_start + 4 * TICKET_SLOTS
+
+    @property
     def ring_start(self) -> int:
-        return self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS)
+        return self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS + TICKET_SLOTS)
 
     @property
     def slots(self) -> int:
