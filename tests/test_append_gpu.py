@@ -12,6 +12,7 @@ from pallas_kernels.kv_format import FullLayer
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 run = jax.jit(rotate_and_append, static_argnames="implementation")
+OUTSIDE = [-3, 39, 40, 2**31 - 1]  # offsets in a buffer of 40 rows that leave no room
 
 
 def problem(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, rows: int = 40, dtype=jnp.bfloat16) -> tuple:
@@ -48,17 +49,30 @@ def test_equals_the_reference_and_touches_no_other_row(batch, heads, kv_heads, h
         np.testing.assert_array_equal(ours[~written], old[~written])
 
 
+@gpu
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_an_offset_without_room_writes_to_the_last_rows(tokens):
+    *args, _ = problem(4, tokens, 4, 2, 64)
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(*args, jnp.array(OUTSIDE, jnp.int32)))
+    ours = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="mosaic_gpu")[1]
+    theirs = run(*args, jnp.maximum(jnp.array(OUTSIDE, jnp.int32), 0), implementation="reference")[1]
+    np.testing.assert_array_equal(np.asarray(ours.values, np.float32), np.asarray(theirs.values, np.float32))
+    np.testing.assert_allclose(np.asarray(ours.keys, np.float32), np.asarray(theirs.keys, np.float32), rtol=2**-6, atol=2**-6)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "dtype", "reason"),
+    ("tokens", "head_dim", "dtype", "offset_dtype", "reason"),
     [
-        (257, 64, jnp.bfloat16, "up to 256 tokens, not 257"),
-        (1, 6, jnp.bfloat16, "multiples of 4"),
-        (1, 64, jnp.float32, "bfloat16, not float32"),
+        (257, 64, jnp.bfloat16, jnp.int32, "up to 256 tokens, not 257"),
+        (1, 6, jnp.bfloat16, jnp.int32, "multiples of 4"),
+        (1, 64, jnp.float32, jnp.int32, "bfloat16, not float32"),
+        (1, 64, jnp.bfloat16, jnp.int16, "offsets in int32, not int16"),
     ],
 )
-def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, reason):
+def test_the_kernel_takes_no_other_shapes(monkeypatch, tokens, head_dim, dtype, offset_dtype, reason):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
-    args = problem(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
+    *args, offset = problem(1, tokens, 2, 1, head_dim, rows=300, dtype=dtype)
+    args = *args, offset.astype(offset_dtype)
     assert reason in mosaic_gpu.unsupported(*args)
     q, new = run(*args)
     assert q.shape == (1, tokens, 2, head_dim) and new.keys.shape == (1, 1, 300, head_dim)

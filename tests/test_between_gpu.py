@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +138,88 @@ def test_many_in_a_row_wait_for_each_number():
     assert np.isfinite(found).all()
     for _ in range(20):
         np.testing.assert_array_equal(np.asarray(loop(x, layers), np.float32), found)
+
+
+# How launches share the device -------------------------------------------------------------------------------------------
+
+
+def launched(args: list, plan: mosaic_plan.Plan, handoff: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    x, attended, o, norm, gate, up, down, following_norm, following = args
+    handoff = mosaic_gpu.empty_handoff(plan) if handoff is None else handoff
+    return mosaic_gpu.run(plan, x, attended, [norm, following_norm], [[o], [gate, up], [down], following], handoff)
+
+
+def plan_of(args: list) -> mosaic_plan.Plan:
+    rows, (_, _, o, _, gate, _, down, _, following) = args[0].shape[0], args
+    return mosaic_gpu.plan_for(rows, o, gate, down, following, EPS)
+
+
+@gpu
+@pytest.mark.timeout(120)
+def test_more_blocks_than_fit_on_the_device_come_to_an_end():
+    args = problem_here(2048, 2048, 5632, (2048,), 2)
+    plan = plan_of(args)
+    expected = launched(args, plan)
+    for times in (2, 5):
+        for a, b in zip(launched(args, dataclasses.replace(plan, blocks=times * plan.blocks))[:2], expected):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def in_a_process(function: str, *flags: str) -> subprocess.CompletedProcess:
+    """Calls a function of this module where it may hang or spoil the device for what follows."""
+    root = Path(__file__).parents[1]
+    settings = {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])}
+    settings |= {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    code = f"import test_between_gpu; test_between_gpu.{function}()"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | settings, timeout=180)
+
+
+def interleave() -> None:
+    """Two models' steps in one program: chains of layers that do not depend on each other."""
+    chains = [[problem(2048, 2048, 5632, (2048,), 1)[2:] for _ in range(12)] for _ in range(2)]
+    starts = [jnp.full((1, 2048), 1 + i, jnp.bfloat16) for i in range(2)]
+
+    def steps(starts):
+        states = [(x, x, []) for x in starts]
+        for layers in zip(*chains):
+            for i, layer in enumerate(layers):
+                x, y, handoff = states[i]
+                x, y, *handoff = between(x / jnp.abs(x).max(), y, *layer, *handoff)
+                states[i] = x, y, handoff
+        return [x + y for x, y, _ in states]
+
+    alone = [np.asarray(jax.jit(steps)([x, x])[i]) for i, x in enumerate(starts)]
+    together = jax.jit(lambda starts: jax.lax.fori_loop(0, 200, lambda _, x: [0 * a + b for a, b in zip(steps(starts), starts)], starts))
+    jax.block_until_ready(together(starts))
+    for _ in range(50):
+        for a, b in zip(jax.jit(steps)(starts), alone):
+            np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mode", ["SERIALIZE", "CONCURRENT"])
+def test_two_models_in_one_program_do_not_wait_for_each_other(mode):
+    problem_here(2048, 2048, 5632, (2048,), 1)
+    # CUDA graphs, in which what does not depend on each other may run at the same time.
+    done = in_a_process("interleave", "--xla_gpu_graph_min_graph_size=1", f"--xla_gpu_command_buffer_scheduling_mode={mode}")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def wait_in_vain() -> None:
+    """As if the block with the first share had died: its ticket is drawn already."""
+    args = problem(256, 512, 768, (512, 256, 256), 1)
+    plan = plan_of(args)
+    jax.block_until_ready(launched(args, plan, mosaic_gpu.empty_handoff(plan).at[0].set(1)))
+
+
+@gpu
+@pytest.mark.timeout(200)
+def test_waiting_in_vain_ends_with_a_message():
+    problem_here(256, 512, 768, (512, 256, 256), 1)
+    done = in_a_process("wait_in_vain")
+    assert done.returncode != 0
+    assert "INT4 matmul: what another block was to hand over did not arrive" in done.stderr + done.stdout
 
 
 @gpu

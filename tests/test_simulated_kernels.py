@@ -144,13 +144,22 @@ def test_norm(rows, width):
     np.testing.assert_allclose(np.asarray(normed, np.float32), np.asarray(wide), rtol=2**-7)
 
 
-@pytest.mark.parametrize(("batch", "tokens", "heads", "kv_heads", "head_dim"), [(2, 3, 6, 2, 64), (1, 2, 4, 2, 96)])
-def test_append(batch, tokens, heads, kv_heads, head_dim):
-    qkv, cos, sin, buffer, offset = test_append_gpu.problem(batch, tokens, heads, kv_heads, head_dim)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "head_dim", "offset"),
+    [
+        (2, 3, 6, 2, 64, None),
+        (1, 2, 4, 2, 96, None),
+        (4, 2, 2, 1, 64, test_append_gpu.OUTSIDE),
+        (4, 3, 2, 1, 64, test_append_gpu.OUTSIDE),
+    ],
+)
+def test_append(batch, tokens, heads, kv_heads, head_dim, offset):
+    qkv, cos, sin, buffer, within = test_append_gpu.problem(batch, tokens, heads, kv_heads, head_dim)
+    offset = within if offset is None else jnp.array(offset, jnp.int32)
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
     q, new = at_once(append.run)(qkv, cos, sin, buffer, offset)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    expected = append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), offset)
+    expected = append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
     for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
 

@@ -48,6 +48,32 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
     assert plan.configured(default.config) == default
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"splits": 0},
+        {"splits": "4"},
+        {"splits": 4, "warps": 2},
+        {"splits": 4, "team": 3},
+        {"splits": 4, "blocks": 16, "warpgroups": 3},  # leaves no room
+        {"splits": 4, "warpgroups": 9},
+    ],
+)
+def test_a_tuned_configuration_that_cannot_work_is_passed_over(folder, caplog, config):
+    default = plan.default()
+    tuning.store(mosaic_plan.KERNEL, plan.problem, config, tuning.path())
+    for _ in range(2):
+        assert plan.configured(None) == default
+    assert caplog.text.count("cannot work, the default takes its place") == 1
+    assert str(tuning.path()) in caplog.text
+
+
+@pytest.mark.parametrize("config", [{"splits": 0, "num_warps": 1}, {"splits": 1, "num_warps": 3}, {"splits": 1, "num_warps": 1, "tile": 8}])
+def test_what_triton_cannot_take(config):
+    with pytest.raises(ValueError, match=r"splits|num_warps"):
+        triton.Config(**config)
+
+
 def test_candidates_can_work_and_begin_with_the_default():
     plans = plan.candidates()
     assert plans[0] == plan.default() and len(plans) == len(set(plans)) > 5

@@ -24,8 +24,12 @@ def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: A
         return reason
     if others := {a.dtype.name for a in (qkv, buffer.keys, buffer.values)} - {"bfloat16"}:
         return f"needs bfloat16, not {', '.join(sorted(others))}"
+    if offset.dtype != jnp.int32:
+        return f"needs offsets in int32, not {offset.dtype}"
     if (tokens := math.prod(qkv.shape[:2])) > MAX_TOKENS:
         return f"supports up to {MAX_TOKENS} tokens, not {tokens}"
+    if (rows := buffer.keys.shape[2]) < max(2, qkv.shape[1]):
+        return f"needs a buffer of at least two rows and as many as there are tokens, {qkv.shape[1]}, not {rows}"
     if (head_dim := buffer.keys.shape[-1]) % 4:
         return f"supports head_dim in multiples of 4, not {head_dim}"
     return None
@@ -73,7 +77,10 @@ def _emit_part(heads: int, kv_heads: int, rows: int, head_dim: int, tokens: int,
         (a,), (b,) = w.load_global(source), w.load_global(source + half)
         angle = w.i64(place * half) + within
         cos, sin = (w.bf16_entries(w.load_global(at[name] + angle)[0]) for name in ("cos", "sin"))
-        row = w.load_global(at["offset"] + w.i64(place // tokens) * 4)[0] + place % tokens
+        offset = w.load_global(at["offset"] + w.i64(place // tokens) * 4)[0]
+        # An offset without room moves to where there is, as the reference's does: nothing is written behind the buffer.
+        offset = w.maximum(w.minimum(offset, w.i32(rows - max(2, tokens))), w.i32(0))
+        row = offset + place % tokens
         a2, b2 = w.bf16_entries(a), w.bf16_entries(b)
         first = w.pair(*(x * c - y * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
         second = w.pair(*(y * c + x * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")

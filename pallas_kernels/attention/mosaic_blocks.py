@@ -17,7 +17,8 @@ def deal(plan: Plan, at: dict) -> tuple[list, list]:
     units = []
     for b in range(plan.batch):
         quantized, buffered = (w.load_global(at[name] + 4 * b)[0] for name in ("quantized", "buffered"))
-        units.append(((buffered + (plan.chunk - 1)) // plan.chunk, quantized // plan.group_size if plan.planes else w.i32(0)))
+        groups = w.minimum(quantized // plan.group_size, w.i32(plan.groups)) if plan.planes else w.i32(0)
+        units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups))
     total = w.maximum(w.total([x for unit in units for x in unit]), w.i32(1))
     firsts, seen = [w.i32(0)], w.i32(0)
     for b, unit in enumerate(units[:-1]):

@@ -64,9 +64,7 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | No
         plan = shapes(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS)).configured(config)
         if plan.slots >= 3:
             break
-    if plan.slots < 2:
-        raise ValueError(f"{plan.config} leaves no room for two slots of {plan.slot_bytes} bytes for each team")
-    return plan
+    return plan.with_room()
 
 
 def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None) -> tuple[str, dict, list[Config]]:

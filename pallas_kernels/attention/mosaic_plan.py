@@ -9,7 +9,9 @@ from pallas_kernels.launch import SHARED_BYTES
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
+WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
+LEAST_SLOTS = 2  # of a team: keys and values in turn
 ROWS = 8  # query rows of a tile
 # Of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
@@ -24,6 +26,9 @@ class Config:
     blocks: int = 1
     warpgroups: int = 1
     team: int = 1
+
+    def __post_init__(self):
+        tuning.check_counts(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +51,9 @@ class Plan:
     def configured(self, config: Config | None) -> "Plan":
         """With this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
         if config is None:
-            tuned = tuning.lookup(KERNEL, self.problem)
-            if tuned is None:
-                return self.default()
-            config = Config(**tuned)
+            return tuning.tuned(KERNEL, self.problem, lambda found: self.configured(Config(**found)).with_room()) or self.default()
+        if config.warpgroups > WARPGROUPS:
+            raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
         if any(number % config.team for number in divided):
             raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
@@ -57,6 +61,12 @@ class Plan:
         if config.team > 1 and plan.teams > TEAMS:
             raise ValueError(f"{config} has {plan.teams} teams; a block has barriers for {TEAMS}")
         return plan
+
+    def with_room(self) -> "Plan":
+        """The plan. Raises ValueError where its configuration leaves too few slots of the ring."""
+        if self.slots < LEAST_SLOTS:
+            raise ValueError(f"{self.config} leaves no room for {LEAST_SLOTS} slots of {self.slot_bytes} bytes for each team")
+        return self
 
     def default(self) -> "Plan":
         """What did well in sweeps on an H100, with three slots of the ring where they fit."""

@@ -26,6 +26,14 @@ class Config:
     num_stages: int = 1
     tile: int = 32
 
+    def __post_init__(self):
+        tuning.check_counts(self)
+        for name in ("num_warps", "tile"):
+            if (value := getattr(self, name)).bit_count() > 1:
+                raise ValueError(f"{name} is {value}, should be a power of two")
+        if self.num_warps > 32 or self.tile < 16:
+            raise ValueError(f"num_warps is {self.num_warps} and tile {self.tile}, should be at most 32 and at least 16")
+
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
@@ -53,8 +61,7 @@ def decode_attention(
     # Without any, q stands for what is not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
     if config is None:
-        tuned = tuning.lookup(KERNEL, dataclasses.asdict(problem))
-        config = problem.default() if tuned is None else Config(**tuned)
+        config = tuning.tuned(KERNEL, dataclasses.asdict(problem), lambda found: Config(**found)) or problem.default()
     groups = layer.groups if problem.planes else 0
     splits = min(config.splits, groups + math.ceil(capacity / config.tile))
 

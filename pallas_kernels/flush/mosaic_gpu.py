@@ -28,6 +28,8 @@ def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
+    if lengths.quantized.dtype != jnp.int32:
+        return f"needs lengths in int32, not {lengths.quantized.dtype}"
     if layer.buffer.keys.dtype != jnp.bfloat16:
         return f"needs a bfloat16 cache, not {layer.buffer.keys.dtype}"
     rows, head_dim = layer.buffer.keys.shape[2:]
@@ -59,7 +61,7 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
 
 def _body(layer: HierarchicalLayer, group, staged, *, scheme: str) -> None:
     row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
-    due = group[row] < layer.groups
+    due = (group[row] >= 0) & (group[row] < layer.groups)
     of_group = lambda planes: jax.tree.map(lambda ref: ref.at[row, head, group[row]], planes)
 
     @pl.when(due & (part == 0))

@@ -4,17 +4,21 @@ A file maps kernels to entries {"problem": {...}, "config": {...}}. A problem is
 kernel's own account; one without an entry gets the kernel's default.
 """
 
+import dataclasses
 import functools
 import json
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
 log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 FOLDER = Path(__file__).parent
 
@@ -27,6 +31,28 @@ def path() -> Path:
 def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
     """The configuration that measured best for this problem on the default device, if any."""
     return next((entry["config"] for entry in _entries(path()).get(kernel, []) if entry["problem"] == dict(problem)), None)
+
+
+def tuned(kernel: str, problem: Mapping[str, int | None], make: Callable[[dict], Made]) -> Made | None:
+    """What `make` makes of the configuration that measured best, if any; None, with a logged line, where it raises an error.
+
+    So a file of another version, or one that was edited, costs speed and nothing else.
+    """
+    found = lookup(kernel, problem)
+    if found is None:
+        return None
+    try:
+        return make(found)
+    except (TypeError, ValueError) as error:
+        _warn_once(f"{path()}: the configuration {json.dumps(found)} of {kernel} cannot work, the default takes its place: {error}")
+        return None
+
+
+def check_counts(config: Any) -> None:
+    """Raises ValueError unless every field of a configuration is a whole number, at least 1."""
+    for name, value in dataclasses.asdict(config).items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}, should be a whole number, at least 1")
 
 
 def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, int], file: Path) -> None:
@@ -48,6 +74,11 @@ def store(kernel: str, problem: Mapping[str, int | None], config: Mapping[str, i
             new.chmod(file.stat().st_mode & 0o777)
         new.replace(file)
     _entries.cache_clear()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 @functools.cache
