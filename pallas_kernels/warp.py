@@ -238,9 +238,11 @@ def spin_wait(at: Sequence[Value], what: str) -> list[tuple[Value, ...]]:
         checks += [f"max.u32 most, most, {word};" for word in words]
     code = f"""{{ .reg .pred again; .reg .b32 most, left; mov.b32 left, {SPIN_TRIES}; spin: {" ".join(loads)}
         mov.b32 most, 0; {" ".join(checks)} sub.u32 left, left, 1; setp.ne.u32 again, left, 0;
-        setp.eq.and.u32 again, most, {ABSENT}, again; @again bra spin; mov.b32 ${count}, most; }}"""
-    *out, most = ptx(code, *at, results="r" * (count + 1))
-    check(most != -1, f"{what} did not arrive within {SPIN_TRIES} tries")
+        setp.eq.and.u32 again, most, {ABSENT}, again; @again bra spin;
+        setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
+    # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
+    *out, in_vain = ptx(code, *at, results="r" * (count + 1), collective=True)
+    check(in_vain == 0, f"{what} did not arrive within {SPIN_TRIES} tries")
     return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
 
 

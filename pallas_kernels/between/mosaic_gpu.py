@@ -102,7 +102,8 @@ def empty_handoff(plan: Plan) -> Array:
     """A handoff buffer of which no ticket is drawn, and in which no number is there."""
     from pallas_kernels.warp import ABSENT
 
-    return jnp.full(plan.handoff_words, ABSENT, jnp.uint32).at[:COUNTER_WORDS].set(0)
+    # Not a constant, which would be as large in the program and copied each time.
+    return jnp.where(jnp.arange(plan.handoff_words) < COUNTER_WORDS, jnp.uint32(0), jnp.uint32(ABSENT))
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.

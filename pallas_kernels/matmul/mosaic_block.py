@@ -48,6 +48,7 @@ INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
+WORDS_AT_ONCE = 4  # of a handoff buffer that a thread fills
 LOG2_E = 1.4426950408889634
 
 
@@ -82,12 +83,12 @@ def emit_block(plan: Plan, refs: dict) -> None:
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
     """Fills the handoff buffer of the next launch: no ticket is drawn, and no number is there."""
     threads = 32 * (WARPS + COPIERS + FINISHERS)
-    pieces = plan.handoff_words // COUNTER_WORDS
+    pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
         word = w.select(piece == 0, w.i32(0), w.i32(-1))  # `ABSENT`
         with w.when(piece < pieces):
-            w.store_global_words(handoff + w.i64(piece) * (4 * COUNTER_WORDS), *[word] * COUNTER_WORDS)
+            w.store_global_words(handoff + w.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
