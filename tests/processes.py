@@ -1,7 +1,12 @@
 """Processes to be killed, from a server that has imported what they need."""
 
 import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 
 def context() -> BaseContext:
@@ -9,3 +14,22 @@ def context() -> BaseContext:
     # What is installed: Python 3.11's server does not find the tests' own modules.
     made.set_forkserver_preload(["pytest", "convert", "qspec_jax.evaluate", "orbax.checkpoint.v1", "tensorstore"])
     return made
+
+
+def command_line(arguments: Sequence, out: Path | None, err: Path | None) -> BaseProcess:
+    """`qspec` as a process of its own, at work. out, err: where its streams go; None closes them."""
+    process = context().Process(target=_command_line, args=([str(a) for a in arguments], out, err))
+    process.start()
+    return process
+
+
+def _command_line(arguments: list[str], out: Path | None, err: Path | None) -> None:
+    from qspec_jax.cli import main
+
+    for number, name, path in ((1, "stdout", out), (2, "stderr", err)):
+        os.close(number)
+        if path is not None:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        setattr(sys, name, path and os.fdopen(number, "w", closefd=False))
+    sys.argv = ["qspec", *arguments]
+    main()
