@@ -101,8 +101,11 @@ def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
 
 
 def real(path: Path) -> Path:
-    """What symbolic links lead to. A loop of them stays, and cannot be opened; `Path.resolve` raises a RuntimeError for it."""
-    return Path(os.path.realpath(path))
+    """What symbolic links lead to. Raises InputError for a loop of them."""
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise InputError(f"{path}: cannot be written (a loop of symbolic links)")
+    return found
 
 
 def to_json(value: Any) -> str:

@@ -26,10 +26,12 @@ def command_line(arguments: Sequence, out: Path | None, err: Path | None) -> Bas
 def _command_line(arguments: list[str], out: Path | None, err: Path | None) -> None:
     from qspec_jax.cli import main
 
-    for number, name, path in ((1, "stdout", out), (2, "stderr", err)):
-        os.close(number)
-        if path is not None:
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        setattr(sys, name, path and os.fdopen(number, "w", closefd=False))
+    files = [path and path.open("a") for path in (out, err)]
+    for number, name, file in zip((1, 2), ("stdout", "stderr"), files):
+        if file:
+            os.dup2(file.fileno(), number)
+        else:
+            os.close(number)
+        setattr(sys, name, file and os.fdopen(number, "w", closefd=False))
     sys.argv = ["qspec", *arguments]
     main()

@@ -72,7 +72,7 @@ def batch(
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     draft = drafts.stored(model, network) if config.method == "quantspec" else None
     of_run = (json.dumps(settings, sort_keys=True), network.config, draft is None, process.version().split()[1])
-    run = run_hash(content, repr(of_run).encode(), *_of_checkpoint(hub.local(model)))
+    run = run_hash(content, repr(of_run).encode(), *of_checkpoint(hub.local(model)))
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
         log.warning("%s, line %d: %s", name, line.number, line.error)
@@ -87,6 +87,8 @@ def batch(
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
         raise
+    finally:
+        journal.close()
     if as_json:
         print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats) | stats.rates))
     elif stats.prompts:
@@ -95,7 +97,7 @@ def batch(
         print(f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
 
 
-def _of_checkpoint(directory: Path) -> list[bytes]:
+def of_checkpoint(directory: Path) -> list[bytes]:
     """What the results take from a checkpoint: its small files, and names, sizes and times of those of its weights, which are too large to
     be read for this."""
     index = directory / "model.safetensors.index.json"

@@ -190,6 +190,8 @@ class Journal:
         if output.exists() and not overwrite:
             raise InputError(f"{output}: exists already; --overwrite replaces it")
         try:
+            if place.exists():
+                place.open("a").close()  # only written at the end, so it fails here
             self._file = self.path.open("ab+")
         except OSError as error:
             raise InputError(f"{output}: cannot be written ({error.strerror})") from None
@@ -243,7 +245,13 @@ class Journal:
         if self._file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            self._file.close()
+        self.close()
+
+    def close(self) -> None:
+        """Lets another process have the journal."""
+        if self._file:
+            with contextlib.suppress(OSError):  # of a write that failed, and said so
+                self._file.close()
 
     @property
     def goes_on(self) -> str:
