@@ -18,7 +18,14 @@ _received: list[int] = []
 
 
 def version() -> str:
-    return f"qspec-jax {importlib.metadata.version('qspec-jax')} (jax {importlib.metadata.version('jax')})"
+    return f"qspec-jax {version_of('qspec-jax')} (jax {version_of('jax')})"
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def begin() -> None:

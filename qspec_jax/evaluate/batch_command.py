@@ -71,7 +71,7 @@ def batch(
         raise InputError(f"{name}: empty; it should have a JSON object on each line")
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     draft = drafts.stored(model, network) if config.method == "quantspec" else None
-    of_run = (json.dumps(settings, sort_keys=True), network.config, draft is None, process.version().split()[1])
+    of_run = (json.dumps(settings, sort_keys=True), network.config, draft is None, process.version_of("qspec-jax"))
     run = run_hash(content, repr(of_run).encode(), *of_checkpoint(hub.local(model)))
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
