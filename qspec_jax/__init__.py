@@ -1,20 +1,34 @@
-"""QuantSpec in JAX: self-speculative decoding over one hierarchical quantized KV cache."""
+"""QuantSpec in JAX: self-speculative decoding over one hierarchical quantized KV cache.
 
-from qspec_jax.checkpoint import load
-from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig
-from qspec_jax.errors import InputError
-from qspec_jax.generate import Generation, Piece, Stats, Stream, generate, stream
+What is public is imported when it is first asked for: importing the package alone is quick, which the command line needs.
+"""
 
-__all__ = [
-    "CacheConfig",
-    "Generation",
-    "GenerationConfig",
-    "InputError",
-    "LlamaConfig",
-    "Piece",
-    "Stats",
-    "Stream",
-    "generate",
-    "load",
-    "stream",
-]
+import importlib
+import sys
+import types
+
+_MODULES = {
+    "qspec_jax.checkpoint": ("load",),
+    "qspec_jax.config": ("CacheConfig", "GenerationConfig", "LlamaConfig"),
+    "qspec_jax.errors": ("InputError",),
+    "qspec_jax.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
+}
+__all__ = sorted(name for names in _MODULES.values() for name in names)
+
+
+class _Package(types.ModuleType):
+    def __getattr__(self, name: str):
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(importlib.import_module(module), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value) -> None:
+        # Python names a submodule here once it is imported; `qspec_jax.generate` is the function all the same.
+        super().__setattr__(name, value.generate if name == "generate" and isinstance(value, types.ModuleType) else value)
+
+    def __dir__(self):
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

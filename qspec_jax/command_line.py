@@ -1,15 +1,12 @@
-"""What the commands share: options, where results go, how a checkpoint is read."""
+"""What the commands share: options, how a checkpoint is read, how a report is shown."""
 
-import contextlib
 import dataclasses
 import enum
 import functools
 import inspect
 import io
-import json
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +17,7 @@ from rich.console import Console, RenderableType
 from qspec_jax import checkpoint
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
+from qspec_jax.files import to_json
 
 # Of tables in files and pipes.
 TABLE_WIDTH = 150
@@ -172,46 +170,10 @@ def number_list(option: str, text: str, kind: type[int] | type[float], *, repeat
     return numbers
 
 
-def read_text(path: Path) -> str:
-    """Raises InputError for what is no text file in UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text file in UTF-8") from None
-
-
-@contextlib.contextmanager
-def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins."""
-    if path is None:
-        yield sys.stdout.write
-        return
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            with path.open("w", encoding="utf-8") as device:  # a pipe or a device cannot be replaced
-                yield device.write
-            return
-        path = path.resolve()
-        # In place of an old file with its permissions, or with those of any new one.
-        if path.exists():
-            path.open("a").close()
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            draft = Path(folder) / path.name
-            with draft.open("w", encoding="utf-8") as file:
-                yield file.write
-            if path.exists():
-                draft.chmod(path.stat().st_mode & 0o777)
-            draft.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
-
-
 def show(report, table: Callable[[object], RenderableType], output: Path | None, write: Callable[[str], object], *, as_json: bool) -> None:
     """Writes a report, a dataclass, as a line of JSON or as its table; that in colours to a terminal."""
     if as_json:
-        write(json.dumps(dataclasses.asdict(report)) + "\n")
+        write(to_json(dataclasses.asdict(report)) + "\n")
     elif output is None and sys.stdout.isatty():
         # A narrow terminal wraps lines; the table would drop what is in its columns.
         Console(width=max(Console().width, TABLE_WIDTH)).print(table(report))

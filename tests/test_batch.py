@@ -2,8 +2,14 @@
 
 import dataclasses
 import functools
+import io
+import itertools
 import json
+import os
 import random
+import shutil
+import signal
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -13,11 +19,13 @@ import numpy as np
 import processes
 import pytest
 
+from convert.to_orbax import convert
 from qspec_jax import drafts
 from qspec_jax.checkpoint import load_model, load_tokenizer
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import Request, Result, batch, run_batch
+from qspec_jax.evaluate.batch_command import of_checkpoint
 from qspec_jax.evaluate.jsonl import Journal, read_lines
 from qspec_jax.generate import DECODE, generate
 from qspec_jax.text import first_stop
@@ -289,6 +297,9 @@ BAD = {
     '{"token_ids": [1], "max_new_tokens": 1000}': "positions",
     '{"token_ids": [1], "max_new_tokens": 0}': "at least 1",
     '{"token_ids": [1], "max_new_tokens": 2.5}': "whole number",
+    '{"token_ids": [1], "id": NaN}': "NaN is no number in JSON",
+    '{"token_ids": [1], "logit_bias": {"1": -Infinity}}': "-Infinity is no number in JSON",
+    '{"token_ids": [1], "id": 1e999}': "1e999 is too large a number",
     '{"token_ids": [1], "temperature": -1}': "temperature",
     '{"token_ids": [1], "temperature": "hot"}': "temperature should be a number",
     '{"token_ids": [1], "seed": -1}': "seed",
@@ -318,7 +329,8 @@ def command(directory, source, output, *more) -> list[str]:
 
 def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(map(json.dumps, GOOD)))
+    # With a byte order mark, and blank lines at its end.
+    source.write_text("\ufeff" + "\n".join(map(json.dumps, GOOD)) + "\n\n \n")
     code, said, _ = run(*command(directory, source, out))
     report = json.loads(said)
     assert code == 0 and (report["lines"], report["wrong"], report["prompts"]) == (4, 0, 4)
@@ -326,7 +338,7 @@ def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
     assert [(result["line"], result.get("id")) for result in results] == [(1, "first"), (2, None), (3, 3), (4, None)]
     assert [len(result["token_ids"]) for result in results[:2]] == [9, 12] and "\n" not in results[2]["text"]
     config = dataclasses.replace(CONFIG, max_new_tokens=12)
-    requests = [line.request for line in read_lines(source, model, tokenizer, config, 0)]
+    requests = [line.request for line in read_lines(source.read_bytes(), model, tokenizer, config, 0)]
     for result, expected in zip(results, outcome(run_batch(model, requests, tokenizer=tokenizer))):
         expected = dataclasses.asdict(expected)
         assert {name: expected[name] for name in ("text", "token_ids", "finish_reason", "stats")}.items() <= result.items()
@@ -338,7 +350,7 @@ def test_a_seed_makes_a_line_its_own(model, tokenizer, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(json.dumps({"token_ids": [1], "seed": seed}) for seed in (1, 2, 1)) + '\n{"token_ids": [1]}')
     config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    one, two, three, four = (line.request.key for line in read_lines(source, model, tokenizer, config, 0))
+    one, two, three, four = (line.request.key for line in read_lines(source.read_bytes(), model, tokenizer, config, 0))
     assert one == three != two and four == jax.random.fold_in(jax.random.key(0), 3)
 
 
@@ -348,7 +360,7 @@ def test_messages_go_through_the_chat_template(model, directory, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [3]}')
     config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    good, bad = read_lines(source, model, tokenizer, config, 0)
+    good, bad = read_lines(source.read_bytes(), model, tokenizer, config, 0)
     assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"] and "do not fit the chat template" in bad.error
 
 
@@ -379,6 +391,93 @@ def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
     fails([*command(directory, source, source), "--overwrite"], source, "same file")
     fails([*command(directory, source, tmp_path), "--overwrite"], tmp_path, "is a folder")
     assert out.read_text() == "mine"
+    out.unlink()
+    out.symlink_to(out)
+    fails(command(directory, source, out), out, "a loop of symbolic links")
+
+
+def test_standard_input_is_read_once(run, fails, directory, tmp_path, monkeypatch):
+    """A restart with the same content goes on; one with another is refused. Half a character in an id stays as it is."""
+    out, content = tmp_path / "out.jsonl", b'{"token_ids": [1], "id": "\\udcff"}\n{"token_ids": [2]}\n'
+    piped = lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", lambda journal, result: add(journal, result) or signal.raise_signal(signal.SIGINT))
+    piped(content)
+    code, _, err = run(*command(directory, "-", out, "--batch-size", 1))
+    assert code == 130 and f"qspec: interrupted; the same command, with the same input, goes on from {out}.partial\n" in err
+    monkeypatch.undo()
+    piped(content.replace(b"2", b"3"))
+    fails(command(directory, "-", out), "is of other prompts")
+    piped(content)
+    code, said, _ = run(*command(directory, "-", out))
+    assert code == 0 and json.loads(said)["done_before"] == 1
+    assert [(found["line"], found.get("id")) for found in map(json.loads, out.read_text().splitlines())] == [(1, "\udcff"), (2, None)]
+    piped(b"\n")
+    fails(command(directory, "-", tmp_path / "other"), "standard input: empty")
+
+
+def test_an_output_that_is_a_link_or_a_device(run, directory, tmp_path, monkeypatch):
+    """A device is not replaced; results through a link are in the file that it names, the journal beside that."""
+    source, link, target, fifo = tmp_path / "in.jsonl", tmp_path / "link", tmp_path / "folder" / "target", tmp_path / "fifo"
+    source.write_text('{"token_ids": [1]}')
+    target.parent.mkdir()
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    paths, add = [], Journal.add
+    monkeypatch.setattr(Journal, "add", lambda journal, result: paths.append(journal.path) or add(journal, result))
+    assert run(*command(directory, source, link, "--overwrite"))[0] == 0
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640 and list(target.parent.iterdir()) == [target]
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    assert run(*command(directory, source, fifo))[0] == 0
+    assert os.read(reader, 1 << 16).decode() == target.read_text() and fifo.is_fifo()
+    os.close(reader)
+    null = tmp_path / "null"  # a link: whatever goes wrong, the device itself is left
+    null.symlink_to("/dev/null")
+    assert run(*command(directory, source, null, "--overwrite"))[0] == 0 and null.is_symlink()
+    assert paths == [target.with_name("target.partial"), None, None]
+
+
+def test_a_run_belongs_to_its_checkpoint(directory, tmp_path):
+    """Its hash sees every file that results depend on, and no other."""
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    seen = [of_checkpoint(model)]
+    (model / "README.md").write_text("new")
+    assert of_checkpoint(model) == seen[0]
+    (model / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "additional_chat_templates/tool.jinja"):
+        (model / name).write_text("new")
+        seen.append(of_checkpoint(model))
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # in the last row of a weight
+    weights.unlink()
+    (tmp_path / "blob").write_bytes(content)
+    weights.symlink_to(tmp_path / "blob")
+    seen.append(of_checkpoint(model))
+    convert(directory, tmp_path / "converted", progress=False)
+    seen.append(of_checkpoint(tmp_path / "converted"))
+    stored = next(path for path in (tmp_path / "converted" / "target").rglob("*") if path.is_file())
+    os.utime(stored, (1, 1))
+    seen.append(of_checkpoint(tmp_path / "converted"))
+    assert all(one != other for one, other in itertools.combinations(seen, 2))
+
+
+def test_sigterm_ends_a_batch_in_order(directory, tmp_path):
+    source, out, err, journal = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "err", "out.jsonl.partial"))
+    source.write_text('{"token_ids": [1]}\n' * 2000)
+    flags = ["--batch-size", 1, "--method", "autoregressive"]
+    process = processes.command_line(command(directory, source, out, *flags), tmp_path / "said", err)
+    deadline = time.monotonic() + 120
+    while process.is_alive() and time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
+        time.sleep(0.01)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143 and (tmp_path / "said").read_text() == ""
+    assert err.read_text() == f"qspec: interrupted; the same command, with the same input, goes on from {journal}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "in.jsonl", "out.jsonl.partial", "said"]
 
 
 def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):

@@ -187,7 +187,7 @@ def test_it_needs_the_extra(fails, monkeypatch, tmp_path):
 
 def test_the_command_line_does_without_it():
     """What trains is imported by the command that trains alone."""
-    code = "import sys, qspec_jax.cli; print(sorted({'qspec_jax.pretraining', 'qspec_jax.bench.pretrain'} & set(sys.modules)))"
+    code = "import sys, qspec_jax.commands; print(sorted({'qspec_jax.pretraining', 'qspec_jax.bench.pretrain'} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True)
     assert out.stdout.strip() == "[]"

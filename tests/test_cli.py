@@ -1,21 +1,27 @@
 """The command line as a person meets it: what it prints, its JSON, and one clear line with exit code 2 for every mistake."""
 
 import functools
+import io
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import processes
 import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax import cli, demo
+from qspec_jax import commands, demo
 from qspec_jax.checkpoint import load_model
 from qspec_jax.drafts import quantspec
+from qspec_jax.errors import InputError
+from qspec_jax.files import output_to, read_texts, to_json
 from qspec_jax.quantize import quantize_head
 
 DEMO = demo.MODEL
@@ -57,7 +63,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
-    monkeypatch.setattr(cli, "tqdm", functools.partial(cli.tqdm, mininterval=0))  # 24 tokens are there at once
+    monkeypatch.setattr(commands, "tqdm", functools.partial(commands.tqdm, mininterval=0))  # 24 tokens are there at once
     code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
     assert code == 0 and "read the prompt:   0%" in err and "24/24" in err
     assert out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
@@ -246,6 +252,29 @@ def test_a_device_is_written_to_and_not_replaced(run, directory):
     assert Path("/dev/null").is_char_device()
 
 
+def test_an_output_that_is_a_link_or_standard_output(tmp_path, capfd):
+    """A link stays. Until the end nothing lies beside the output, so that a process that is killed leaves nothing."""
+    target, link, loop = tmp_path / "folder" / "target", tmp_path / "link", tmp_path / "loop"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    loop.symlink_to(loop)
+    for text in ("new", "newer"):
+        with output_to(link) as write:
+            write(text)
+            assert [path.read_text() for path in target.parent.iterdir()] == ["new"] * (text == "newer")
+        assert link.is_symlink() and target.read_text() == text and list(target.parent.iterdir()) == [target]
+    with pytest.raises(KeyboardInterrupt), output_to(link) as write:
+        write("never")
+        raise KeyboardInterrupt
+    assert target.read_text() == "newer" and list(target.parent.iterdir()) == [target]
+    with pytest.raises(InputError, match="loop: cannot be written"), output_to(loop):
+        pass
+    print("before")
+    with output_to(Path("/dev/stdout")) as write:
+        write("after\n")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
 def test_an_output_file_keeps_its_permissions(run, directory, tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("old")
@@ -272,6 +301,16 @@ def test_prompt_files_that_are_no_text(fails, directory, tmp_path):
     fails(["generate", "--model", directory, "--prompt-file", binary], binary)
     fails(["generate", "--model", directory, "--prompt-file", tmp_path], tmp_path)
     fails(["generate", "--model", directory, "--prompt-file", empty], "empty")
+    fails(["generate", "--model", directory, "--prompt-file", "-", "--prompt-file", "-"], "--prompt-file -", "once")
+
+
+def test_a_prompt_from_standard_input_or_with_a_byte_order_mark(fails, directory, tmp_path, monkeypatch):
+    marked = tmp_path / "marked"
+    marked.write_bytes(b"\xef\xbb\xbfdef main():\r\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def main():\n")))
+    assert read_texts("--prompt-file", [marked, Path("-")]) == ["def main():\n"] * 2
+    monkeypatch.setattr(sys, "stdin", None)
+    fails(["generate", "--model", directory, "--prompt-file", "-"], "standard input: cannot be read (it is closed)")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -311,3 +350,74 @@ def test_help_names_every_command(run):
     assert code == 0
     for command in ("demo", "generate", "info", "eval", "bench"):
         assert command in out
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0 and out.startswith("qspec-jax ") and "(jax " in out
+    loaded = "import sys; from qspec_jax.cli import main; from qspec_jax import InputError; print({'jax', 'typer'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "set()\n"  # so it is quick, and signals are taken care of before what is slow
+
+
+def test_json_has_no_infinities():
+    value = {"a": [1.5, float("-inf"), ("é", float("nan"))], "b": "\udcff"}
+    assert to_json(value) == '{"a": [1.5, null, ["\\u00e9", null]], "b": "\\udcff"}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out", "code", "said"),
+    [
+        (["info", DEMO], "/dev/full", 2, "No space left on device"),
+        (["info", DEMO, "--json"], "/dev/full", 2, "No space left on device"),
+        (["info", DEMO, "--json"], None, 2, "Bad file descriptor"),
+        (["--help"], "/dev/full", 2, "No space left on device"),
+        (["--version"], None, 2, "Bad file descriptor"),
+    ],
+)
+def test_standard_output_that_cannot_be_written(arguments, out, code, said, tmp_path):
+    process = processes.command_line(arguments, out and Path(out), tmp_path / "err")
+    process.join(60)
+    assert process.exitcode == code
+    assert (tmp_path / "err").read_text() == f"qspec: error: standard output: cannot be written ({said})\n"
+
+
+def test_a_stream_that_cannot_be_written(directory, tmp_path):
+    flags = ["--method", "autoregressive", "--max-new-tokens", 2, "--stream"]
+    process = processes.command_line([*GENERATE, directory, *flags], Path("/dev/full"), tmp_path / "err")
+    process.join(120)
+    assert process.exitcode == 2
+    assert "qspec: error: standard output: cannot be written (No space left on device)\n" in (tmp_path / "err").read_text()
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def test_messages_that_cannot_be_written(tmp_path):
+    for err in (None, Path("/dev/full")):
+        process = processes.command_line(["info", tmp_path], Path("/dev/null"), err)
+        process.join(60)
+        assert process.exitcode == 2
+
+
+def test_a_reader_that_leaves(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    process = processes.command_line(["info", DEMO], fifo, tmp_path / "err")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "err").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)  # its streams are opened, standard error last
+    os.close(reader)
+    process.join(60)
+    assert process.exitcode == 141 and (tmp_path / "err").read_text() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_are_imported(number, tmp_path):
+    for delay in (0, 0.1, 0.4, 0.9):
+        process = subprocess.Popen([sys.executable, "-m", "qspec_jax.cli", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        caught, deadline = 0, time.monotonic() + 60
+        while not caught >> (signal.SIGTERM - 1) & 1 and time.monotonic() < deadline:  # Python itself has taken no care of this one
+            caught = int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
+        time.sleep(delay)
+        process.send_signal(number)
+        assert (process.communicate(timeout=60), process.returncode) == ((b"", b""), 128 + number)

@@ -29,11 +29,12 @@ from qspec_jax.bench import (
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
-from qspec_jax.command_line import DtypeOption, Gamma, Json, Output, Seed, load, output_to, read_text, show
+from qspec_jax.command_line import DtypeOption, Gamma, Json, Output, Seed, load, show
 from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel
 from qspec_jax.demo import corpus
 from qspec_jax.errors import InputError
+from qspec_jax.files import output_to, read_text
 
 log = logging.getLogger(__name__)
 

@@ -25,14 +25,13 @@ from qspec_jax.command_line import (
     SensitiveLayers,
     load,
     number_list,
-    output_to,
-    read_text,
     show,
 )
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.demo import corpus
 from qspec_jax.evaluate import acceptance, acceptance_report, perplexity, perplexity_report, quantizers
 from qspec_jax.evaluate.needle_command import needle
+from qspec_jax.files import output_to, read_text
 
 log = logging.getLogger(__name__)
 

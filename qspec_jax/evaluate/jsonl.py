@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 from qspec_jax.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.batch import Request, Result
+from qspec_jax.files import is_replaced, output_to, real, to_json
 from qspec_jax.generate import token_lists
 from qspec_jax.model import Llama
 from qspec_jax.text import encoded
@@ -97,26 +98,22 @@ class Line:
     error: str | None = None
 
 
-def read_lines(path: Path, model: Llama, tokenizer, config: GenerationConfig, seed: int) -> list[Line]:
-    """Every line of the file; `config` is of what a line does not say. Raises InputError for a file that cannot be read.
+def read_lines(content: bytes, model: Llama, tokenizer, config: GenerationConfig, seed: int) -> list[Line]:
+    """Every line of a file's content but blank ones at its end; `config` is of what a line does not say.
 
     A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
     of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`. A line's draws are of its own seed, or of `seed` and its
     number.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     key = jax.random.key(seed)
-    return [_line(number, raw, model, tokenizer, config, key) for number, raw in enumerate(content.splitlines(), start=1)]
+    return [_line(number, raw, model, tokenizer, config, key) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
 
 
 def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array) -> Line:
     name = None
     try:
         try:
-            said = json.loads(raw)
+            said = json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise InputError("empty" if not raw.strip() else f"not JSON ({error})") from None
         if not isinstance(said, dict):
@@ -130,6 +127,16 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
         return Line(number, name, request)
     except InputError as error:
         return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:20]} is too large a number")
+    return number
 
 
 def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
@@ -165,17 +172,26 @@ def _own_key(seed: Any) -> jax.Array:
 
 
 class Journal:
-    """Results that are there already, in a file beside the output: a line each as they come, so that a run may be killed and go on."""
+    """Results that are there already, in a file beside the output: a line each as they come, so that a run may be killed and go on.
+
+    It is beside the file that a symbolic link leads to. A pipe or a device, which nothing can lie beside, has none: then `path` is None.
+    """
 
     def __init__(self, output: Path, run: str, *, overwrite: bool):
         """run: a hash of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to another
         run; unless overwrite says that it may go."""
-        self.output, self.path = output, output.with_name(output.name + ".partial")
+        self.output, self.path, self.done, self._file = output, None, {}, None
+        if not is_replaced(output):
+            return
+        place = real(output)
+        self.path = place.with_name(place.name + ".partial")
         if output.is_dir():
             raise InputError(f"{output}: is a folder; OUTPUT should be a file")
         if output.exists() and not overwrite:
             raise InputError(f"{output}: exists already; --overwrite replaces it")
         try:
+            if place.exists():
+                place.open("a").close()  # only written at the end, so it fails here
             self._file = self.path.open("ab+")
         except OSError as error:
             raise InputError(f"{output}: cannot be written ({error.strerror})") from None
@@ -199,7 +215,10 @@ class Journal:
         if header is not None and header != {"run": run}:
             if not overwrite:
                 self._file.close()
-                raise InputError(f"{self.path}: is of other prompts, settings or another model; remove it, or give --overwrite")
+                raise InputError(
+                    f"{self.path}: is of other prompts, settings or another model, or the model's files were copied or touched since; "
+                    "remove it, or give --overwrite"
+                )
             whole, done, header = 0, {}, None
         self._file.truncate(whole)
         if header is None:
@@ -207,28 +226,37 @@ class Journal:
         return done
 
     def add(self, result: dict) -> None:
-        self._write(result)
+        if self._file:
+            self._write(result)
         self.done[result["line"]] = result
 
     def _write(self, value: dict) -> None:
         try:
-            self._file.write(json.dumps(value).encode() + b"\n")
+            self._file.write(to_json(value).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); the same command goes on from there") from None
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}){self.goes_on}") from None
 
     def finish(self) -> None:
         """The output, in the order of the input, in place of the journal."""
-        ordered = "".join(json.dumps(self.done[number]) + "\n" for number in sorted(self.done))
-        self._file.close()
-        try:
-            draft = self.path.with_name(self.path.name + ".ordered")
-            draft.write_text(ordered, encoding="utf-8")
-            os.replace(draft, self.output)
-        except OSError as error:
-            raise InputError(f"{self.output}: cannot be written ({error.strerror})") from None
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        with output_to(self.output) as write:
+            for number in sorted(self.done):
+                write(to_json(self.done[number]) + "\n")
+        if self._file:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Lets another process have the journal."""
+        if self._file:
+            with contextlib.suppress(OSError):  # of a write that failed, and said so
+                self._file.close()
+
+    @property
+    def goes_on(self) -> str:
+        """The end of a message about a run that was cut short."""
+        return f"; the same command, with the same input, goes on from {self.path}" if self.path else ""
 
 
 def as_line(line: Line, result: Result) -> dict:
