@@ -400,7 +400,7 @@ def token_lists(
 
 def _check_ids(model: Llama, config: GenerationConfig) -> None:
     size = model.config.vocab_size
-    sequences = (config.logit_bias, config.banned_token_ids, *config.stop_token_ids)
+    sequences = (config.logit_bias, config.banned_token_ids, config.eos_token_ids or (), *config.stop_token_ids)
     for token in (token for sequence in sequences for token in sequence):
         if not 0 <= token < size:
             raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
@@ -413,7 +413,7 @@ def _check_ids(model: Llama, config: GenerationConfig) -> None:
 
 
 def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
-    most = model.config.max_length
+    most, short = model.config.max_length, model.config.short_length
     for i, row in enumerate(rows):
         if len(row) + config.max_new_tokens > most:
             room = most - len(row)
@@ -422,6 +422,13 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
             )
             raise InputError(
                 f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
+            )
+        # The last new token is never fed back.
+        if short is not None and len(row) <= short < len(row) + config.max_new_tokens - 1:
+            raise InputError(
+                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones cross the {short} tokens behind which the model "
+                f"turns to its long RoPE factors, which is not supported; ask for at most {short - len(row) + 1} new tokens, or give a "
+                f"prompt of more than {short}"
             )
 
 
