@@ -1,11 +1,14 @@
 """Checkpoints: the one table of tensor names, Hugging Face directories and their tensors, and loading these or converted ones."""
 
+import codecs
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -19,7 +22,7 @@ from tqdm import tqdm
 from qspec_jax import converted
 from qspec_jax.config import ARCHITECTURES, LlamaConfig, eos_token_ids, read_json
 from qspec_jax.errors import InputError
-from qspec_jax.hub import local
+from qspec_jax.hub import SMALL_FILES, local
 from qspec_jax.model import Llama
 
 log = logging.getLogger(__name__)
@@ -351,10 +354,24 @@ def load_tokenizer(directory: str | Path):
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        with _without_marks(directory) as folder:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
         reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
+
+
+@contextlib.contextmanager
+def _without_marks(directory: Path) -> Iterator[Path]:
+    """The directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
+    contents = {name: (directory / name).read_bytes() for name in SMALL_FILES if (directory / name).is_file()}
+    if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content.removeprefix(codecs.BOM_UTF8))
+        yield Path(folder)
 
 
 def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):

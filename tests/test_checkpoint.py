@@ -374,3 +374,6 @@ def test_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     model, tokenizer = load(tmp_path)
     assert tokenizer.encode("abba") == [0, 1, 1, 0] and model.config.vocab_size == 64
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")  # with a byte order mark
+    assert load(tmp_path)[1].encode("abba") == [0, 1, 1, 0]

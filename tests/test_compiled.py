@@ -17,7 +17,7 @@ from qspec_jax.cache import FullCache, HierarchicalCache
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import DECODE, PREPARE, generate
+from qspec_jax.generate import DECODE, PREPARE, alternatives, generate
 from qspec_jax.prefill import CHUNK_TOKENS, bucket, equal_parts
 
 # Buckets ---------------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_lists_of_settings_compile_once(compilations):
     few = dict(banned_token_ids=(1, 2, 3), logit_bias={4: -1.0}, stop_token_ids=((2, 3, 4), (5,)), top_logprobs=2, eos_token_ids=(3, 5))
     assert run(**few) == 0
     assert run(**few | {"top_logprobs": 8, "banned_token_ids": tuple(range(10, 17)), "stop_token_ids": ((7,) * 8,) * 8}) == 0
-    assert run(**few | {"top_logprobs": 67})  # no more than the vocabulary
+    assert alternatives(model, GenerationConfig(top_logprobs=67)) == 67  # no more than the vocabulary
 
 
 # What is kept ----------------------------------------------------------------------------------------------------------
