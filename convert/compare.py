@@ -70,6 +70,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
         if converted.digest(stored) != manifest.sha256.get(path):
             wrong.append(f"{place.name} of the source is not the tensor that was converted")
         weight = stored.astype(dtype, copy=False)
+        opened.examine(path, weight)
         if not _same_bits(np.asarray(next(weights)[1]), weight):
             wrong.append(f"{path} differs from {place.name}")
         if manifest.draft_bits == 4 and is_linear(path):
@@ -80,6 +81,8 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
+    if not compared:  # otherwise to load the source says it
+        opened.warn_of_not_finite()
     if compared and not _same_bits(_logits(load_model(source, dtype=manifest.dtype, progress=False)), _logits(load_model(directory))):
         wrong.append("the logits differ")
     most = float(np.max(errors)) if errors and np.isfinite(errors).all() else None

@@ -1,5 +1,6 @@
 """The config and the tokenizer's files, which go along with the weights."""
 
+import codecs
 from pathlib import Path
 
 from qspec_jax.errors import InputError
@@ -14,8 +15,9 @@ def copy_small_files(source: Path, directory: Path) -> None:
 
 
 def small_file(directory: Path, name: str) -> bytes | None:
-    """None where there is none. Raises InputError where it cannot be read."""
+    """Its bytes, without the byte order mark that some editors begin a file with and many readers of JSON refuse; None where there is
+    none. Raises InputError where it cannot be read."""
     try:
-        return (directory / name).read_bytes() if (directory / name).is_file() else None
+        return (directory / name).read_bytes().removeprefix(codecs.BOM_UTF8) if (directory / name).is_file() else None
     except OSError as error:
         raise InputError(f"{directory / name}: cannot be read ({error.strerror})") from None

@@ -13,6 +13,7 @@ from convert.placing import check_apart, written
 from convert.small_files import copy_small_files
 from qspec_jax import converted
 from qspec_jax.checkpoint import Place, load_config, places, weight_shapes
+from qspec_jax.config import read_json
 from qspec_jax.converted import TARGET, Manifest
 from qspec_jax.errors import InputError
 
@@ -78,7 +79,7 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         copy_small_files(source, unfinished)
-        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        raw = read_json(source / "config.json")
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
         (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)

@@ -141,12 +141,14 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
         pool = stack.enter_context(ThreadPoolExecutor(READERS))
         total = sum(map(source.read_bytes, source.places))
         bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
-        target, *draft = (stack.enter_context(_Saved(directory / name)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
+        folder = stack.enter_context(converted.for_orbax(directory))
+        target, *draft = (stack.enter_context(_Saved(folder / name)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
         def read(path: str, memory: np.ndarray) -> np.ndarray:
             stored = source.read(path, memory)
             sha256[path] = converted.digest(stored)
             weight = stored.astype(dtype, copy=False)
+            source.examine(path, weight)
             written[TARGET][path] = sha256[path] if weight is stored else converted.digest(weight)
             return weight
 
@@ -162,6 +164,7 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
                 if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
                     saved.add(quantized)
                     written[DRAFT] |= {path: converted.digest(weight) for path, weight in quantized.items()}
+    source.warn_of_not_finite()
     in_order = lambda hashes: {path: hashes[path] for path in source.places if path in hashes}
     return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}
 

@@ -1,11 +1,14 @@
 """Checkpoints: the one table of tensor names, Hugging Face directories and their tensors, and loading these or converted ones."""
 
+import codecs
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -17,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from qspec_jax import converted
-from qspec_jax.config import ARCHITECTURES, LlamaConfig, read_json, token_ids
+from qspec_jax.config import ARCHITECTURES, LlamaConfig, eos_token_ids, read_json
 from qspec_jax.errors import InputError
-from qspec_jax.hub import local
+from qspec_jax.hub import SMALL_FILES, local
 from qspec_jax.model import Llama
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,9 @@ _FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F6
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _COMPARED = 1 << 24  # numbers at a time
 _LOADED_AS = ("bfloat16", "float32", "float64")
+# The bits that are all set in infinities and NaNs alone: numpy takes several times as long to ask a bfloat16 what it is.
+_EXPONENTS = {np.float16: 0x7C00, ml_dtypes.bfloat16: 0x7F80, np.float32: 0x7F800000, np.float64: 0x7FF0000000000000}
+_EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +116,7 @@ def load_config(directory: str | Path) -> LlamaConfig:
     config = LlamaConfig.from_hf(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
-        eos = token_ids(read_json(generation).get("eos_token_id"), str(generation))
+        eos = eos_token_ids(read_json(generation).get("eos_token_id"), str(generation), config.vocab_size)
         config = dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
     return config
 
@@ -136,9 +142,12 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
             bar.update()
             # Cast on the host, so that the device never holds two copies.
             array = array.astype(wanted, copy=False)
+            source.examine(path, array)
             return jnp.asarray(array) if mesh is None else jax.device_put(array, converted.weight_sharding(shape, mesh))
 
-        return Llama(source.config, make)
+        model = Llama(source.config, make)
+    source.warn_of_not_finite()
+    return model
 
 
 def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
@@ -220,6 +229,7 @@ class Source:
         self.config = load_config(self.directory)
         self.tensors: dict[str, Tensor] = {}
         self.twice: list[tuple[str, Tensor, Tensor]] = []
+        self.not_finite: set[str] = set()
         self._open()
         if self.config.num_layers > len(self.tensors):  # before so many are counted
             raise InputError(
@@ -251,6 +261,17 @@ class Source:
                 f"{self.directory}: config.json says tie_word_embeddings, but {self.head} differs from the embedding; one of them is wrong"
             )
 
+    def examine(self, path: str, weight: np.ndarray) -> None:
+        """Remembers the tensor of a weight, in the dtype that it is used in, if there is an infinity or a NaN among its numbers."""
+        if not all_finite(weight):
+            self.not_finite.add(self.places[path].name)
+
+    def warn_of_not_finite(self) -> None:
+        """Logs which of the tensors that were examined hold infinities or NaNs."""
+        if names := sorted(self.not_finite):
+            hold = "1 tensor holds" if len(names) == 1 else f"{len(names)} tensors hold"
+            log.warning("%s: %s numbers that are not finite: %s", self.directory, hold, _some(names))
+
     @property
     def head(self) -> str:
         """The name of the head's tensor."""
@@ -269,8 +290,11 @@ class Source:
             named = read_json(index).get("weight_map")
             if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
                 raise InputError(f"{index}: weight_map should map tensors to files, and does not")
-            leads_out = lambda file: file in ("", ".", "..") or Path(file).name != file or "\\" in file or len(file.encode()) > 255
-            if outside := sorted(filter(leads_out, set(named.values()))):
+            # What is not printable may be half a surrogate pair, which no file's name can hold.
+            plain = lambda file: (
+                file.isprintable() and Path(file).name == file not in ("", "..") and "\\" not in file and len(file.encode()) <= 255
+            )
+            if outside := sorted(file for file in set(named.values()) if not plain(file)):
                 raise InputError(f"{index}: weight_map should name files beside it, not {_some(map(repr, outside))}")
         for name in sorted(set(named.values())) if named else ["model.safetensors"]:
             found = self._tensors_of(name)
@@ -330,10 +354,24 @@ def load_tokenizer(directory: str | Path):
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        with _without_marks(directory) as folder:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
         reason = f"{type(error).__name__}: {_one_line(error)}"
         raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
+
+
+@contextlib.contextmanager
+def _without_marks(directory: Path) -> Iterator[Path]:
+    """The directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
+    contents = {name: (directory / name).read_bytes() for name in SMALL_FILES if (directory / name).is_file()}
+    if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content.removeprefix(codecs.BOM_UTF8))
+        yield Path(folder)
 
 
 def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):
@@ -347,6 +385,14 @@ def stored_dtype(config: LlamaConfig) -> str:
         log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
         return "bfloat16"
     return config.dtype
+
+
+def all_finite(array: np.ndarray) -> bool:
+    """Whether there is neither an infinity nor a NaN in an array of floats, looked at a part at a time."""
+    exponent = np.array(_EXPONENTS[array.dtype.type], f"u{array.itemsize}")
+    bits = array.reshape(-1).view(exponent.dtype)
+    parts = (bits[i : i + _EXAMINED] for i in range(0, len(bits), _EXAMINED))
+    return all((part & exponent).max() != exponent for part in parts)
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -1,20 +1,56 @@
-"""Functions compiled ahead of time."""
+"""Functions compiled ahead of time, and how many programs a process keeps of them."""
 
+import dataclasses
+import functools
+import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import jax
 
+log = logging.getLogger(__name__)
+
+MOST_PROGRAMS = 256
+FEWEST_PROGRAMS = 8  # that are kept however much memory is mapped: what else maps it is not ours
+# Linux ends a process, within XLA, that maps more pieces of memory than this file says. On a CPU each layer of a program maps some 75.
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+_lock = threading.Lock()
+_clock = itertools.count()
+
+
+def rounded_up(count: int) -> int:
+    """The next power of two, at least 8: the size of a list that is padded, so that few sizes are compiled. 0 stays 0."""
+    return max(8, 1 << (count - 1).bit_length()) if count else 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Program:
+    """An executable once it is compiled, by whoever holds the lock; used: when it was asked for last."""
+
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    executable: jax.stages.Compiled | None = None
+    used: int = 0
+
 
 class Compiled:
-    """A function jitted ahead of time, so that compiling is timed apart from running and every executable can be counted."""
+    """A function jitted ahead of time, so that compiling is timed apart from running and every executable can be counted.
+
+    Of all such functions together a process keeps the programs used last: `MOST_PROGRAMS`, and on Linux no more than map half of the
+    pieces of memory that a process may. What is dropped is compiled again when it is needed.
+    """
+
+    _all: ClassVar[WeakSet["Compiled"]] = WeakSet()
 
     def __init__(self, function: Callable, **jit_options):
-        self._jitted = jax.jit(function, **jit_options)
-        self.executables: dict[Any, jax.stages.Compiled] = {}
-        self._locks: dict[Any, threading.Lock] = {}
+        self._function, self._jit_options = function, jit_options
+        self.programs: dict[Any, _Program] = {}
+        with _lock:
+            self._all.add(self)
 
     def compile(self, *args, **static) -> tuple[jax.stages.Compiled, float]:
         """The executable for these arguments, or shapes, and the seconds spent on making it: 0 the second time.
@@ -23,13 +59,68 @@ class Compiled:
         """
         leaves, tree = jax.tree.flatten(args)
         key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
-        with self._locks.setdefault(key, threading.Lock()):
-            if key in self.executables:
-                return self.executables[key], 0.0
+        with _lock:
+            program = self.programs.setdefault(key, _Program())
+            program.used = next(_clock)
+        with program.lock:
+            if program.executable is not None:
+                return program.executable, 0.0
             began = time.perf_counter()
-            self.executables[key] = self._jitted.lower(*args, **static).compile()
-            return self.executables[key], time.perf_counter() - began
+            try:
+                program.executable = self._jitted().lower(*args, **static).compile()
+            except BaseException:
+                with _lock:
+                    self.programs.pop(key, None)
+                raise
+            seconds = time.perf_counter() - began
+        _drop_oldest()
+        return program.executable, seconds
 
     def shapes(self, *args, **static) -> Any:
         """Shapes of what the function returns."""
-        return self._jitted.eval_shape(*args, **static)
+        return self._jitted().eval_shape(*args, **static)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drops the programs of all such functions, and frees those that nobody runs."""
+        with _lock:
+            for compiled in cls._all:
+                compiled.programs.clear()
+
+    def _jitted(self):
+        # Of a function of its own: JAX keeps every program of a function for as long as the function is there.
+        @functools.wraps(self._function)
+        def own(*args, **static):
+            return self._function(*args, **static)
+
+        return jax.jit(own, **self._jit_options)
+
+
+def _drop_oldest() -> None:
+    """Until few enough programs are kept."""
+    while True:
+        with _lock:
+            kept = [
+                (program.used, compiled, key)
+                for compiled in Compiled._all
+                for key, program in compiled.programs.items()
+                if program.executable is not None
+            ]
+            if len(kept) <= (FEWEST_PROGRAMS if _too_many_maps() else MOST_PROGRAMS):
+                return
+            _, compiled, key = min(kept, key=lambda one: one[0])
+            del compiled.programs[key]
+        log.warning(
+            "the compiled program of %s that was used longest ago is dropped, %d are kept; it is compiled again when it is needed",
+            compiled._function.__name__,
+            len(kept) - 1,
+        )
+
+
+def _too_many_maps() -> bool:
+    """Whether more than half of the pieces of memory are mapped that may be; nobody counts them but Linux."""
+    try:
+        with _MAPS.open("rb") as maps:
+            return 2 * sum(1 for _ in maps) > int(_MOST_MAPS.read_text())
+    except OSError:
+        return False

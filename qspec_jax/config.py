@@ -127,6 +127,13 @@ class LlamaConfig:
                 return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
         return self.max_position_embeddings
 
+    @property
+    def short_length(self) -> int | None:
+        """The longest sequence with Phi-3's short RoPE factors; with one token more transformers computes the whole cache anew with the
+        long ones. None: nothing is computed anew at any length."""
+        recomputed = ARCHITECTURES[self.architecture].only_longrope and self.rope.rope_type == "longrope"
+        return self.rope.original_max_position_embeddings if recomputed else None
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json") -> "LlamaConfig":
         """Reads a config.json (its path, or its contents).
@@ -166,8 +173,9 @@ class _Reader:
         if value is None:
             raise self.error(f"{name} is missing")
         try:
-            good = not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
-        except (TypeError, OverflowError):
+            # A whole number written as 48.0 is none to transformers, which reads the file for the tokenizer.
+            good = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
+        except OverflowError:
             good = False
         if not good:
             raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
@@ -200,10 +208,10 @@ class _Reader:
             raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
         positions = self.number("max_position_embeddings")
         bias = lambda which: self.flag(which) if isinstance(which, str) else which
-        layers = self.number("num_hidden_layers")
+        layers, vocab_size = self.number("num_hidden_layers"), self.number("vocab_size")
         config = LlamaConfig(
             architecture=self.name,
-            vocab_size=self.number("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=self.number("intermediate_size"),
             num_layers=layers,
@@ -218,12 +226,18 @@ class _Reader:
             output_bias=bias(self.architecture.output_bias),
             mlp_bias=bias(self.architecture.mlp_bias),
             qk_norm=self.architecture.qk_norm,
-            eos_token_ids=token_ids(raw.get("eos_token_id"), self.source),
+            eos_token_ids=self.eos_token_ids(vocab_size),
             dtype=self.dtype(),
             nope_layers=self.nope_layers(layers) if self.architecture.nope else (),
         )
         self.refuse_sliding_window(config)
         return config
+
+    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        ids = self.raw.get("eos_token_id")
+        # What is assumed for the architecture's own vocabulary is no mistake in a file that has a smaller one.
+        assumed = ids is not None and ids == dict(self.architecture.defaults).get("eos_token_id")
+        return (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
 
     def nope_layers(self, layers: int) -> tuple[int, ...]:
         given = self.raw.get("no_rope_layers")
@@ -323,7 +337,7 @@ class _Reader:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; InputError when it cannot be read or is no object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
@@ -333,11 +347,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def token_ids(value: Any, source: str) -> tuple[int, ...]:
-    """One token id or a list of them, as a tuple."""
+def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
         raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")
+    if outside := [v for v in values if v >= vocab_size]:
+        raise InputError(f"{source}: eos_token_id {outside[0]} should be in the vocabulary, below vocab_size {vocab_size}")
     return tuple(values)
 
 

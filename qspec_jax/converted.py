@@ -1,10 +1,13 @@
 """Converted checkpoints: a directory with a manifest, an Orbax checkpoint of the target, perhaps one of the draft, and the small files of
 the source. What `convert` writes is read here."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +30,7 @@ FORMAT = 2
 TARGET, DRAFT = "target", "draft"
 BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's own work takes longer than that
 LOADED_BYTES = 1 << 30  # that are on their way to the device at once
+_PLAIN = re.compile(r"[\w/.,=+@~ -]*")  # paths that Orbax takes as they are: it looks for files by patterns, and reads \ as /
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +66,32 @@ def is_converted(directory: Path) -> bool:
 def read_manifest(directory: Path) -> Manifest:
     """Raises InputError for one that this version cannot read, and where files that it names are not there whole."""
     raw = read_json(directory / MANIFEST)
-    names = {field.name for field in dataclasses.fields(Manifest)}
-    known = raw.get("dtype") in ("bfloat16", "float32") and raw.get("draft_bits") in (4, 16)
-    whole = raw.keys() == names and all(isinstance(raw[name], dict) for name in ("shapes", "sha256", "written", "files"))
-    whole = whole and raw["written"].keys() == {TARGET, DRAFT}
-    if raw.get("format") != FORMAT or not known or not whole or not all(isinstance(shape, list) for shape in raw["shapes"].values()):
+    if not _is_manifest(raw):
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
     sizes = stored_files(directory)
     if lost := [name for name, size in raw["files"].items() if sizes.get(name) != size]:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise InputError(f"{directory}: {lost[0]}{more} of it is not there, or not whole; copy it again, or convert again")
     return Manifest(**raw)
+
+
+def _is_manifest(raw: Mapping[str, Any]) -> bool:
+    if raw.keys() != {field.name for field in dataclasses.fields(Manifest)} or raw["format"] != FORMAT:
+        return False
+    whole = lambda number: isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    holds = lambda found, fits: isinstance(found, dict) and all(map(fits, found.values()))
+    texts = lambda found: holds(found, lambda value: isinstance(value, str))
+    return (
+        isinstance(raw["source"], str)
+        and raw["dtype"] in ("bfloat16", "float32")
+        and raw["draft_bits"] in (4, 16)
+        and holds(raw["shapes"], lambda shape: isinstance(shape, list) and all(map(whole, shape)))
+        and holds(raw["written"], texts)
+        and raw["written"].keys() == {TARGET, DRAFT}
+        and holds(raw["files"], whole)
+        and texts(raw["sha256"])
+        and texts(raw["versions"])
+    )
 
 
 def digest(weight: Any) -> str:
@@ -123,18 +142,34 @@ def restored(
 def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
-    directory = directory.resolve()  # Orbax takes no relative path
     wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(x.shape, mesh))
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
-        with context:
-            found = ocp.load(directory / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
+        with context, for_orbax(directory.resolve()) as folder:  # Orbax takes no relative path
+            found = ocp.load(folder / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
     return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def for_orbax(directory: Path) -> Iterator[Path]:
+    """A path to the directory by which Orbax can read and write in it: by a link where its own has characters such as [ or ?.
+
+    directory: absolute. Raises InputError where the folder of temporary files has such a name too.
+    """
+    if _PLAIN.fullmatch(str(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        if not _PLAIN.fullmatch(folder):
+            raise InputError(f"{directory}: Orbax cannot use a path with such characters; give another, or set TMPDIR to one without them")
+        link = Path(folder, "checkpoint")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
 
 
 def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:

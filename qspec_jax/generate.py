@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Key
 
 from qspec_jax import decode, prefill
 from qspec_jax.cache import empty_cache
-from qspec_jax.compiled import Compiled
+from qspec_jax.compiled import Compiled, rounded_up
 from qspec_jax.config import CacheConfig, GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, Limits, Logprobs, Step
 from qspec_jax.drafts import quantspec
@@ -283,7 +283,7 @@ class _Run:
         max_new_tokens = prefill.bucket(self.config.max_new_tokens)
         args = (self.target, tokens, n, sampler, self.keys, limits)
         static = dict(cache=self.config.cache_config, capacity=tokens.shape[1] + max_new_tokens, max_new_tokens=max_new_tokens)
-        run_prepare, self.compile_s = PREPARE.compile(*args, **static, gamma=self.gamma, logprobs=self.config.logprobs)
+        run_prepare, self.compile_s = PREPARE.compile(*args, **static, gamma=self.gamma, logprobs=alternatives(self.model, self.config))
         jax.block_until_ready(self.draft)
         began = time.perf_counter()
         state = jax.block_until_ready(run_prepare(*args))
@@ -334,7 +334,7 @@ def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
     return Limits(
         column("max_new_tokens", jnp.int32),
         column("num_speculative_tokens", jnp.int32),
-        jnp.array(eos or (-1,), jnp.int32),
+        jnp.array(eos + (-1,) * (rounded_up(max(1, len(eos))) - len(eos)), jnp.int32),
         _stop_sequences(configs),
         make_processors(*configs),
         column("min_draft_confidence", jnp.float32) if any(config.min_draft_confidence for config in configs) else None,
@@ -347,13 +347,19 @@ def eos_ids(model: Llama, config: GenerationConfig) -> tuple[int, ...]:
     return model.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
 
 
+def alternatives(model: Llama, *configs: GenerationConfig) -> int | None:
+    """To how many alternatives log-probabilities are computed: all that a row asks for, or more. None: not even to the token."""
+    asked = [config.logprobs for config in configs if config.logprobs is not None]
+    return min(rounded_up(max(asked)), model.config.vocab_size) if asked else None
+
+
 def _stop_sequences(configs: Sequence[GenerationConfig]) -> Int[Array, "B K L"] | None:
     """As `decode.Limits` wants them; None where no row has any."""
     sequences = [config.stop_token_ids for config in configs]
     lengths = [len(sequence) for of_row in sequences for sequence in of_row]
     if not lengths:
         return None
-    stop = np.full((len(configs), max(map(len, sequences)), max(lengths)), -1, np.int32)
+    stop = np.full((len(configs), rounded_up(max(map(len, sequences))), rounded_up(max(lengths))), -1, np.int32)
     for row, of_row in zip(stop, sequences):
         for columns, sequence in zip(row, of_row):
             columns[len(columns) - len(sequence) :] = sequence
@@ -400,7 +406,7 @@ def token_lists(
 
 def _check_ids(model: Llama, config: GenerationConfig) -> None:
     size = model.config.vocab_size
-    sequences = (config.logit_bias, config.banned_token_ids, *config.stop_token_ids)
+    sequences = (config.logit_bias, config.banned_token_ids, config.eos_token_ids or (), *config.stop_token_ids)
     for token in (token for sequence in sequences for token in sequence):
         if not 0 <= token < size:
             raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
@@ -413,7 +419,7 @@ def _check_ids(model: Llama, config: GenerationConfig) -> None:
 
 
 def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
-    most = model.config.max_length
+    most, short = model.config.max_length, model.config.short_length
     for i, row in enumerate(rows):
         if len(row) + config.max_new_tokens > most:
             room = most - len(row)
@@ -422,6 +428,13 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
             )
             raise InputError(
                 f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
+            )
+        # The last new token is never fed back.
+        if short is not None and len(row) <= short < len(row) + config.max_new_tokens - 1:
+            raise InputError(
+                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones cross the {short} tokens behind which the model "
+                f"turns to its long RoPE factors, which is not supported; ask for at most {short - len(row) + 1} new tokens, or give a "
+                f"prompt of more than {short}"
             )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from qspec_jax.compiled import rounded_up
 from qspec_jax.config import GenerationConfig
 
 NOWHERE = np.iinfo(np.int32).max  # an id outside any vocabulary
@@ -51,7 +52,7 @@ class Processors:
 def make_processors(*configs: GenerationConfig) -> Processors | None:
     """Of each row; None where no config asks for any."""
     biases = [config.logit_bias | dict.fromkeys(config.banned_token_ids, -np.inf) for config in configs]
-    width = max(map(len, biases))
+    width = rounded_up(max(map(len, biases)))
     ids = np.full((len(configs), width), NOWHERE, np.int32)
     values = np.zeros((len(configs), width), np.float32)
     for row, bias in enumerate(biases):

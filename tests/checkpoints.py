@@ -147,6 +147,11 @@ def case_lengths(name: str) -> tuple[int, ...]:
     return (24, 32, 33, 48) if CASES[name]["rope_parameters"]["rope_type"] in ("dynamic", "longrope") else (48,)
 
 
+# Prompts and new tokens of "phi3-longrope" that lie on one side of its original length, 32, as near to it as can be: the last new token is
+# never fed back.
+CONTINUED = ((25, 8), (33, 8))
+
+
 def case_tokens(name: str) -> np.ndarray:
     """Two rows of 48 tokens."""
     return (_uniform(name, 0, 2 * 48) * CASES[name]["vocab_size"]).astype(np.int32).reshape(2, 48)

@@ -1,6 +1,5 @@
 """Running the command line within a test, and a model for it."""
 
-import gc
 from pathlib import Path
 
 import jax
@@ -33,9 +32,7 @@ def _compiles_fast(request):
 def _forget_programs():
     """A process may map no more than some 65,000 pieces of memory, and each program takes several: XLA crashes where they run out."""
     yield
-    # isinstance asks an object for its class, of which some of other libraries warn.
-    for compiled in [found for found in gc.get_objects() if type(found) is Compiled]:
-        compiled.executables.clear()
+    Compiled.forget()
     jax.clear_caches()
 
 

@@ -1,4 +1,5 @@
-"""Makes tests/goldens/logits.npz: transformers' float32 logits of every case of tests/checkpoints.py.
+"""Makes tests/goldens/logits.npz: transformers' float32 logits of every case of tests/checkpoints.py, and a few
+continuations.
 
 Needs torch and transformers, which the project itself does not. In an environment of its own:
 
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from checkpoints import CASES, GOLDENS, case_lengths, case_tokens, known_to_transformers, old_spelling, write_checkpoint
+from checkpoints import CASES, CONTINUED, GOLDENS, case_lengths, case_tokens, known_to_transformers, old_spelling, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 
@@ -34,6 +35,13 @@ def logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarra
     return model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False).logits.numpy()
 
 
+@torch.no_grad()
+def continuation(model: transformers.PreTrainedModel, tokens: np.ndarray, new: int) -> np.ndarray:
+    prompts = torch.from_numpy(tokens.astype(np.int64))
+    settings = dict(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)[:, tokens.shape[1] :].numpy().astype(np.int32)
+
+
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     goldens = {}
@@ -41,6 +49,8 @@ def main() -> None:
         for name, config in ((name, known_to_transformers(config)) for name, config in CASES.items()):
             new = load(write_checkpoint(Path(scratch, "new", name), config))
             old = load(write_checkpoint(Path(scratch, "old", name), old_spelling(config), shards=3))
+            for length, count in CONTINUED if name == "phi3-longrope" else ():
+                goldens[f"{name}-{length}+{count}"] = continuation(new, case_tokens(name)[:, :length], count)
             for length in case_lengths(name):
                 tokens = case_tokens(name)[:, :length]
                 golden = goldens[f"{name}-{length}"] = logits(new, tokens)

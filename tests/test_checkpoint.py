@@ -12,7 +12,8 @@ import pytest
 from checkpoints import MODEL_TYPES, hf_config, random_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax.checkpoint import Source, load, load_config, load_model, load_tokenizer, places
+from convert import convert, verify
+from qspec_jax.checkpoint import Source, all_finite, load, load_config, load_model, load_tokenizer, places
 from qspec_jax.errors import InputError
 from qspec_jax.model import Llama
 
@@ -108,6 +109,31 @@ def test_float64_needs_64_bit_jax(tmp_path):
         load_model(directory)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_numbers_that_are_not_finite(dtype):
+    finite = np.linspace(-1, 1, (1 << 17) + 3).astype(dtype)
+    largest = np.asarray(ml_dtypes.finfo(finite.dtype).max, finite.dtype)
+    for value, expected in ((largest, True), (-largest, True), (np.inf, False), (-np.inf, False), (np.nan, False)):
+        for at in (0, len(finite) - 1):
+            changed = finite.copy()
+            changed[at] = value
+            assert all_finite(changed.reshape(-1, 5) if len(changed) % 5 == 0 else changed) == expected
+    assert all_finite(finite[:0])
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path, caplog):
+    tensors = random_tensors(hf_config())
+    for name, value in (("lm_head.weight", np.nan), ("model.layers.1.mlp.up_proj.weight", -np.inf)):
+        tensors[name] = tensors[name].copy()
+        tensors[name][3, 5] = value
+    directory = write_checkpoint(tmp_path / "hf", hf_config(), tensors=tensors)
+    said = f"{directory}: 2 tensors hold numbers that are not finite: lm_head.weight, model.layers.1.mlp.up_proj.weight"
+    for reads in (load_model, lambda source: convert(source, tmp_path / "out"), lambda source: verify(source, tmp_path / "out")):
+        caplog.clear()
+        reads(directory)
+        assert [record.getMessage() for record in caplog.records if "finite" in record.getMessage()] == [said]
+
+
 def test_buffers_of_old_checkpoints_are_ignored(tmp_path):
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32) for i in range(2)}
     buffers["model.rotary_emb.inv_freq"] = np.ones(32, np.float32)
@@ -195,6 +221,7 @@ NOT_JSON = [
     (_without("config.json"), ("config.json", "cannot be read")),
     (_overwrite("generation_config.json", "{"), ("generation_config.json", "not valid JSON")),
     (_overwrite("generation_config.json", '{"eos_token_id": "</s>"}'), ("generation_config.json", "eos_token_id", "</s>")),
+    (_overwrite("generation_config.json", '{"eos_token_id": 64}'), ("generation_config.json", "eos_token_id 64", "below vocab_size 64")),
 ]
 
 ONE_FILE = [
@@ -221,7 +248,7 @@ SHARDS = [
     (_overwrite(INDEX, '{"weight_map": {"model.norm.weight": 3}}'), (INDEX, "weight_map")),
     *(
         (_outside(file), (INDEX, "files beside it", repr(file)))
-        for file in ("../x.safetensors", "/etc/passwd", "a/b", "..", ".", "a\\b", "")
+        for file in ("../x.safetensors", "/etc/passwd", "a/b", "..", ".", "a\\b", "", "\ud800")
     ),
     (_again(1.0), ("model.norm.weight is in both model-00001-of-00003.safetensors", "differs")),
     (
@@ -347,3 +374,6 @@ def test_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     model, tokenizer = load(tmp_path)
     assert tokenizer.encode("abba") == [0, 1, 1, 0] and model.config.vocab_size == 64
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")  # with a byte order mark
+    assert load(tmp_path)[1].encode("abba") == [0, 1, 1, 0]

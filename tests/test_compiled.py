@@ -5,17 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import faults
 from runs import random_model, random_prompts
 
+from qspec_jax import compiled
 from qspec_jax.cache import FullCache, HierarchicalCache
 from qspec_jax.compiled import Compiled
 from qspec_jax.config import GenerationConfig
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import DECODE, PREPARE, generate
+from qspec_jax.generate import DECODE, PREPARE, alternatives, generate
 from qspec_jax.prefill import CHUNK_TOKENS, bucket, equal_parts
 
 # Buckets ---------------------------------------------------------------------------------------------------------------
@@ -71,13 +73,13 @@ def test_prompts_of_a_bucket_compile_once(compilations):
 
     def run(length: int, key: int = 0, **settings):
         config = GenerationConfig(**({"max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0} | settings))
-        before = len(PREPARE.executables), len(DECODE.executables), len(compilations)
+        before = len(PREPARE.programs), len(DECODE.programs), len(compilations)
         out = generate(model, random_prompts([length], 61), config=config, draft=draft, key=jax.random.key(key))
-        grown = len(PREPARE.executables) - before[0], len(DECODE.executables) - before[1]
+        grown = len(PREPARE.programs) - before[0], len(DECODE.programs) - before[1]
         return grown, out.stats.compile_s, len(compilations) - before[2]
 
-    grown, seconds, compiled = run(7)
-    assert grown == (1, 1) and seconds > 0 and compiled >= 2
+    grown, seconds, made = run(7)
+    assert grown == (1, 1) and seconds > 0 and made >= 2
     for length in (1, 2, 63, 64):
         for settings in ({}, {"max_new_tokens": 64}, {"max_new_tokens": 1}, {"temperature": 0.3}, {"eos_token_ids": (5,)}):
             assert run(length, length, **settings) == ((0, 0), 0.0, 0), (length, settings)
@@ -85,6 +87,68 @@ def test_prompts_of_a_bucket_compile_once(compilations):
     plain = {"method": "autoregressive"}
     assert run(64, **plain)[0] == run(65, **plain)[0] == run(64, max_new_tokens=65, **plain)[0] == (1, 1)
     assert run(63, **plain) == ((0, 0), 0.0, 0)
+
+
+def test_lists_of_settings_compile_once(compilations):
+    model = random_model(jnp.float32, vocab_size=67, num_hidden_layers=1)  # shapes that no other test has
+
+    def run(**settings):
+        config = GenerationConfig(max_new_tokens=5, method="autoregressive", cache="int8", group_size=4, **settings)
+        before = len(compilations)
+        out = generate(model, random_prompts([7], 67), config=config)
+        assert [len(place) for place in out.top_logprobs[0]] == [config.top_logprobs] * len(out.token_ids[0])
+        return len(compilations) - before
+
+    assert run(banned_token_ids=(1,), stop_token_ids=((2,),), top_logprobs=1, ignore_eos=True)
+    few = dict(banned_token_ids=(1, 2, 3), logit_bias={4: -1.0}, stop_token_ids=((2, 3, 4), (5,)), top_logprobs=2, eos_token_ids=(3, 5))
+    assert run(**few) == 0
+    assert run(**few | {"top_logprobs": 8, "banned_token_ids": tuple(range(10, 17)), "stop_token_ids": ((7,) * 8,) * 8}) == 0
+    assert alternatives(model, GenerationConfig(top_logprobs=67)) == 67  # no more than the vocabulary
+
+
+# What is kept ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_programs_used_longest_ago_are_dropped(monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(compiled, "_too_many_maps", lambda: False)
+    Compiled.forget()
+    one, two = Compiled(lambda x: x + 1), Compiled(lambda x: x * 2)
+    live = lambda: len(jax.devices()[0].client.live_executables())
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.float32, sharding=jnp.zeros(()).sharding) for n in range(1, 6)]
+    x = jnp.ones(1)
+    before = live()
+    seconds = lambda program, i: program.compile(shapes[i])[1]
+    assert all(seconds(program, 0) for program in (one, two)) and seconds(one, 1) and live() == before + 3
+    assert seconds(one, 0) == 0.0 and not caplog.records  # now the only one of `two` is the oldest
+    running, _ = two.compile(shapes[0])
+    assert seconds(two, 1) and (len(one.programs), len(two.programs)) == (1, 2)  # of `one` the second went
+    assert "is dropped, 3 are kept; it is compiled again when it is needed" in caplog.text
+    assert live() == before + 3 and seconds(one, 1) > 0 and seconds(two, 1) == 0.0
+    assert np.array_equal(running(x), [2.0])
+    monkeypatch.setattr(compiled, "FEWEST_PROGRAMS", 1)
+    monkeypatch.setattr(compiled, "_too_many_maps", lambda: True)
+    del running
+    assert seconds(two, 2) and (len(one.programs), len(two.programs)) == (0, 1) and live() == before + 1
+
+
+def test_a_program_that_cannot_be_compiled_is_not_kept():
+    bad = Compiled(lambda x: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            bad.compile(jnp.ones(3))
+    assert not bad.programs
+
+
+def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
+    for lines, most, expected in ((3, 6, False), (4, 7, True)):
+        (tmp_path / "maps").write_text("x\n" * lines)
+        (tmp_path / "most").write_text(f"{most}\n")
+        monkeypatch.setattr(compiled, "_MAPS", tmp_path / "maps")
+        monkeypatch.setattr(compiled, "_MOST_MAPS", tmp_path / "most")
+        assert compiled._too_many_maps() == expected
+    (tmp_path / "maps").unlink()
+    assert not compiled._too_many_maps()  # nobody tells
 
 
 # The loop --------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def test_reads_a_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(hf_config()))
     assert LlamaConfig.from_hf(path) == LlamaConfig.from_hf(str(path)) == LlamaConfig.from_hf(hf_config())
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # with a byte order mark
+    assert LlamaConfig.from_hf(path) == LlamaConfig.from_hf(hf_config())
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,7 @@ def test_max_length(settings, longest):
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"intermediate_size": -96}, "intermediate_size is -96"),
+        ({"intermediate_size": 96.0}, "intermediate_size is 96.0, not a whole number"),
         ({"vocab_size": INF}, "vocab_size is inf"),
         ({"vocab_size": NAN}, "vocab_size is nan"),
         ({"vocab_size": 10**400}, "vocab_size is 1000"),
@@ -225,6 +228,7 @@ def test_max_length(settings, longest):
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": [2, -1]}, "eos_token_id"),
         ({"eos_token_id": True}, "eos_token_id"),
+        ({"eos_token_id": [2, 10**12]}, "eos_token_id 1000000000000 should be in the vocabulary, below vocab_size 64"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is a mixture of experts"),

@@ -257,6 +257,35 @@ def test_relative_paths_and_links(source, tmp_path, monkeypatch):
     assert bits(load_model(tmp_path / "here")) == bits(load_model(source))
 
 
+@pytest.mark.parametrize("name", ["out[1]", "o*", "a\\b"])
+def test_names_that_orbax_takes_for_patterns(name, source, tmp_path):
+    around = tmp_path / name
+    convert(source, around / name, draft_bits=4)
+    assert not verify(source, around / name).wrong
+    assert drafts.stored(around / name, load_model(around / name)) is not None
+    export(around / name, around / "back")
+    assert bits(load_model(around / "back")) == bits(load_model(source))
+    assert sorted(path.name for path in around.iterdir()) == sorted([name, "back"])
+
+
+def test_nor_are_they_for_temporary_files(source, tmp_path, monkeypatch):
+    (tmp_path / "t[1]").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t[1]"))
+    refused("set TMPDIR", source, tmp_path / "out[1]")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "t[1]"]
+
+
+def test_a_byte_order_mark_stays_behind(source, tmp_path):
+    (source / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8-sig")
+    (source / "config.json").write_text((source / "config.json").read_text(), encoding="utf-8-sig")
+    convert(source, tmp_path / "out")
+    assert not verify(source, tmp_path / "out", logits=False).wrong
+    export(tmp_path / "out", tmp_path / "back")
+    for directory in (tmp_path / "out", tmp_path / "back"):
+        assert load_config(directory).eos_token_ids == (5,)
+        assert all(json.loads((directory / name).read_text(encoding="utf-8")) for name in ("config.json", "generation_config.json"))
+
+
 def test_what_the_manifest_says_and_what_is_checked(source, tmp_path):
     report = convert(source, tmp_path / "out", draft_bits=4, dtype="bfloat16")
     manifest = json.loads((tmp_path / "out" / "qspec.json").read_text())

@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import CASES, GOLDENS, HEAD_DIMS, MODEL_TYPES, ROPE_TYPES, case_lengths, case_tokens, old_spelling, write_checkpoint
+from checkpoints import (
+    CASES,
+    CONTINUED,
+    GOLDENS,
+    HEAD_DIMS,
+    MODEL_TYPES,
+    ROPE_TYPES,
+    case_lengths,
+    case_tokens,
+    old_spelling,
+    write_checkpoint,
+)
 from runs import random_model
 
 from pallas_kernels.append import split_and_rotate
@@ -17,7 +28,9 @@ from pallas_kernels.kv_format import FullLayer, Lengths
 from qspec_jax import calibrate, prefill
 from qspec_jax.cache import empty_cache
 from qspec_jax.checkpoint import load_model
-from qspec_jax.config import CacheConfig, LlamaConfig
+from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig
+from qspec_jax.errors import InputError
+from qspec_jax.generate import generate
 from qspec_jax.model import Llama
 from qspec_jax.quantize import quantize_linears
 
@@ -57,6 +70,19 @@ def test_logits_equal_transformers(name, tmp_path):
             logits = one_pass(model, case_tokens(name), length)
             assert logits.dtype == jnp.float32
             np.testing.assert_allclose(logits, goldens[f"{name}-{length}"], rtol=0, atol=1e-4, err_msg=f"{name}, {length} tokens")
+
+
+def test_continuations_on_one_side_of_the_short_length_equal_transformers(tmp_path):
+    model = load_model(write_checkpoint(tmp_path, CASES["phi3-longrope"]), progress=False)
+    settings = dict(method="autoregressive", ignore_eos=True)
+    with np.load(GOLDENS) as goldens:
+        for length, new in CONTINUED:
+            config = GenerationConfig(max_new_tokens=new, **settings)
+            tokens = generate(model, case_tokens("phi3-longrope")[:, :length].tolist(), config=config).token_ids
+            assert tokens == goldens[f"phi3-longrope-{length}+{new}"].tolist()
+    for length, new, most in ((25, 9, 8), (32, 2, 1), (1, 96, 32)):
+        with pytest.raises(InputError, match=f"cross the 32 tokens .* at most {most} new tokens, or give a prompt of more than 32"):
+            generate(model, [[1] * length], config=GenerationConfig(max_new_tokens=new, **settings))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -226,6 +226,7 @@ def test_sensitive_layers(float64):
         ({"banned_token_ids": tuple(range(64))}, "no token is left"),
         ({"banned_token_ids": tuple(range(1, 64)), "min_new_tokens": 1, "eos_token_ids": (0,)}, "no token is left"),
         ({"stop_token_ids": ((1, -1),)}, "token id -1"),
+        ({"eos_token_ids": (10**12,)}, "token id 1000000000000"),
         ({"top_logprobs": 65}, "vocabulary of 64"),
         ({"stop": ("x",)}, "tokenizer"),
     ],

@@ -22,7 +22,7 @@ from qspec_jax.config import GenerationConfig
 from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
-from qspec_jax.generate import DECODE, PREPARE, Row, make_limits, most_drafts, summary, token_lists
+from qspec_jax.generate import DECODE, PREPARE, Row, alternatives, make_limits, most_drafts, summary, token_lists
 from qspec_jax.model import Llama
 from qspec_jax.sampling import Sampler, make_sampler
 
@@ -154,7 +154,7 @@ class _Slots:
             capacity=max(prefill.bucket(len(r.tokens)) for r in requests) + prefill.bucket(longest.max_new_tokens),
             max_new_tokens=prefill.bucket(longest.max_new_tokens),
             gamma=gamma,
-            logprobs=max((config.logprobs for config in configs if config.logprobs is not None), default=None),
+            logprobs=alternatives(model, *configs),
         )
         self.target = CachedModel(model, planes=2)
         # On the host, where rows are taken out of them.
