@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, cf, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
 SPIN_TRIES = 1 << 23  # of `spin_wait`: some seconds, where microseconds are to be expected
@@ -181,9 +181,13 @@ def when(condition: Value):
     return utils.when(condition.raw)
 
 
-def check(condition: Value, message: str) -> None:
-    """Ends the whole launch where the condition does not hold: CUDA prints the message on standard error, and the launch fails."""
-    cf.assert_(condition.raw, message)
+def trap_where(condition: Value) -> None:
+    """Ends the whole launch where the condition holds, with an error.
+
+    Without a message of CUDA's (an assertion): with calls of that in the loops of matmul/mosaic_block.py, a result was wrong now and then.
+    """
+    with when(condition):
+        ptx("trap;")
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -224,11 +228,11 @@ def store_relaxed(at: Value, word: Value) -> None:
     ptx("st.relaxed.gpu.global.b32 [$0], $1;", at, word)
 
 
-def spin_wait(at: Sequence[Value], what: str) -> list[tuple[Value, ...]]:
+def spin_wait(at: Sequence[Value]) -> list[tuple[Value, ...]]:
     """Loads four words at each address, again and again until none is `ABSENT`: other blocks store them with `store_relaxed`.
 
     A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
-    whether it is there, so no order between them matters. `what` is waited for; after SPIN_TRIES the launch fails, and says so.
+    whether it is there, so no order between them matters. After SPIN_TRIES the launch ends with an error.
     """
     count = 4 * len(at)
     loads, checks = [], []
@@ -242,7 +246,7 @@ def spin_wait(at: Sequence[Value], what: str) -> list[tuple[Value, ...]]:
         setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
     # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
     *out, in_vain = ptx(code, *at, results="r" * (count + 1), collective=True)
-    check(in_vain == 0, f"{what} did not arrive within {SPIN_TRIES} tries")
+    trap_where(in_vain == 1)
     return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
 
 

@@ -115,10 +115,6 @@ def while_loop(condition: Callable, carry, body: Callable):
     return carry
 
 
-def check(condition: Lanes, message: str) -> None:
-    assert condition.raw[here.mask].all(), message
-
-
 # Memory ------------------------------------------------------------------------------------------------------------------
 
 

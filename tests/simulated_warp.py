@@ -13,7 +13,7 @@ from types import ModuleType
 
 import ml_dtypes
 import numpy as np
-from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, check, constant, here, loop, scalar, when, while_loop
+from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels import warp as real
 
@@ -78,6 +78,10 @@ def _take_ticket(found, code, counter, taker):
             memory.store(counter, (count.raw + 1)[:, None])
             out[lane] = count.raw[lane]
     return out
+
+
+def _trap(found, code):
+    assert not here.mask.any(), "trap"
 
 
 def _copy(to, source, width, sizes):
@@ -274,6 +278,7 @@ INSTRUCTIONS = {
     r"mbarrier\.arrive\.": _arrive,
     r"cp\.async\.mbarrier\.arrive\.noinc": _arrive_after_copies,
     r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
+    r"trap;": _trap,
     r"bar\.warp\.sync": lambda found, code: None,
     r"bar\.sync \$0, (\d+)": _meet,
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
@@ -303,7 +308,7 @@ def simulated_warp() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.Value, module.ptx, module.when = Lanes, ptx, when
-    module.loop, module.while_loop, module.check = loop, while_loop, check
+    module.loop, module.while_loop = loop, while_loop
     module.i32 = lambda x: Lanes(constant(x, np.int32))
     module.f32 = lambda x: Lanes(constant(x, np.float32))
     module.i64 = lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64))

@@ -292,10 +292,6 @@ def outputs_of(plan: Plan, at: dict, number: int):
     return at["handoff"] + (4 * COUNTER_WORDS + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number]))
 
 
-def spin_wait_all(addresses: list) -> list:
-    return w.spin_wait(addresses, "INT4 matmul: what another block was to hand over")
-
-
 def read_all(addresses: list) -> list:
     return [w.load_global(at, NUMBERS // 2) for at in addresses]
 
@@ -334,7 +330,7 @@ class Activations:
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, spin_wait_all)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.spin_wait)
 
     def place(self, number: int, first) -> None:
         """Copies a stage's inputs in some passes."""

@@ -138,7 +138,9 @@ class Plan:
 
     @property
     def ring_start(self) -> int:
-        return self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS + TICKET_SLOTS)
+        """A multiple of 128: copies of whole lines to other addresses take longer."""
+        end = self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS + TICKET_SLOTS)
+        return math.ceil(end / 128) * 128
 
     @property
     def slots(self) -> int:
