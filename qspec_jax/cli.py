@@ -15,7 +15,7 @@ from qspec_jax.errors import InputError
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command, that of the process if no arguments are given. Exits with 0; with 2 for bad input; 1 where `verify` finds a
-    difference; 130 after Ctrl-C, 143 after SIGTERM, and 141 where nobody reads standard output any more."""
+    difference, and where the GPU fails; 130 after Ctrl-C, 143 after SIGTERM, and 141 where nobody reads standard output any more."""
     own = arguments is None
     if own:
         process.begin()
@@ -30,10 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         code = stop.code
     except Exception as error:
+        if type(error).__name__ == "JaxRuntimeError" and "CUDA_ERROR" in str(error):  # jax may not be imported yet
+            code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
         # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
-        if not hasattr(error, "format_message"):
+        elif not hasattr(error, "format_message"):
             raise
-        code = _fail(error.format_message()) if error.format_message() else 2
+        else:
+            code = _fail(error.format_message()) if error.format_message() else 2
     if code == 130:  # which typer makes of both signals
         code = process.interrupted()
     if code and own:
@@ -59,9 +62,9 @@ def _run(arguments: list[str], own: bool) -> int | None:
     return app(args=arguments, prog_name="qspec", standalone_mode=False)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print(f"qspec: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

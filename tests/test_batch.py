@@ -531,7 +531,7 @@ def test_killed_at_any_moment(tmp_path):
         return process
 
     process = started(tmp_path / "alone")
-    process.join()
+    process.join(120)
     expected = (tmp_path / "alone").read_bytes()
     assert process.exitcode == 0 and len(expected.splitlines()) == 60
     draw, out, journal, killed = random.Random(0), tmp_path / "out", tmp_path / "out.partial", 0
@@ -543,10 +543,10 @@ def test_killed_at_any_moment(tmp_path):
             time.sleep(draw.uniform(0, 0.003))
         killed += process.is_alive()
         process.kill()
-        process.join()
+        process.join(120)
         if out.exists():
             assert out.read_bytes() == expected
             out.unlink()
     process = started(out)
-    process.join()
+    process.join(120)
     assert process.exitcode == 0 and out.read_bytes() == expected

@@ -189,7 +189,9 @@ def test_the_command_line_does_without_it():
     """What trains is imported by the command that trains alone."""
     code = "import sys, qspec_jax.commands; print(sorted({'qspec_jax.pretraining', 'qspec_jax.bench.pretrain'} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True, timeout=120
+    )
     assert out.stdout.strip() == "[]"
 
 
@@ -241,7 +243,12 @@ def test_devices_share_the_rows_of_a_step():
     def run(devices: int) -> tuple[list, np.ndarray]:
         flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         done = subprocess.run(
-            [sys.executable, "-c", SHARING], cwd=Path(__file__).parent, env=os.environ | flags, capture_output=True, text=True, check=False
+            [sys.executable, "-c", SHARING],
+            cwd=Path(__file__).parent,
+            env=os.environ | flags,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         *others, nats = json.loads(done.stdout)

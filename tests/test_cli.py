@@ -12,12 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import processes
 import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax import commands, demo
+from qspec_jax import cli, commands, demo
 from qspec_jax.checkpoint import load_model
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
@@ -123,7 +124,7 @@ def test_float64_runs_in_a_process_of_its_own(directory):
         "float64",
         "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert len(json.loads(done.stdout)["token_ids"][0]) == 24
 
 
@@ -421,3 +422,12 @@ def test_a_signal_while_modules_are_imported(number, tmp_path):
         time.sleep(delay)
         process.send_signal(number)
         assert (process.communicate(timeout=60), process.returncode) == ((b"", b""), 128 + number)
+
+
+def test_a_gpu_that_fails_is_one_line(monkeypatch, run):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure\nstack")
+
+    monkeypatch.setattr(cli, "_run", fails)
+    code, out, err = run("demo")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "CUDA_ERROR_LAUNCH_FAILED" in err

@@ -112,7 +112,7 @@ found = [generate(m, [[1, 2, 3]], config=config, draft=d).token_ids for m, d in 
 assert found[0] == found[1], found
 """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", script, source, tmp_path / "out"], capture_output=True, text=True, env=env)
+    run = subprocess.run([sys.executable, "-c", script, source, tmp_path / "out"], capture_output=True, text=True, env=env, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
 
 

@@ -130,7 +130,7 @@ main()
 def test_a_file_system_that_takes_no_more(most, source, tmp_path):
     """By the kernel's own error: of our files, of Orbax's and of TensorStore's."""
     command = [sys.executable, "-c", _LIMITED, str(most), "convert", str(source), str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 2 and "out: cannot be written (" in ran.stderr and "File too large" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
@@ -167,7 +167,7 @@ main()
 @pytest.mark.parametrize("when", ["saving", "waiting", "nobody can catch it"])
 def test_interrupted(when, source, tmp_path):
     command = [sys.executable, "-c", _INTERRUPTED, when, "convert", str(source), str(tmp_path / "out")]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -194,7 +194,7 @@ def test_killed_at_any_moment(tmp_path):
     for i in range(2):  # the first starts the server too
         began = time.monotonic()
         process = started(tmp_path / f"timed{i}")
-        process.join()
+        process.join(120)
         assert process.exitcode == 0
         whole.append(time.monotonic() - began)
     r, killed = random.Random(0), 0
@@ -204,7 +204,7 @@ def test_killed_at_any_moment(tmp_path):
         process.join(r.uniform(0, 1.1) * whole[1])
         killed += process.is_alive()
         process.kill()
-        process.join()
+        process.join(120)
         # Killed behind the renaming, it is there too.
         assert out.exists() or not there
         if out.exists():

@@ -76,7 +76,7 @@ def server(tmp_path):
 def qspec(tmp_path: Path, *arguments, **environment) -> subprocess.CompletedProcess:
     settings = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment
     command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path)
+    return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=120)
 
 
 def test_a_name_is_converted_and_verified(server, tmp_path):
