@@ -3,8 +3,8 @@
 `qspec_jax.load` reads both kinds of directory.
 """
 
-from convert.compare import verify as verify
-from convert.to_hf import export as export
-from convert.to_orbax import convert as convert
+from convert.compare import verify
+from convert.to_hf import export
+from convert.to_orbax import convert
 
 __all__ = ["convert", "export", "verify"]

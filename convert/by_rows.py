@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax.quantize import quantize_weight
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from qspec_jax.quantization.weights import quantize_weight
 
 ROWS_SIZE = 1 << 22  # numbers at a time
 

@@ -11,16 +11,17 @@ from tqdm import tqdm
 
 from convert.by_rows import draft_error
 from convert.small_files import small_file
-from qspec_jax import converted
-from qspec_jax.cache import Cache, empty_cache
-from qspec_jax.checkpoint import Source, load_config, load_model
-from qspec_jax.config import CacheConfig
-from qspec_jax.converted import DRAFT, TARGET
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import Cache, empty_cache
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.converted import DRAFT, TARGET
+from qspec_jax.checkpoints.hub import SMALL_FILES, local
+from qspec_jax.checkpoints.huggingface import Source, load_config
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.prefill import prefill
 from qspec_jax.errors import InputError
-from qspec_jax.hub import SMALL_FILES, local
-from qspec_jax.model import Llama
-from qspec_jax.prefill import prefill
-from qspec_jax.quantize import is_linear, quantize_weight
+from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.weights import is_linear, quantize_weight
 
 TOKENS = 64  # that the logits are compared after
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qspec_jax.converted import UNFINISHED
+from qspec_jax.checkpoints.converted import UNFINISHED
 from qspec_jax.errors import InputError
 
 OLD = "old"  # a directory in that of an unfinished one: what stood in its place

@@ -3,8 +3,8 @@
 import codecs
 from pathlib import Path
 
+from qspec_jax.checkpoints.hub import SMALL_FILES
 from qspec_jax.errors import InputError
-from qspec_jax.hub import SMALL_FILES
 
 
 def copy_small_files(source: Path, directory: Path) -> None:

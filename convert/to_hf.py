@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from convert.placing import check_apart, written
 from convert.small_files import copy_small_files
-from qspec_jax import converted
-from qspec_jax.checkpoint import Place, load_config, places, weight_shapes
-from qspec_jax.config import read_json
-from qspec_jax.converted import TARGET, Manifest
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.converted import TARGET, Manifest
+from qspec_jax.checkpoints.huggingface import load_config
+from qspec_jax.checkpoints.tensor_names import Place, places, weight_shapes
 from qspec_jax.errors import InputError
+from qspec_jax.files import read_json
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}

@@ -23,13 +23,14 @@ from tqdm import tqdm
 from convert.by_rows import quantize_by_rows
 from convert.placing import check_apart, written
 from convert.small_files import copy_small_files
-from qspec_jax import converted
-from qspec_jax.checkpoint import Source, stored_dtype
-from qspec_jax.config import read_json
-from qspec_jax.converted import DRAFT, MANIFEST, TARGET, Manifest
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
+from qspec_jax.checkpoints.hub import SMALL_FILES, local
+from qspec_jax.checkpoints.huggingface import Source
+from qspec_jax.checkpoints.loading import stored_dtype
 from qspec_jax.errors import InputError
-from qspec_jax.hub import SMALL_FILES, local
-from qspec_jax.quantize import is_linear
+from qspec_jax.files import read_json
+from qspec_jax.quantization.weights import is_linear
 
 DTYPES = ("bfloat16", "float32")
 FILE_BYTES = 1 << 26  # about, of a file that Orbax writes: several are written at once

@@ -8,10 +8,12 @@ import sys
 import types
 
 _MODULES = {
-    "qspec_jax.checkpoint": ("load",),
-    "qspec_jax.config": ("CacheConfig", "GenerationConfig", "LlamaConfig"),
+    "qspec_jax.caches.config": ("CacheConfig",),
+    "qspec_jax.checkpoints.loading": ("load",),
+    "qspec_jax.decoding.config": ("GenerationConfig",),
+    "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),
-    "qspec_jax.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
+    "qspec_jax.models.config": ("LlamaConfig",),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 
@@ -22,10 +24,6 @@ class _Package(types.ModuleType):
             if name in names:
                 return getattr(importlib.import_module(module), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value) -> None:
-        # Python names a submodule here once it is imported; `qspec_jax.generate` is the function all the same.
-        super().__setattr__(name, value.generate if name == "generate" and isinstance(value, types.ModuleType) else value)
 
     def __dir__(self):
         return sorted({*super().__dir__(), *__all__})

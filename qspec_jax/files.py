@@ -122,3 +122,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; InputError when it cannot be read or is no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: should hold a JSON object")
+    return value

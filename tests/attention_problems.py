@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from checkpoints import hf_config, write_checkpoint
 
 from qspec_jax import demo
 from qspec_jax.cli import main
-from qspec_jax.compiled import Compiled
+from qspec_jax.decoding.compiled import Compiled
 
 
 def pytest_configure(config):

@@ -8,7 +8,7 @@ import pytest
 
 from convert import convert
 from qspec_jax.errors import InputError
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
 
 
 def bits(model: Llama) -> dict[str, tuple]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes, quantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, quantize_groups
 
 B, K, C, SPARE = 5, 2, 4, 5
 # Groups quantized before: none, some, and as many as leave room for one; rows that are full must not be due.

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 from runs import random_model
 
 from qspec_jax.bench.hlo import large_operations
-from qspec_jax.cache import FullCache, empty_cache
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, DecodeState, decode, start
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.registry import empty_cache
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import PREPARE, make_limits
+from qspec_jax.decoding.round import decode
+from qspec_jax.decoding.sampling import make_sampler, prompt_keys
+from qspec_jax.decoding.state import DecodeState, start
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import PREPARE, make_limits
-from qspec_jax.sampling import make_sampler, prompt_keys
+from qspec_jax.drafts.cached_model import CachedModel
 
 CAPACITY = 1 << 16
 

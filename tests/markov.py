@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import chisquare
 
-from pallas_kernels.kv_format import Lengths
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import UNLIMITED, decode, start
-from qspec_jax.generate import make_limits
-from qspec_jax.sampling import prompt_keys
+from pallas_kernels.formats.kv_cache import Lengths
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import make_limits
+from qspec_jax.decoding.round import decode
+from qspec_jax.decoding.sampling import prompt_keys
+from qspec_jax.decoding.state import UNLIMITED, start
 
 V, ROWS, GAMMA = 6, 20_000, 3
 

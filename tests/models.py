@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.append import split_and_rotate
-from pallas_kernels.kv_format import dequantize_groups, parameter_dtype, quantize_groups
-from qspec_jax.model import Llama
+from pallas_kernels.formats.kv_cache import dequantize_groups, quantize_groups
+from pallas_kernels.formats.rounding import parameter_dtype
+from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.models.llama import Llama
 
 
 def one_bit(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:

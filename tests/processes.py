@@ -12,7 +12,7 @@ from pathlib import Path
 def context() -> BaseContext:
     made = multiprocessing.get_context("forkserver")
     # What is installed: Python 3.11's server does not find the tests' own modules.
-    made.set_forkserver_preload(["pytest", "convert", "qspec_jax.evaluate", "orbax.checkpoint.v1", "tensorstore"])
+    made.set_forkserver_preload(["pytest", "convert", "qspec_jax.decoding.generate", "orbax.checkpoint.v1", "tensorstore"])
     return made
 
 

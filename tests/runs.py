@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from checkpoints import hf_config
 
-from qspec_jax.config import GenerationConfig, LlamaConfig
-from qspec_jax.decode import CachedModel, DecodeState, Limits, Step
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
+from qspec_jax.decoding.sampling import make_sampler, prompt_keys
+from qspec_jax.decoding.state import DecodeState, Limits
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import DECODE, PREPARE, make_limits
-from qspec_jax.model import Llama
-from qspec_jax.prefill import bucket, padded
-from qspec_jax.sampling import make_sampler, prompt_keys
+from qspec_jax.drafts.cached_model import CachedModel, Step
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket, padded
 
 
 def random_model(dtype, *, vocab_size: int = 64, spread: float = 0.15, seed: int = 0, **changes: Any) -> Llama:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from gpus import skip_or_fail
 
-from pallas_kernels.append import mosaic_gpu, reference, rotate_and_append
-from pallas_kernels.kv_format import FullLayer
+from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.rope_append import mosaic_gpu, reference, rotate_and_append
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))

@@ -12,7 +12,7 @@ from attention_problems import Case, random_problem, with_garbage
 from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.attention import decode_attention, reference
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
 
 CASES = {
     "T1-GQA-64": Case(1, 4, 2, 64),

@@ -13,7 +13,7 @@ from attention_problems import Case, random_problem, with_garbage
 from gpus import skip_or_fail
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 

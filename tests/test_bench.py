@@ -11,8 +11,8 @@ import pytest
 import rich.console
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.attention.shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 from qspec_jax.bench import attention, attention_tuning, flush, peers, rows, timing
+from qspec_jax.bench.attention_shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 
 pytestmark = pytest.mark.optimized
 

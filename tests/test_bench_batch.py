@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qspec_jax.bench.batch import make_requests
-from qspec_jax.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax.bench import decode, decode_rows, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
-from qspec_jax.quantize import quantize_head, quantize_linears
-from qspec_jax.sampling import Greedy, prompt_keys
+from qspec_jax.decoding.sampling import Greedy, prompt_keys
+from qspec_jax.quantization.weights import quantize_head, quantize_linears
 
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
 

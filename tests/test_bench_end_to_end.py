@@ -10,14 +10,15 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from safetensors.numpy import load_file
 
-from qspec_jax import checkpoint, demo, drafts
+from qspec_jax import demo, drafts
 from qspec_jax.bench import decode, end_to_end, end_to_end_report
 from qspec_jax.bench.decode_rows import Row
-from qspec_jax.config import GenerationConfig
-from qspec_jax.demo import corpus
+from qspec_jax.checkpoints import loading
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
-from qspec_jax.sampling import prompt_keys
+from qspec_jax.training import corpus
 
 CONTEXT, NEW, GAMMA = 100, 48, 2
 ROWS = [
@@ -39,12 +40,12 @@ def file() -> Path:
 
 @pytest.fixture(scope="module")
 def stream(directory, file) -> list[int]:
-    return end_to_end.token_stream(checkpoint.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
+    return end_to_end.token_stream(loading.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
 
 
 @pytest.fixture(scope="module")
 def report(directory, stream) -> end_to_end.Report:
-    model = checkpoint.load_model(directory, progress=False)
+    model = loading.load_model(directory, progress=False)
     settings = dict(max_new_tokens=NEW, texts=2, calibrate=False, progress=False)
     return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], **settings)
 
@@ -54,7 +55,7 @@ def named(rows: list[Row]) -> list[tuple]:
 
 
 def test_a_stream_has_a_beginning_for_every_text(directory):
-    tokenizer = checkpoint.load_tokenizer(directory)
+    tokenizer = loading.load_tokenizer(directory)
     one, other = (tokenizer(text)["input_ids"] for text in ("import os", "x = 1"))
     assert end_to_end.token_stream(tokenizer, ["import os", "x = 1"]) == [0, *one, 0, *other]
     tokenizer.bos_token = None
@@ -87,7 +88,7 @@ def test_rows(report):
 
 
 def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, stream):
-    model = checkpoint.load_model(directory, progress=False)
+    model = loading.load_model(directory, progress=False)
     texts = [stream[: CONTEXT + NEW], stream[-CONTEXT - NEW :]]
     for temperature, walk in zip((0.0, 1.0), report.teacher_forced, strict=True):
         config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=temperature)
@@ -98,11 +99,11 @@ def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, 
 
 def test_free_running_tokens_are_those_of_generate(report, directory, stream, monkeypatch):
     """The same prompts, sampler and keys: the same share of repeated 8-grams and acceptance over the whole of a text."""
-    model = checkpoint.load_model(directory, progress=False)
+    model = loading.load_model(directory, progress=False)
     prompts = [stream[:CONTEXT], stream[-CONTEXT - NEW : -NEW]]
     keys = prompt_keys(jax.random.key(0), 2)
     # One at a time, as they are timed: no loop is compiled for both.
-    monkeypatch.setattr(sys.modules["qspec_jax.generate"], "prompt_keys", lambda key, prompts: key[None])
+    monkeypatch.setattr(sys.modules["qspec_jax.decoding.generate"], "prompt_keys", lambda key, prompts: key[None])
     config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=1.0)
     draft, row = drafts.quantspec(model), report.rows[3]
     found = [acceptance.free_running(model, draft, [prompt], config, key) for prompt, key in zip(prompts, keys)]

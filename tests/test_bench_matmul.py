@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.formats.weights import dequantize_weight
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, mosaic_gpu, triton
-from pallas_kernels.matmul.shapes import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
-from pallas_kernels.weight_format import dequantize_weight
 from qspec_jax.bench import matmul, matmul_report, peers, rows, timing
+from qspec_jax.bench.matmul_shapes import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
 
 FAST = ["bench", "matmul", "--shape", "tiny-down", "--repeats", "2"]
 

@@ -17,16 +17,15 @@ from tqdm import tqdm
 
 pytest.importorskip("optax", reason="the extra train is not installed")
 
-from qspec_jax import checkpoint
-from qspec_jax.bench import pretrain
-from qspec_jax.bench.pretrain import Recipe, Trainer
-from qspec_jax.demo import corpus
+from qspec_jax.checkpoints import loading
 from qspec_jax.errors import InputError
-from qspec_jax.pretraining import CausalAttention, Settings, initial_params, log_probabilities
+from qspec_jax.training import benchmark_model, corpus
+from qspec_jax.training.benchmark_model import Recipe, Trainer
+from qspec_jax.training.pretraining import CausalAttention, Settings, initial_params, log_probabilities
 
 SHORT = Settings(context=16, batch=2, evaluations=2, timed_steps=1)
 TINY = Recipe(
-    pretrain.SMOKE.model | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32},
+    benchmark_model.SMOKE.model | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32},
     SHORT,
     dataclasses.replace(SHORT, context=64, batch=1),
     long_share=0.4,
@@ -138,13 +137,13 @@ def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     assert "2 of 2" in out and "not completed" not in out and "at a context of 512" in out
     report = json.loads((directory / "training.json").read_text())
     assert report["completed"] and len(report["train_nats_per_token"]) == 2
-    assert report["recipe"]["model"] == pretrain.SMOKE.model
+    assert report["recipe"]["model"] == benchmark_model.SMOKE.model
 
     # What was trained, in bfloat16, and to the model's code the same function.
-    trainer = Trainer(pretrain.SMOKE, np.load(directory / "smoke.npy"))
+    trainer = Trainer(benchmark_model.SMOKE, np.load(directory / "smoke.npy"))
     trainer.load(directory / "state.safetensors")
-    model = checkpoint.load_model(directory, dtype="float32", progress=False)
-    assert checkpoint.load_tokenizer(directory).bos_token_id == 0
+    model = loading.load_model(directory, dtype="float32", progress=False)
+    assert loading.load_tokenizer(directory).bos_token_id == 0
     for name, weight in model.weights().items():
         np.testing.assert_array_equal(weight, trainer.params[name].astype(jnp.bfloat16).astype(jnp.float32))
     rows = jnp.asarray(np.asarray(trainer.stream[:129])[None].astype(np.int32))
@@ -179,15 +178,16 @@ def test_it_needs_a_gpu(fails, tmp_path):
 
 def test_it_needs_the_extra(fails, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "optax", None)
-    for name in ("bench.pretrain", "demo.train", "pretraining"):
+    for name in ("training.benchmark_model", "training.embedded_model", "training.pretraining"):
         monkeypatch.delitem(sys.modules, f"qspec_jax.{name}")
-    monkeypatch.delattr("qspec_jax.bench.pretrain")
+    monkeypatch.delattr("qspec_jax.training.benchmark_model")
     fails(["bench", "pretrain", "--output", tmp_path / "model", "--smoke"], "optax", "qspec-jax[train]")
 
 
 def test_the_command_line_does_without_it():
     """What trains is imported by the command that trains alone."""
-    code = "import sys, qspec_jax.commands; print(sorted({'qspec_jax.pretraining', 'qspec_jax.bench.pretrain'} & set(sys.modules)))"
+    training = {"qspec_jax.training.pretraining", "qspec_jax.training.benchmark_model"}
+    code = f"import sys, qspec_jax.cli.app; print(sorted({training} & set(sys.modules)))"
     root = str(Path(__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True, timeout=120
@@ -196,16 +196,16 @@ def test_the_command_line_does_without_it():
 
 
 def test_a_full_run_does_not_read_the_small_corpus(tmp_path, monkeypatch):
-    tokenizer = Tokenizer.from_file(str(pretrain.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(benchmark_model.TOKENIZER))
     document = lambda text: corpus.Document("a", Path("a.py"), text)
     read = lambda *args, most_bytes=None: corpus.Corpus([document("x = 1\n" * (1 if most_bytes else 50))], {"small": bool(most_bytes)})
     monkeypatch.setattr(corpus, "read_corpus", read)
     for _ in range(2):
-        (small, about), (full, about_full) = (pretrain._read_tokens(tmp_path, tokenizer, smoke=smoke) for smoke in (True, False))
+        (small, about), (full, about_full) = (benchmark_model._read_tokens(tmp_path, tokenizer, smoke=smoke) for smoke in (True, False))
         assert len(full) > 20 * len(small) and (about, about_full) == ({"small": True}, {"small": False})
     (tmp_path / "corpus.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(InputError, match="not a whole file of tokens"):
-        pretrain._read_tokens(tmp_path, tokenizer, smoke=False)
+        benchmark_model._read_tokens(tmp_path, tokenizer, smoke=False)
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
@@ -215,8 +215,8 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
 
     path = tmp_path / "state.safetensors"
     path.write_bytes(b"before")
-    monkeypatch.setattr(pretrain, "save_file", fail)
-    with pytest.raises(InputError, match="no space left"), pretrain._written(tmp_path):
+    monkeypatch.setattr(benchmark_model, "save_file", fail)
+    with pytest.raises(InputError, match="no space left"), benchmark_model._written(tmp_path):
         begun().save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_bytes() == b"before"
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path, monkeypatch):
 def test_another_model_is_not_overwritten(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match=f"--output {tmp_path}: holds a model"):
-        pretrain.run(tmp_path, minutes=0, segment_minutes=1, steps=1, smoke=True, progress=False)
+        benchmark_model.run(tmp_path, minutes=0, segment_minutes=1, steps=1, smoke=True, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"] and (tmp_path / "config.json").read_text() == "{}"
 
 

@@ -14,9 +14,9 @@ import pytest
 from gpus import skip_or_fail
 from test_matmul_gpu import random_weight
 
-from pallas_kernels.between import between_attentions, mosaic_gpu
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
 from pallas_kernels.matmul import mosaic_plan
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))

@@ -13,9 +13,11 @@ from checkpoints import MODEL_TYPES, hf_config, random_tensors, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from convert import convert, verify
-from qspec_jax.checkpoint import Source, all_finite, load, load_config, load_model, load_tokenizer, places
+from qspec_jax.checkpoints.huggingface import Source, all_finite, load_config
+from qspec_jax.checkpoints.loading import load, load_model, load_tokenizer
+from qspec_jax.checkpoints.tensor_names import places
 from qspec_jax.errors import InputError
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
 
 LLAMA, _, QWEN2, QWEN3 = MODEL_TYPES
 INDEX = "model.safetensors.index.json"
@@ -287,7 +289,7 @@ def test_a_tensor_in_two_files_may_be_the_same(tmp_path):
 def test_mutated_headers_are_refused_or_read(tmp_path, monkeypatch):
     directory = write_checkpoint(tmp_path, hf_config(num_hidden_layers=1))
     found = places(load_config(directory))
-    monkeypatch.setattr("qspec_jax.checkpoint.places", lambda config: found)  # which takes most of the time
+    monkeypatch.setattr("qspec_jax.checkpoints.huggingface.places", lambda config: found)  # which takes most of the time
     path = directory / "model.safetensors"
     whole = path.read_bytes()
     size = int.from_bytes(whole[:8], "little")

@@ -18,12 +18,13 @@ import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from qspec_jax import cli, commands, demo
-from qspec_jax.checkpoint import load_model
+from qspec_jax import cli, demo
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.cli import generate
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
-from qspec_jax.quantize import quantize_head
+from qspec_jax.quantization.weights import quantize_head
 
 DEMO = demo.MODEL
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
@@ -46,7 +47,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
         code, out, _ = run("generate", "--model", model, "--prompt", "def main():", *SETTINGS)
         assert code == 0
         texts.append(out)
-        monkeypatch.setattr(sys.modules["qspec_jax.generate"], "quantspec", None)  # nor is a draft made for the second
+        monkeypatch.setattr(sys.modules["qspec_jax.decoding.generate"], "quantspec", None)  # nor is a draft made for the second
     assert texts[0] == texts[1]
     code, out, _ = run("verify", directory, tmp_path / "out")
     assert code == 0 and "12 weights compared, and logits: all as in the source; 7 of the draft, whose errors are at most 0." in out
@@ -64,7 +65,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
-    monkeypatch.setattr(commands, "tqdm", functools.partial(commands.tqdm, mininterval=0))  # 24 tokens are there at once
+    monkeypatch.setattr(generate, "tqdm", functools.partial(generate.tqdm, mininterval=0))  # 24 tokens are there at once
     code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
     assert code == 0 and "read the prompt:   0%" in err and "24/24" in err
     assert out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]

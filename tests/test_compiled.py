@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from loops import faults
 from runs import random_model, random_prompts
 
-from qspec_jax import compiled
-from qspec_jax.cache import FullCache, HierarchicalCache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import GenerationConfig
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.decoding import compiled
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import DECODE, PREPARE, alternatives, generate
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import DECODE, PREPARE, alternatives, generate
-from qspec_jax.prefill import CHUNK_TOKENS, bucket, equal_parts
+from qspec_jax.models.prompts import CHUNK_TOKENS, bucket, equal_parts
 
 # Buckets ---------------------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ import math
 import pytest
 from checkpoints import MODEL_TYPES, hf_config, old_spelling, rope_settings
 
-from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig, RopeConfig
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig, RopeConfig
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = MODEL_TYPES
 NAN, INF = float("nan"), float("inf")

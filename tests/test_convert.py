@@ -18,14 +18,16 @@ from safetensors.numpy import load_file
 
 from convert import by_rows, convert, export, to_hf, verify
 from convert.by_rows import draft_error
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax import converted, drafts, load
-from qspec_jax.checkpoint import load_config, load_model
-from qspec_jax.config import GenerationConfig
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from qspec_jax import drafts, load
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.huggingface import load_config
+from qspec_jax.checkpoints.info import model_info
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
-from qspec_jax.generate import generate
-from qspec_jax.info import model_info
-from qspec_jax.quantize import quantize_weight
+from qspec_jax.quantization.weights import quantize_weight
 
 # What arrives ---------------------------------------------------------------------------------------------------------
 

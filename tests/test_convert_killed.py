@@ -17,9 +17,9 @@ from conversions import bits, files, refused
 
 from convert import convert, to_orbax
 from convert.placing import written
-from pallas_kernels.weight_format import Int4Weight
-from qspec_jax import converted
-from qspec_jax.checkpoint import load_model
+from pallas_kernels.formats.weights import Int4Weight
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
 
 

@@ -11,10 +11,10 @@ from checkpoints import hf_config, write_checkpoint
 from conversions import bits, files, refused
 
 from convert import convert, export, verify
-from qspec_jax.checkpoint import load_model
-from qspec_jax.converted import TARGET, restore
+from qspec_jax.checkpoints.converted import TARGET, restore
+from qspec_jax.checkpoints.info import model_info
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
-from qspec_jax.info import model_info
 
 
 def test_a_destination_that_exists(source, tmp_path):

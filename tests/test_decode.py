@@ -12,12 +12,13 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from pallas_kernels.kv_format import SCHEMES
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import EOS, CachedModel, Limits
+from pallas_kernels.formats.quantization import SCHEMES
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import DECODE, generate, make_limits
+from qspec_jax.decoding.sampling import Greedy
+from qspec_jax.decoding.state import EOS, Limits
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import DECODE, generate, make_limits
-from qspec_jax.sampling import Greedy
+from qspec_jax.drafts.cached_model import CachedModel
 
 G = 4
 LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)

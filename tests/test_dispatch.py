@@ -11,7 +11,7 @@ from attention_problems import Case, random_problem
 
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton
-from pallas_kernels.kv_format import FullLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 
 CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts
 
-from pallas_kernels.kv_format import FullLayer, Lengths, dequantize_groups, parameter_dtype
-from qspec_jax import prefill
-from qspec_jax.cache import FullCache, empty_cache
-from qspec_jax.config import CacheConfig, GenerationConfig
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
+from pallas_kernels.formats.rounding import parameter_dtype
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.registry import empty_cache
+from qspec_jax.decoding import prefill
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, quantizers

@@ -10,16 +10,20 @@ import pytest
 import runs
 from runs import prepared, random_model, random_prompts, run_rounds
 
-from pallas_kernels import kv_format
-from qspec_jax.cache import FullCache, HierarchicalCache, empty_cache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import CacheConfig, GenerationConfig
-from qspec_jax.decode import LENGTH, decode, draft_tokens
+from pallas_kernels.formats import kv_cache, quantization
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import empty_cache
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prefill import prefill
+from qspec_jax.decoding.round import decode, draft_tokens
+from qspec_jax.decoding.sampling import Greedy, prompt_keys
+from qspec_jax.decoding.state import LENGTH
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
-from qspec_jax.generate import generate
-from qspec_jax.prefill import prefill
-from qspec_jax.sampling import Greedy, prompt_keys
 
 G = 8
 LENGTHS = [1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3]
@@ -57,7 +61,7 @@ def one_bit(monkeypatch):
         upper = jnp.where(x > (low + high) / 2, 15.0, 0.0)
         return upper, jnp.zeros_like(x), scale, low
 
-    monkeypatch.setitem(kv_format.SCHEMES, "one_bit", scheme)
+    monkeypatch.setitem(quantization.SCHEMES, "one_bit", scheme)
     return "one_bit"
 
 
@@ -282,7 +286,7 @@ def test_streaming_gives_the_same_tokens(model, rounds):
 def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     """1,536 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call."""
     for name in ("CHUNK_TOKENS", "CHUNK_QUERIES"):
-        monkeypatch.setattr(f"qspec_jax.prefill.{name}", 400)
+        monkeypatch.setattr(f"qspec_jax.models.prompts.{name}", 400)
     n = jnp.array([3, 700, 1536], jnp.int32)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 1536)), jnp.int32)
     make = lambda kind: empty_cache(
@@ -297,7 +301,7 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
         np.testing.assert_array_equal(cache.lengths.total, n)
     assert isinstance(cache, HierarchicalCache) and isinstance(direct, FullCache)
     for got, full in zip(cache.layers, direct.layers):
-        keys, values = kv_format.dequantize_groups(got.keys, got.values, planes=2, dtype=jnp.float64)
+        keys, values = kv_cache.dequantize_groups(got.keys, got.values, planes=2, dtype=jnp.float64)
         for row in range(3):
             whole = int(cache.lengths.quantized[row])
             rest = int(n[row]) - whole

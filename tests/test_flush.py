@@ -7,7 +7,8 @@ import pytest
 from flushes import DUE, GROUPS, SPARE, B, C, K, bits, check, filled_layer, lengths_of, quantize_jit
 
 from pallas_kernels.flush import flush
-from pallas_kernels.kv_format import SCHEMES, FullLayer, HierarchicalLayer, Lengths, dequantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
+from pallas_kernels.formats.quantization import SCHEMES
 
 H = 24
 

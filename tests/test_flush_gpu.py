@@ -12,8 +12,9 @@ from jax import lax
 
 import pallas_kernels.flush
 from pallas_kernels.flush import flush, mosaic_gpu
-from pallas_kernels.kv_format import SCHEMES, FullLayer, HierarchicalLayer, Lengths, Planes, unpack
-from qspec_jax.cache import HierarchicalCache
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.quantization import SCHEMES, unpack
+from qspec_jax.caches.hierarchical import HierarchicalCache
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))

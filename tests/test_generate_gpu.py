@@ -7,9 +7,11 @@ import pytest
 from models import target_logits
 
 from pallas_kernels import attention, flush
-from qspec_jax import GenerationConfig, checkpoint, demo, generate
-from qspec_jax.compiled import Compiled
-from qspec_jax.demo import corpus
+from qspec_jax import GenerationConfig, demo
+from qspec_jax.checkpoints import loading
+from qspec_jax.decoding import generate
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.training import corpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
@@ -28,10 +30,10 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
 
 @pytest.mark.parametrize("settings", [{"method": "quantspec"}, {"method": "autoregressive", "cache": "int8"}, {"method": "autoregressive"}])
 def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
-    model = checkpoint.load_model(demo.MODEL, progress=False)
+    model = loading.load_model(demo.MODEL, progress=False)
     assert model.dtype == jnp.bfloat16
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
-    tokens = checkpoint.load_tokenizer(demo.MODEL)(text)["input_ids"]
+    tokens = loading.load_tokenizer(demo.MODEL)(text)["input_ids"]
     prompts = [tokens[:1500], tokens[1500:2300], tokens[2300:2340]]
     with_kernels = generated(model, prompts, **settings)
     monkeypatch.setattr(attention, "GPU_IMPLEMENTATIONS", ())

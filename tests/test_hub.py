@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from checkpoints import hf_config, write_checkpoint
 
-from qspec_jax import hub
-from qspec_jax.checkpoint import load_model
+from qspec_jax.checkpoints import hub
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
 
 COMMIT = "0123456789" * 4

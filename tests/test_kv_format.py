@@ -12,20 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_format import (
-    SCHEMES,
-    HierarchicalLayer,
-    Planes,
-    dequantize,
-    dequantize_groups,
-    pack,
-    parameter_dtype,
-    quantize,
-    quantize_groups,
-    round_down,
-    round_up,
-    unpack,
-)
+from pallas_kernels.formats.kv_cache import HierarchicalLayer, Planes, dequantize_groups, quantize_groups
+from pallas_kernels.formats.quantization import SCHEMES, dequantize, pack, quantize, unpack
+from pallas_kernels.formats.rounding import parameter_dtype, round_down, round_up
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Largest error in steps of scale / 16 of both planes, and of the upper one: rounding E to -8..7 leaves one step where E is 8;

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gpus import skip_or_fail
 
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, mosaic_gpu, mosaic_plan, triton
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))

@@ -21,18 +21,22 @@ from checkpoints import (
 )
 from runs import random_model
 
-from pallas_kernels.append import split_and_rotate
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.between import between_attentions
-from pallas_kernels.kv_format import FullLayer, Lengths
-from qspec_jax import calibrate, prefill
-from qspec_jax.cache import empty_cache
-from qspec_jax.checkpoint import load_model
-from qspec_jax.config import CacheConfig, GenerationConfig, LlamaConfig
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.fused_layer import between_attentions
+from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import empty_cache
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding import prefill
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
-from qspec_jax.generate import generate
-from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_linears
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import attend_prompt
+from qspec_jax.quantization import calibration
+from qspec_jax.quantization.weights import quantize_linears
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,7 @@ def test_a_layer_gets_the_blank_memory_of_the_layer_before(monkeypatch):
         given.append(weights[-1])
         return *between_attentions(x, attended, *weights, eps=eps, implementation="reference")[:2], jnp.full(1, len(given))
 
-    monkeypatch.setattr("qspec_jax.model.between_attentions", fake)
+    monkeypatch.setattr("qspec_jax.models.llama.between_attentions", fake)
     one_pass(quantize_linears(random_model(jnp.float32, num_hidden_layers=3)), np.zeros((1, 2), np.int32), 2)
     assert given[0] is None and given[1:] == [1, 2]
 
@@ -151,14 +155,14 @@ def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     cache = empty_cache(model.config, CacheConfig("full"), batch=1, capacity=64, num_speculative_tokens=0, dtype=jnp.float32)
     logits, _ = prefill.prefill(model, jnp.asarray(tokens), jnp.array([50]), cache)
     np.testing.assert_allclose(logits, one_pass(model, tokens, 64)[:, 49], rtol=0, atol=1e-4)
-    without, block = [], calibrate._block
+    without, block = [], calibration._block
 
     def watched(layer, x, cos, sin, valid):
         without.append(bool((cos == 1).all() and (sin == 0).all()))
         return block(layer, x, cos, sin, valid)
 
-    monkeypatch.setattr(calibrate, "_block", watched)
-    calibrate.quantize_linears_for(model, [[1, 2, 3]], progress=False)
+    monkeypatch.setattr(calibration, "_block", watched)
+    calibration.quantize_linears_for(model, [[1, 2, 3]], progress=False)
     assert without == [False, True, False, True]
 
 
@@ -177,6 +181,6 @@ def test_prompts_are_attended_some_heads_at_a_time(heads, kv_heads, monkeypatch)
     monkeypatch.setattr(prefill, "compute_capability", lambda: 9.0)
     for flash_bytes, parts in (q.nbytes + 1, 1), (q.nbytes, 2), (q.nbytes // 4, 8):
         monkeypatch.setattr(prefill, "FLASH_BYTES", flash_bytes)
-        np.testing.assert_array_equal(prefill.attend_prompt(q, k, v), expected)
+        np.testing.assert_array_equal(attend_prompt(q, k, v), expected)
         parts = math.gcd(parts, kv_heads)
         assert seen.pop() == ("cudnn", heads // parts, kv_heads // parts)

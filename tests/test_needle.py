@@ -6,9 +6,10 @@ import pytest
 from rich.console import Console
 
 from qspec_jax import demo, plots
-from qspec_jax.checkpoint import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.cli.needle import draw, table
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import Result, needle, needle_command
+from qspec_jax.evaluate import Result, needle
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +135,12 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
     report = needle.Report("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
     console = Console(width=150)
     with console.capture() as captured:
-        console.print(needle_command.table(report))
+        console.print(table(report))
     rows = [[word for word in line.split() if "/9" in word] for line in captured.get().splitlines() if "/9" in line]
     assert rows == [["0/9", "2/9"], ["1/9", "3/9"], ["4/9", "6/9"], ["5/9", "7/9"]]
     assert "6 of 36 right; some prompts are up to 2 tokens shorter" in captured.get()
     assert "Of 72 prompts, both gave the same tokens for 35 and the same score for 34." in captured.get()
-    needle_command.draw(report, tmp_path / "needle.png")
+    draw(report, tmp_path / "needle.png")
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
     # A row for each depth, a column for each length.
     images = [axes.images[0].get_array() * 9 for axes in figures[0].axes[:2]]

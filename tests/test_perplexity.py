@@ -11,10 +11,10 @@ from models import target_logits
 from runs import random_model, random_prompts
 from scipy.special import log_softmax, rel_entr, softmax
 
-from qspec_jax import checkpoint
-from qspec_jax.cache import HierarchicalCache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import CacheConfig
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.checkpoints import loading
+from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import perplexity
 from qspec_jax.evaluate.perplexity import cache_view, divergence, score, token_logprobs
@@ -165,7 +165,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     report = json.loads(out)
     assert set(report) == {field.name for field in dataclasses.fields(perplexity.Report)}
     assert (report["texts"], report["tokens"], report["group_size"], report["scheme"]) == (3, 72, 8, "int8_first")
-    tokenizer = checkpoint.load_tokenizer(directory)
+    tokenizer = loading.load_tokenizer(directory)
     encoded = [tokenizer(path.read_text(), return_offsets_mapping=True) for path in files]
     assert report["too_short"] == [{"name": str(files[1]), "tokens": len(encoded[1]["input_ids"])}]
     whole = [text for text in encoded if len(text["input_ids"]) >= 64]
@@ -173,7 +173,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     assert report["bytes"] == sum(text["offset_mapping"][63][1] - text["offset_mapping"][39][1] for text in whole)
     texts = [text["input_ids"][:64] for text in whole]
     prompts, continuations = [text[:40] for text in texts], [text[40:] for text in texts]
-    model = checkpoint.load_model(directory, progress=False)
+    model = loading.load_model(directory, progress=False)
     assert [row["cache"] for row in report["results"]] == ["bf16", "int8", "int4"]
     for row, scheme in zip(report["results"], (None, "int8_first")):
         logits = target_logits(model, prompts, continuations, group_size=8, scheme=scheme)

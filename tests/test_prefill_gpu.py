@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qspec_jax import prefill
-from qspec_jax.prefill import attend_prompt
+from qspec_jax.models import prompts
+from qspec_jax.models.prompts import attend_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu"
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 128), (4, 4, 64), (4, 1, 256)])
 def test_equals_float32(heads, kv_heads, head_dim, tokens, all_heads, monkeypatch):
     if not all_heads:
-        monkeypatch.setattr(prefill, "FLASH_BYTES", 1 << 16)
+        monkeypatch.setattr(prompts, "FLASH_BYTES", 1 << 16)
     keys = jax.random.split(jax.random.key(0), 3)
     make = lambda key, heads: jax.random.normal(key, (2, tokens, heads, head_dim), jnp.bfloat16)
     q, k, v = make(keys[0], heads), make(keys[1], kv_heads), make(keys[2], kv_heads)

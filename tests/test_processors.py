@@ -12,15 +12,15 @@ from models import target_logits
 from runs import random_model, random_prompts, run_rounds
 from scipy.special import log_softmax
 
-from qspec_jax import decode, processors
-from qspec_jax.adaptive import PROBE_ROUNDS, Adaptive
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel
+from qspec_jax.decoding import processors, round
+from qspec_jax.decoding.adaptive import PROBE_ROUNDS, Adaptive
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import quantspec
+from qspec_jax.drafts.cached_model import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
-from qspec_jax.generate import generate
-from qspec_jax.sampling import make_sampler
 
 EOS = 5
 PROCESSORS = {
@@ -80,7 +80,7 @@ def test_schedules_keep_the_distribution(options):
 def test_a_token_seen_too_late_is_noticed(monkeypatch):
     config = GenerationConfig(temperature=1.0, ignore_eos=True, repetition_penalty=1.9)
     right = processors.seen_since
-    monkeypatch.setattr(decode, "seen_since", lambda seen, tokens: right(seen, tokens) + 1)
+    monkeypatch.setattr(round, "seen_since", lambda seen, tokens: right(seen, tokens) + 1)
     counts = counted(TABLE, DRAFTS["another table"], make_sampler(config), settings=config, loop=WRONG)
     assert p_value(counts, joint(config)) < 1e-6
 

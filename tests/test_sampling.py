@@ -10,14 +10,14 @@ from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, p_value
 from runs import prepared, random_model
 from scipy.stats import chisquare
 
-from pallas_kernels.kv_format import FullLayer, Lengths
-from qspec_jax import sampling
-from qspec_jax.cache import FullCache
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from qspec_jax.caches.full import FullCache
+from qspec_jax.decoding import sampling
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 from qspec_jax.drafts import quantspec
-from qspec_jax.generate import generate
-from qspec_jax.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
+from qspec_jax.drafts.cached_model import CachedModel
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 

@@ -18,17 +18,17 @@ from attention_problems import Case, random_problem
 from simulated_gpu import launch
 from simulated_warp import simulated_warp
 
-import pallas_kernels.append.mosaic_gpu as append
 import pallas_kernels.attention.mosaic_gpu as attention
-import pallas_kernels.between.mosaic_gpu as between
+import pallas_kernels.fused_layer.mosaic_gpu as between
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.norm.mosaic_gpu as norm
-from pallas_kernels.append import reference as append_reference
+import pallas_kernels.rope_append.mosaic_gpu as append
 from pallas_kernels.attention import mosaic_blocks, mosaic_stream, mosaic_tile
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
+from pallas_kernels.rope_append import reference as append_reference
 from pallas_kernels.warp import ABSENT
 
 

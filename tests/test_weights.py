@@ -10,18 +10,18 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import random_model
 
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul import int4_matmul
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
-from qspec_jax import calibrate, decode
-from qspec_jax.calibrate import INPUTS, quantize_linears_for
-from qspec_jax.checkpoint import load_model
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, in_loop
-from qspec_jax.drafts import quantspec
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.drafts import cached_model, quantspec
+from qspec_jax.drafts.cached_model import CachedModel, in_loop
 from qspec_jax.errors import InputError
-from qspec_jax.generate import generate
-from qspec_jax.model import Llama
-from qspec_jax.quantize import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
+from qspec_jax.models.llama import Llama
+from qspec_jax.quantization import calibration
+from qspec_jax.quantization.calibration import INPUTS, quantize_linears_for
+from qspec_jax.quantization.weights import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OUT = 48
@@ -295,7 +295,7 @@ def logits_of(model: Llama, text: list[int]) -> np.ndarray:
 def _forward(model: Llama, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     x, angles = model.embed(tokens), model.cos_sin(positions, positions + 1)
     for block in model.layers:
-        x = block.after_attention(x, calibrate.attend_prompt(*block.before_attention(x, *angles)))
+        x = block.after_attention(x, calibration.attend_prompt(*block.before_attention(x, *angles)))
     return model.logits(x)
 
 
@@ -338,10 +338,10 @@ def test_moments_are_sums_over_the_tokens(model):
     (text,) = texts(20)
     block = model.layers[0]
     x, cos, sin, valid = block_inputs(model, [text], 64)
-    _, moments = calibrate._block(block, x, cos, sin, valid)
+    _, moments = calibration._block(block, x, cos, sin, valid)
     assert moments.keys() == set(INPUTS.values())
     h = block.input_norm(x)
-    attended = calibrate.attend_prompt(*block.before_attention(x, cos, sin)).reshape(1, 64, -1)
+    attended = calibration.attend_prompt(*block.before_attention(x, cos, sin)).reshape(1, 64, -1)
     _, mlp = block.add_attention(x, attended)
     hidden = jax.nn.silu(block.gate_proj(mlp)) * block.up_proj(mlp)
     inputs = dict.fromkeys(["q_proj", "k_proj", "v_proj"], h) | {"o_proj": attended, "down_proj": hidden}
@@ -363,7 +363,7 @@ def test_padding_does_not_matter(model):
         ("both", [short, long], 128, 0),
     ):
         x, cos, sin, valid = block_inputs(model, rows, width, filler)
-        _, moments = calibrate._block(model.layers[0], x, cos, sin, valid)
+        _, moments = calibration._block(model.layers[0], x, cos, sin, valid)
         found[name] = {source: np.asarray(m) for source, m in moments.items()}
     for source, alone in found["short"].items():
         for other, expected in (("filled otherwise", alone), ("wide", alone), ("both", found["long"][source] + alone)):
@@ -374,10 +374,10 @@ def test_padding_does_not_matter(model):
 def test_texts_are_cut_to_their_last_tokens(model, monkeypatch):
     """The caps on texts and tokens decide what is read, and nothing else does."""
     seen = []
-    monkeypatch.setattr(calibrate, "_block", lambda block, x, cos, sin, valid: seen.append((x, valid)) or stop())
-    monkeypatch.setattr(calibrate, "MAX_TEXTS", 3)
-    monkeypatch.setattr(calibrate, "MAX_TOKENS", 60)
-    monkeypatch.setattr(calibrate, "MAX_TEXT_TOKENS", 25)
+    monkeypatch.setattr(calibration, "_block", lambda block, x, cos, sin, valid: seen.append((x, valid)) or stop())
+    monkeypatch.setattr(calibration, "MAX_TEXTS", 3)
+    monkeypatch.setattr(calibration, "MAX_TOKENS", 60)
+    monkeypatch.setattr(calibration, "MAX_TEXT_TOKENS", 25)
 
     class Stop(Exception):
         pass
@@ -470,7 +470,7 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
     config = GenerationConfig(max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
     draft = quantspec(model)
-    monkeypatch.setattr(decode, "in_loop", lambda step: CachedModel(quantize_head(step.model), step.planes))
+    monkeypatch.setattr(cached_model, "in_loop", lambda step: CachedModel(quantize_head(step.model), step.planes))
     loop = generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
     monkeypatch.undo()
     assert loop < 0.5 * generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate

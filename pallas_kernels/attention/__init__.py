@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import no_mosaic_gpu
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.launch import launch
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 

@@ -5,7 +5,7 @@ import itertools
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import multiprocessors
-from pallas_kernels.launch import SHARED_BYTES
+from pallas_kernels.gpu.launch import SHARED_BYTES
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths, Planes, accumulation_dtype, dequantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_groups
+from pallas_kernels.formats.rounding import accumulation_dtype
 
 CHUNK_TOKENS = 1024
 # A full-precision cache is read without a copy where the logits of all its tokens are no more than this.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 
 MAX_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tuning
 from pallas_kernels.attention import support
 from pallas_kernels.dispatch import multiprocessors, no_triton
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 
 KERNEL = "attention.triton"
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again

@@ -13,7 +13,7 @@ in bfloat16.
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_unpack import unpack
+from pallas_kernels.gpu.triton_unpack import unpack
 
 # High bytes, and what they make of code n.
 KEY_UPPER = tl.constexpr(0x64)  # float16 1024 + n

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Bool
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.kv_format import HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool
 
-from pallas_kernels import kv_format
 from pallas_kernels.dispatch import no_mosaic_gpu
-from pallas_kernels.kv_format import HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats import quantization
+from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths, Planes
 
 # Of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
 COLUMNS = 16
@@ -87,7 +87,7 @@ def _load(ref) -> Array:
 def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
     """Writes a group. columns: those of its keys, or of its transposed values."""
     half = planes.upper.shape[1]
-    encode = functools.partial(kv_format.encode, scheme=scheme, dtype=jnp.dtype(jnp.bfloat16))
+    encode = functools.partial(quantization.encode, scheme=scheme, dtype=jnp.dtype(jnp.bfloat16))
 
     @pl.loop(0, half // COLUMNS)
     def _(tile):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.weight_format import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 

@@ -14,11 +14,11 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.launch import launch
+from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
-from pallas_kernels.weight_format import Int4Weight
 
 WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.launch import SHARED_BYTES
+from pallas_kernels.gpu.launch import SHARED_BYTES
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE
 

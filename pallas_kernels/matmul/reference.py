@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.kv_format import accumulation_dtype
-from pallas_kernels.weight_format import Int4Weight, dequantize_weight
+from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array
 
-from pallas_kernels.weight_format import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight
 
 GROUP_SIZE = 128
 MAX_ROWS = 16

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
+from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE, OUTPUTS
-from pallas_kernels.weight_format import Int4Weight
 
 MAX_WEIGHTS = 3  # of a launch: queries, keys and values
 RESIDENT_WARPS = 12  # of a multiprocessor, at most: more would lack registers

@@ -8,7 +8,7 @@ of products, which Triton deals out to the warps: they need each other only when
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_unpack import unpack
+from pallas_kernels.gpu.triton_unpack import unpack
 
 HIGH_BYTE = tl.constexpr(0x43)  # bfloat16 128 + n
 EXCESS = tl.constexpr(128.0)

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import no_mosaic_gpu
-from pallas_kernels.launch import launch
+from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64  # for more, as in prefill, XLA does well
 MAX_WIDTH = 8192

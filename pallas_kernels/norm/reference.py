@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.kv_format import accumulation_dtype
+from pallas_kernels.formats.rounding import accumulation_dtype
 
 
 def add_rms_norm(

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_format import parameter_dtype
-from pallas_kernels.weight_format import Int4Weight
-from qspec_jax.config import LlamaConfig
+from pallas_kernels.formats.rounding import parameter_dtype
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
-from qspec_jax.model import Llama, Weight
-from qspec_jax.quantize import weight_group_size
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama, Weight
+from qspec_jax.quantization.weights import weight_group_size
 
 
 def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
-from pallas_kernels.attention.shapes import LARGE, TINY, Shape, bytes_read, random_problem
-from pallas_kernels.kv_format import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from qspec_jax.bench import rows
+from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem
 from qspec_jax.bench.peers import PEERS, Unavailable
 from qspec_jax.bench.rows import Report, Row, one_line
 from qspec_jax.bench.timing import input_count, time_jax

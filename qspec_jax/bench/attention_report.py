@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Group
 
-from pallas_kernels.attention.shapes import Shape
 from qspec_jax import plots
 from qspec_jax.bench import report
 from qspec_jax.bench.attention import ERROR_TOKENS
+from qspec_jax.bench.attention_shapes import Shape
 from qspec_jax.bench.rows import Report
 from qspec_jax.errors import InputError
 

@@ -13,8 +13,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels import tuning
-from pallas_kernels.attention.shapes import Shape, random_problem
 from qspec_jax.bench import attention
+from qspec_jax.bench.attention_shapes import Shape, random_problem
 from qspec_jax.bench.rows import Row, Run, this_run
 from qspec_jax.errors import InputError
 

@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax import prefill
 from qspec_jax.bench.rows import Run, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import Step
+from qspec_jax.decoding.batch import BatchStats, Request, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.sampling import make_sampler
+from qspec_jax.drafts.cached_model import Step
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.batch import BatchStats, Request, run_batch
-from qspec_jax.model import Llama
-from qspec_jax.sampling import make_sampler
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
 
 WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}}
 
@@ -93,7 +93,7 @@ def run(
 
     batch_size = min(batch_size, len(requests))  # of the warm-up too, which has more requests
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
-    warm_up = list({prefill.bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
+    warm_up = list({bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
     short = [dataclasses.replace(request, config=dataclasses.replace(request.config, max_new_tokens=1)) for request in warm_up]
     longest = max(requests, key=lambda request: request.config.max_new_tokens)  # the programs depend on it
     for _ in run_batch(model, [longest, *short], **settings):

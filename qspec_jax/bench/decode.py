@@ -16,22 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from pallas_kernels.attention.shapes import Shape, bytes_read
-from pallas_kernels.kv_format import Lengths
+from pallas_kernels.formats.kv_cache import Lengths
+from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import Case, Method, Report, Row, Step, compared
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.rows import one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
-from qspec_jax.cache import Cache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, in_loop
+from qspec_jax.caches.registry import Cache
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
+from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
+from qspec_jax.decoding.state import Counts, DecodeState
+from qspec_jax.drafts.cached_model import CachedModel, in_loop
 from qspec_jax.evaluate.acceptance import repeated_ngrams
-from qspec_jax.generate import DECODE, PREPARE, make_limits
-from qspec_jax.model import Llama
-from qspec_jax.prefill import bucket
-from qspec_jax.sampling import DRAFT, Sampler, make_sampler, prompt_keys
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
 
 
 def run(

@@ -17,12 +17,12 @@ from qspec_jax import drafts
 from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, Row, compared
 from qspec_jax.bench.rows import Run, one_line, this_run
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.cached_model import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
 
 BASELINE, SPECULATIVE = METHODS[AUTOREGRESSIVE], METHODS["quantspec"]
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul
-from pallas_kernels.matmul.shapes import LARGE, LAYERS, ROWS, TINY, Shape, bf16_problem, random_problem
 from qspec_jax.bench import rows
+from qspec_jax.bench.matmul_shapes import LARGE, LAYERS, ROWS, TINY, Shape, bf16_problem, random_problem
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
 from qspec_jax.bench.rows import Report, Row, one_line
 from qspec_jax.bench.timing import Timing, input_count, time_calls, time_torch

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Group
 
-from pallas_kernels.matmul.shapes import Shape
 from qspec_jax import plots
 from qspec_jax.bench import report
+from qspec_jax.bench.matmul_shapes import Shape
 from qspec_jax.bench.rows import Report
 
 WIDTH = 0.4  # of a bar

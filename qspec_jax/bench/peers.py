@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.attention.shapes import Shape
+from qspec_jax.bench.attention_shapes import Shape
 from qspec_jax.bench.timing import Timing, time_jax, time_torch
 
 MAX_XLA_LOGITS_BYTES = 4e9

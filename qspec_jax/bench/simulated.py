@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from qspec_jax.sampling import ACCEPT, Greedy, draw_keys
+from qspec_jax.decoding.sampling import ACCEPT, Greedy, draw_keys
 
 
 @jax.tree_util.register_dataclass

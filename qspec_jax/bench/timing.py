@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qspec_jax.compiled import Compiled
+from qspec_jax.decoding.compiled import Compiled
 
 # All inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9

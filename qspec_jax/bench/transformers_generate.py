@@ -12,16 +12,16 @@ import statistics
 
 import jax
 
-from qspec_jax import checkpoint
 from qspec_jax.bench import transformers_decode
-from qspec_jax.config import GenerationConfig
-from qspec_jax.demo import corpus
-from qspec_jax.generate import generate
+from qspec_jax.checkpoints import loading
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.training import corpus
 
 
 def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
     """Tokens per second of each run, and the tokens."""
-    model = checkpoint.load_model(directory, dtype=dtype, progress=False)
+    model = loading.load_model(directory, dtype=dtype, progress=False)
     config = GenerationConfig(method="autoregressive", max_new_tokens=new_tokens, ignore_eos=True)
     runs = [generate(model, [prompt], config=config) for _ in range(repeats + 1)][1:]
     return [run.stats.tokens_per_second for run in runs], runs[-1].token_ids[0]
@@ -47,7 +47,7 @@ def main() -> None:
     if jax.default_backend() != "cpu":
         parser.error("set JAX_PLATFORMS=cpu: this compares two CPU decoders; on a GPU there is `qspec bench decode --transformers`")
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
-    prompt = checkpoint.load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
+    prompt = loading.load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
     settings = (args.model, args.dtype, prompt, args.max_new_tokens, args.repeats)
     (our_rates, our_tokens), (their_rates, their_tokens) = ours(*settings), theirs(*settings)
     same = next((i for i, (a, b) in enumerate(zip(our_tokens, their_tokens)) if a != b), len(our_tokens))

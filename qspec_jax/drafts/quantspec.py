@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jax
 
-from qspec_jax import converted
-from qspec_jax.calibrate import quantize_linears_for
-from qspec_jax.decode import CachedModel
+from qspec_jax.checkpoints import converted
+from qspec_jax.drafts.cached_model import CachedModel
 from qspec_jax.errors import InputError
-from qspec_jax.model import Llama
-from qspec_jax.quantize import is_linear, quantize_linears, quantize_weight
+from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.calibration import quantize_linears_for
+from qspec_jax.quantization.weights import is_linear, quantize_linears, quantize_weight
 
 log = logging.getLogger(__name__)
 

@@ -14,15 +14,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
 
-from qspec_jax import prefill
-from qspec_jax.cache import Cache, empty_cache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import CachedModel, Counts, DecodeState, Limits, Step, draft_tokens, eligible_drafts, in_loop, start
+from qspec_jax.caches.registry import Cache, empty_cache
+from qspec_jax.decoding import prefill
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate, make_limits, token_lists
+from qspec_jax.decoding.round import draft_tokens, eligible_drafts
+from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
+from qspec_jax.decoding.state import Counts, DecodeState, Limits, start
+from qspec_jax.drafts.cached_model import CachedModel, Step, in_loop
 from qspec_jax.errors import InputError
-from qspec_jax.generate import generate, make_limits, token_lists
-from qspec_jax.model import Llama
-from qspec_jax.sampling import Sampler, make_sampler, prompt_keys
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import padded
 
 NGRAM = 8
 
@@ -83,7 +86,7 @@ def teacher_forced(
     if min(map(len, texts)) <= new:
         raise InputError(f"every text should have more than the {new} tokens to walk")
     check(model, [text[:-new] for text in texts], config)
-    tokens, n = prefill.padded([text[:-new] for text in texts])
+    tokens, n = padded([text[:-new] for text in texts])
     real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
     limits = make_limits(model, *[dataclasses.replace(config, ignore_eos=True)] * len(texts))
     sampler, keys = make_sampler(config), prompt_keys(key, len(texts))

@@ -12,12 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.append import rotate_and_append
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.kv_format import FullLayer, Lengths, accumulation_dtype, dequantize, parameter_dtype, pytree, quantize
-from qspec_jax.cache import HierarchicalCache, quantized_length
-from qspec_jax.config import CacheConfig, LlamaConfig
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.pytree import pytree
+from pallas_kernels.formats.quantization import dequantize, quantize
+from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
+from pallas_kernels.rope_append import rotate_and_append
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.schedule import quantized_length
 from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
 
 AXES = {"channel": -2, "token": -1}
 TRUNCATION = "truncation"

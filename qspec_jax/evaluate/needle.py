@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import jax
 from tqdm import tqdm
 
-from qspec_jax.config import GenerationConfig
-from qspec_jax.decode import Step
+from qspec_jax.decoding.batch import Request, Result, run_batch
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec
+from qspec_jax.drafts.cached_model import Step
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.batch import Request, Result, run_batch
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
 
 NEW_TOKENS = 10  # a space, a value of single digits, and what ends it
 LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has

@@ -18,13 +18,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from qspec_jax import prefill
-from qspec_jax.cache import Cache, empty_cache
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import CacheConfig, GenerationConfig
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import Cache, empty_cache
+from qspec_jax.decoding import prefill
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import token_lists
 from qspec_jax.errors import InputError
-from qspec_jax.generate import token_lists
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import padded
 
 FULL = "bf16"  # in the model's own precision, whatever that is
 PLANES = {FULL: 2, "int8": 2, "int4": 1}
@@ -150,7 +152,7 @@ def score(
     wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
     for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
         token_lists(model, rows, GenerationConfig(max_new_tokens=1))
-    tokens, n = prefill.padded(prompts)
+    tokens, n = padded(prompts)
     wanted = np.array([len(continuation) for continuation in continuations], np.int32)
     real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
     for row, continuation in zip(real, continuations):

@@ -15,16 +15,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
-from pallas_kernels.kv_format import accumulation_dtype, parameter_dtype
-from qspec_jax import drafts, prefill
-from qspec_jax.cache import Cache, quantized_length
-from qspec_jax.compiled import Compiled
-from qspec_jax.config import CacheConfig, GenerationConfig
+from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
+from qspec_jax import drafts
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import Cache
+from qspec_jax.caches.schedule import quantized_length
+from qspec_jax.decoding import prefill
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, perplexity
 from qspec_jax.evaluate.emulated import Quantizer, emulated_cache, in_groups
 from qspec_jax.evaluate.perplexity import Figures, TooShort, View
-from qspec_jax.model import Llama
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import padded
 
 # The axes by keys and values; the other two have the axes of the first.
 VARIANTS = {
@@ -158,7 +162,7 @@ def reading_errors(
     """
     squares = 0
     for rows in perplexity.batches(prompts):
-        args = (model, *prefill.padded(rows))
+        args = (model, *padded(rows))
         executable, _ = SQUARES.compile(*args, quantizers=tuple(quantizers), group_size=group_size)
         squares = squares + np.asarray(executable(*args), np.float64)
     return np.sqrt(squares[1:].reshape(-1, 2, 2) / squares[0])

@@ -1,0 +1,118 @@
+"""One layer of KV cache: its pytrees, the two 4-bit planes, quantize and dequantize in plain JAX.
+
+Codes are packed along the axis that a matrix product of attention contracts: channels for keys, tokens for values, which
+are stored transposed (channels before tokens). A byte pairs entries half a row apart, so that a kernel unpacks two contiguous
+runs and never shuffles.
+
+Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix, for the hierarchical format."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from pallas_kernels.formats.pytree import pytree
+from pallas_kernels.formats.quantization import dequantize, pack, quantize, unpack
+from pallas_kernels.formats.rounding import parameter_dtype
+
+
+@pytree()
+class Lengths:
+    """How much of each row is cached: tokens in the quantized region and in the full-precision buffer, [B] each."""
+
+    quantized: Int[Array, "B"]
+    buffered: Int[Array, "B"]
+
+    @property
+    def total(self) -> Int[Array, "B"]:
+        return self.quantized + self.buffered
+
+
+@pytree()
+class FullLayer:
+    """Keys (after RoPE) and values in full precision, [B, K, S, H] each: a plain cache, or the buffer of recent tokens."""
+
+    keys: Float[Array, "B K S H"]
+    values: Float[Array, "B K S H"]
+
+    @classmethod
+    def zeros(cls, batch: int, kv_heads: int, rows: int, head_dim: int, dtype) -> "FullLayer":
+        # Two arrays, never one object twice: a donated buffer may be given away once only.
+        shape = (batch, kv_heads, rows, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def append(self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> "FullLayer":
+        """Writes T tokens at row `offset[b]` of each batch row; the caller sees to it that offset + T <= S."""
+        return FullLayer(_write_rows(self.keys, keys, offset), _write_rows(self.values, values, offset))
+
+
+@pytree()
+class Planes:
+    """Upper and lower 4-bit codes with the scale and zero that both share.
+
+    keys:   upper, lower [B, K, C, G, H/2];  scale, zero [B, K, C, H]   (a scale per channel and group of G tokens)
+    values: upper, lower [B, K, C, H, G/2];  scale, zero [B, K, C, G]   (a scale per token)
+    C is the capacity in groups. The lower code, -8..7, is stored plus 8.
+    """
+
+    upper: UInt8[Array, "..."]
+    lower: UInt8[Array, "..."]
+    scale: Float[Array, "..."]
+    zero: Float[Array, "..."]
+
+
+@pytree()
+class HierarchicalLayer:
+    """One layer's cache: the quantized region and the full-precision buffer of recent tokens."""
+
+    keys: Planes
+    values: Planes
+    buffer: FullLayer
+
+    @classmethod
+    def zeros(cls, batch: int, kv_heads: int, groups: int, group_size: int, buffer_rows: int, head_dim: int, dtype) -> "HierarchicalLayer":
+        def planes(codes: tuple[int, ...], parameters: tuple[int, ...]) -> Planes:
+            lead = (batch, kv_heads, groups)
+            return Planes(
+                jnp.zeros(lead + codes, jnp.uint8),
+                jnp.zeros(lead + codes, jnp.uint8),
+                jnp.zeros(lead + parameters, parameter_dtype(dtype)),
+                jnp.zeros(lead + parameters, parameter_dtype(dtype)),
+            )
+
+        return cls(
+            planes((group_size, head_dim // 2), (head_dim,)),
+            planes((head_dim, group_size // 2), (group_size,)),
+            FullLayer.zeros(batch, kv_heads, buffer_rows, head_dim, dtype),
+        )
+
+    @property
+    def group_size(self) -> int:
+        return self.keys.upper.shape[-2]
+
+    @property
+    def groups(self) -> int:
+        """Capacity of the quantized region, in groups."""
+        return self.keys.upper.shape[2]
+
+
+def _write_rows(buffer: Array, rows: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> Array:
+    rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)
+    return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))(buffer, rows, offset)
+
+
+def quantize_groups(keys: Float[Array, "B K C G H"], values: Float[Array, "B K C G H"], *, scheme: str, dtype) -> tuple[Planes, Planes]:
+    """Whole groups as the cache stores them: keys per channel over G tokens, values per token over the channels."""
+    upper, lower, scale, zero = quantize(keys, -2, scheme=scheme, dtype=dtype)
+    key_planes = Planes(pack(upper), pack(lower), scale.squeeze(-2), zero.squeeze(-2))
+    upper, lower, scale, zero = quantize(jnp.swapaxes(values, -1, -2), -2, scheme=scheme, dtype=dtype)
+    return key_planes, Planes(pack(upper), pack(lower), scale.squeeze(-2), zero.squeeze(-2))
+
+
+def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tuple[Array, Array]:
+    """Keys and values [B, K, C, G, H] of packed groups, from the upper plane (planes=1) or both (planes=2)."""
+    lower = unpack(keys.lower) if planes == 2 else None
+    k = dequantize(unpack(keys.upper), lower, keys.scale[..., None, :], keys.zero[..., None, :], dtype)
+    lower = unpack(values.lower) if planes == 2 else None
+    v = dequantize(unpack(values.upper), lower, values.scale[..., None, :], values.zero[..., None, :], dtype)
+    return k, jnp.swapaxes(v, -1, -2)

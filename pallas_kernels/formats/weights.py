@@ -1,0 +1,51 @@
+"""Quantized weights: INT4 by groups and its way back to full precision, and INT8."""
+
+from jaxtyping import Array, Float, Int8, UInt8
+
+from pallas_kernels.formats.pytree import pytree
+from pallas_kernels.formats.quantization import unpack
+
+
+@pytree("in_features")
+class Int4Weight:
+    """A linear layer's weight [out, in] in 4 bits: code * scale + zero, one scale and zero per group of inputs.
+
+    codes: [out, C, G/2], byte i of a group holds inputs i (low nibble) and i + G/2 (high). scale, zero: [out, C]. The last group is
+    padded where G does not divide `in_features`.
+    """
+
+    codes: UInt8[Array, "out C half"]
+    scale: Float[Array, "out C"]
+    zero: Float[Array, "out C"]
+    in_features: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.codes.shape[0], self.in_features)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+
+@pytree()
+class Int8Weight:
+    """A weight [out, in] in 8 bits: code * scale, one scale per output."""
+
+    codes: Int8[Array, "out in"]
+    scale: Float[Array, "out"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:
+    """The weight in `dtype`, without the padding."""
+    codes = unpack(weight.codes).astype(dtype)
+    full = codes * weight.scale[..., None].astype(dtype) + weight.zero[..., None].astype(dtype)
+    return full.reshape(full.shape[0], -1)[:, : weight.in_features]

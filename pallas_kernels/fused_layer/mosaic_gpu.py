@@ -1,0 +1,130 @@
+"""All between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
+
+Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
+memory idle whenever one ends and the next begins.
+
+Blocks wait for what others hand over. They draw their work in the order in which it can be done (see matmul/mosaic_block.py), so any number
+of them that run come to an end, and launches that do not depend on each other may run at the same time.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
+
+MAX_ROWS = 8
+MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
+
+
+def unsupported(
+    x: Array,
+    attended: Array,
+    o: Int4Weight,
+    norm: Array,
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    following_norm: Array | None,
+    following: Sequence[Int4Weight],
+    handoff: Array | None = None,
+    *,
+    eps: float,
+) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    width, rows = x.shape[-1], math.prod(x.shape[:-1])
+    norms = [norm, following_norm] if following else [norm]
+    if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:
+        return "needs as many rows attended as there are in x, and gate and up of one shape"
+    if others := {o.shape[0], down.shape[0], *(a.size for a in norms)} - {width}:
+        return f"needs output projections and norms as wide as x, {width}, not {', '.join(map(str, sorted(others)))}"
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0]), x.dtype)
+    for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
+        if reason := unsupported_stage(inputs, weights):
+            return reason
+    if others := {a.dtype.name for a in norms} - {"bfloat16"}:
+        return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
+    pieces = rows * math.ceil(width / (NUMBERS * 32 * WARPS))
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
+        return f"has no place for the activations of {rows} rows beside weights"
+    return None
+
+
+def plan_for(rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float) -> Plan:
+    groups = lambda weight: weight.codes.shape[1]
+    stages = [
+        Stage(groups(o), o.shape[:1]),
+        Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
+        Stage(groups(down), down.shape[:1]),
+    ]
+    if following:
+        stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps)
+
+
+def between_attentions(
+    x: Float[Array, "*rows D"],
+    attended: Float[Array, "*rows channels"],
+    o: Int4Weight,
+    norm: Float[Array, "D"],
+    gate: Int4Weight,
+    up: Int4Weight,
+    down: Int4Weight,
+    following_norm: Float[Array, "D"] | None,
+    following: Sequence[Int4Weight],
+    handoff: Array | None = None,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
+    """See `pallas_kernels.between.between_attentions`."""
+    rows = math.prod(x.shape[:-1])
+    plan = plan_for(rows, o, gate, down, following, eps)
+    norms = [norm, following_norm] if following else [norm]
+    weights = [[o], [gate, up], [down], following][: len(plan.stages)]
+    flat = lambda a: a.reshape(rows, -1)
+    if handoff is None or handoff.size < plan.handoff_words:
+        handoff = empty_handoff(plan)
+    *found, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff)
+    return *(a.reshape(*x.shape[:-1], -1) for a in found), handoff
+
+
+def empty_handoff(plan: Plan) -> Array:
+    """A handoff buffer of which no ticket is drawn, and in which no number is there."""
+    from pallas_kernels.warp import ABSENT
+
+    # Not a constant, which would be as large in the program and copied each time.
+    return jnp.where(jnp.arange(plan.handoff_words) < COUNTER_WORDS, jnp.uint32(0), jnp.uint32(ABSENT))
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def run(
+    plan: Plan,
+    x: Float[Array, "M D"],
+    attended: Float[Array, "M channels"],
+    norms: Sequence[Float[Array, "D"]],
+    weights: Sequence[Sequence[Int4Weight]],
+    handoff: Array,
+) -> tuple[Array, Array, Array]:
+    """norms: of the stages that have one. weights: of every stage. handoff: used up; the last result takes its place."""
+    from pallas_kernels.matmul import mosaic_block
+
+    inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
+    for number, several in enumerate(weights):
+        inputs |= weight_inputs(number, several)
+    shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
+    outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
+    outputs["next_handoff"] = jax.ShapeDtypeStruct((plan.handoff_words,), handoff.dtype)
+    emit = functools.partial(mosaic_block.emit_block, plan)
+    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, {"handoff": handoff})
+    return found["residual_out"], found["y"], found["next_handoff"]

@@ -1,0 +1,28 @@
+"""RoPE, and new keys and values at the end of a full-precision buffer."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.rope_append.reference import split_and_rotate as split_and_rotate
+
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+
+
+def rotate_and_append(
+    qkv: Float[Array, "B T channels"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    buffer: FullLayer,
+    offset: Int[Array, "B"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B T N H"], FullLayer]:
+    """Queries after RoPE, and the buffer with keys, after RoPE, and values from row `offset[b]` on.
+
+    qkv: of each token N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
+    where they are not, the last rows are written instead, and nothing beyond the buffer.
+    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    """
+    module = choose("rope_append", GPU_IMPLEMENTATIONS, implementation, qkv, cos, sin, buffer, offset, slow_reference=False)
+    return module.rotate_and_append(qkv, cos, sin, buffer, offset)

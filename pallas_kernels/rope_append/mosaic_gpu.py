@@ -1,0 +1,93 @@
+"""RoPE and append on NVIDIA Hopper: one launch a layer, which writes to the buffer where it lies, for the few tokens of a decode step.
+
+A thread rotates two channels of a head with the two that are half a head further, and writes all four.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.gpu.launch import launch
+
+THREADS = 128  # of a block: a warpgroup
+MAX_TOKENS = 256  # of all rows together
+
+
+def unsupported(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Array) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    if others := {a.dtype.name for a in (qkv, buffer.keys, buffer.values)} - {"bfloat16"}:
+        return f"needs bfloat16, not {', '.join(sorted(others))}"
+    if offset.dtype != jnp.int32:
+        return f"needs offsets in int32, not {offset.dtype}"
+    if (tokens := math.prod(qkv.shape[:2])) > MAX_TOKENS:
+        return f"supports up to {MAX_TOKENS} tokens, not {tokens}"
+    if (rows := buffer.keys.shape[2]) < max(2, qkv.shape[1]):
+        return f"needs a buffer of at least two rows and as many as there are tokens, {qkv.shape[1]}, not {rows}"
+    if (head_dim := buffer.keys.shape[-1]) % 4:
+        return f"supports head_dim in multiples of 4, not {head_dim}"
+    return None
+
+
+def rotate_and_append(
+    qkv: Float[Array, "B T channels"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    buffer: FullLayer,
+    offset: Int[Array, "B"],
+) -> tuple[Float[Array, "B T N H"], FullLayer]:
+    """See `pallas_kernels.append.rotate_and_append`."""
+    return run(qkv, cos.astype(qkv.dtype), sin.astype(qkv.dtype), buffer, offset)
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@jax.jit
+def run(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> tuple[Array, FullLayer]:
+    """cos, sin: in bfloat16."""
+    B, T, channels = qkv.shape
+    _, kv_heads, rows, head_dim = buffer.keys.shape
+    heads = channels // head_dim - 2 * kv_heads
+    parts = math.ceil(channels // 4 / THREADS)
+    emit = functools.partial(_emit_part, heads, kv_heads, rows, head_dim, T, parts)
+    inputs = {"qkv": qkv, "cos": cos, "sin": sin, "offset": offset}
+    outputs = {"q": jax.ShapeDtypeStruct((B, T, heads, head_dim), jnp.bfloat16)}
+    updated = {"keys": buffer.keys, "values": buffer.values}
+    found = launch("rotate_and_append", emit, inputs, outputs, B * T * parts, 1, 128, updated)
+    return found["q"], FullLayer(found["keys"], found["values"])
+
+
+def _emit_part(heads: int, kv_heads: int, rows: int, head_dim: int, tokens: int, parts: int, refs: dict) -> None:
+    from pallas_kernels import warp as w
+
+    at = {name: w.address(ref) for name, ref in refs.items()}
+    block = w.block_index()
+    place, item = block // parts, block % parts * THREADS + w.thread_index()  # of all tokens, of the token's pairs
+    pairs, head_bytes = head_dim // 4, 2 * head_dim
+    every = heads + 2 * kv_heads
+    with w.when(item < every * pairs):
+        head, within = item // pairs, w.i64(item % pairs * 4)
+        half = head_dim  # bytes
+        source = at["qkv"] + w.i64((place * every + head) * head_bytes) + within
+        (a,), (b,) = w.load_global(source), w.load_global(source + half)
+        angle = w.i64(place * half) + within
+        cos, sin = (w.bf16_entries(w.load_global(at[name] + angle)[0]) for name in ("cos", "sin"))
+        offset = w.load_global(at["offset"] + w.i64(place // tokens) * 4)[0]
+        # An offset without room moves to where there is, as the reference's does: nothing is written behind the buffer.
+        offset = w.maximum(w.minimum(offset, w.i32(rows - max(2, tokens))), w.i32(0))
+        row = offset + place % tokens
+        a2, b2 = w.bf16_entries(a), w.bf16_entries(b)
+        first = w.pair(*(x * c - y * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
+        second = w.pair(*(y * c + x * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
+        is_query, is_value = head < heads, w.i32(heads + kv_heads - 1) < head
+        kv_head = head - w.select(is_value, w.i32(heads + kv_heads), w.select(is_query, w.i32(0), w.i32(heads)))
+        kept = ((w.i64(place // tokens) * kv_heads + w.i64(kv_head)) * rows + w.i64(row)) * head_bytes
+        array = w.select(is_value, at["values"], at["keys"])
+        to = w.select(is_query, at["q"] + w.i64((place * heads + head) * head_bytes), array + kept) + within
+        w.store_global(to, w.select(is_value, a, first))
+        w.store_global(to + half, w.select(is_value, b, second))

@@ -1,0 +1,130 @@
+"""Named problems of decode attention, for benchmarks and tuning: their random inputs, and the bytes that must be read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+
+# bfloat16: queries, buffers, full caches, scales and zeros.
+ITEM_BYTES = 2
+SPARE_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One problem, in bfloat16. context: tokens cached in each row, the T of the queries among them; rows are ragged where they differ.
+
+    planes: 1 (INT4), 2 (INT8), or None (a bfloat16 cache).
+    """
+
+    name: str
+    planes: int | None
+    tokens: int
+    heads: int
+    kv_heads: int
+    context: tuple[int, ...]
+    head_dim: int = 128
+    group_size: int = 128
+
+    @property
+    def batch(self) -> int:
+        return len(self.context)
+
+    @property
+    def ragged(self) -> bool:
+        return len(set(self.context)) > 1
+
+    @property
+    def format(self) -> str:
+        return {1: "INT4", 2: "INT8", None: "bf16"}[self.planes]
+
+    @property
+    def quantized(self) -> tuple[int, ...]:
+        """Tokens in the quantized region of each row: whole groups, of which a row that is long enough leaves G to 2G - 1 tokens out."""
+        if self.planes is None:
+            return (0,) * self.batch
+        G = self.group_size
+        return tuple(max(0, (tokens - G) // G * G) for tokens in self.context)
+
+    @property
+    def buffered(self) -> tuple[int, ...]:
+        """Tokens in full precision in each row."""
+        return tuple(tokens - old for tokens, old in zip(self.context, self.quantized))
+
+    def shortened(self, most: int) -> "Shape":
+        """The same problem with at most that many tokens in a row, and as ragged."""
+        longest = max(self.context)
+        if longest <= most:
+            return self
+        # A half group more than whole ones, as the shapes below have.
+        context = tuple(max(self.tokens, tokens * most // longest - self.group_size // 2) for tokens in self.context)
+        return dataclasses.replace(self, name=f"{self.name} (at most {most})", context=context)
+
+
+def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: int, thousands: int) -> Shape:
+    # Half a group past a round number: 1.5 G tokens in the buffer, which is what decoding has on average.
+    return Shape(name, planes, tokens, heads, kv_heads, (thousands * 1024 + 64,))
+
+
+# mha: 32 query and 32 KV heads, gqa: 32 and 8.
+LARGE = (
+    *(_uniform(f"int4-T1-mha-{k}k", 1, 1, 32, 32, k) for k in (64, 128, 256)),
+    _uniform("int8-T7-mha-128k", 2, 7, 32, 32, 128),
+    _uniform("int4-T1-gqa-128k", 1, 1, 32, 8, 128),
+    _uniform("int8-T7-gqa-128k", 2, 7, 32, 8, 128),
+    Shape("int4-T1-gqa-16k-ragged", 1, 1, 32, 8, (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)),
+    _uniform("bf16-T1-gqa-128k", None, 1, 32, 8, 128),
+    _uniform("bf16-T7-gqa-128k", None, 7, 32, 8, 128),
+    # For the plot of latency against context.
+    *(_uniform(f"int8-T1-mha-{k}k", 2, 1, 32, 32, k) for k in (64, 128, 256)),
+    *(_uniform(f"bf16-T1-mha-{k}k", None, 1, 32, 32, k) for k in (64, 128, 256)),
+)
+# What a CPU does in a second.
+TINY = (
+    *(Shape(f"tiny-int4-T1-{n - 32}", 1, 1, 4, 2, (n,), head_dim=64, group_size=64) for n in (288, 544)),
+    Shape("tiny-int8-T3-ragged", 2, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
+    Shape("tiny-bf16-T3-ragged", None, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
+)
+SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
+
+
+def bytes_read(shape: Shape) -> int:
+    """Bytes of the cache that attention must read once: codes, scales and zeros of the quantized region, used rows of the buffer."""
+    H, G = shape.head_dim, shape.group_size
+    codes = (shape.planes or 0) * 2 * H // 2
+    # Keys have a scale and a zero for each channel and group, values for each token.
+    parameters = 2 * ITEM_BYTES * (H / G + 1)
+    full = 2 * H * ITEM_BYTES
+    return round(shape.kv_heads * (sum(shape.quantized) * (codes + parameters) + sum(shape.buffered) * full))
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Lengths]:
+    """Queries, a layer of random codes or values of variance about 1 (filled also beyond the lengths), and its lengths.
+
+    Made on the device. The buffer of a hierarchical layer has 2G + 8 rows; a full layer has as many as the longest context.
+    """
+    B, K, H, G = shape.batch, shape.kv_heads, shape.head_dim, shape.group_size
+    # The default generator takes seconds to compile so many draws.
+    keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 16))
+    normal = lambda *dims: jax.random.normal(next(keys), dims, jnp.bfloat16)
+    q = normal(B, shape.tokens, shape.heads, H)
+    lengths = Lengths(jnp.array(shape.quantized, jnp.int32), jnp.array(shape.buffered, jnp.int32))
+    if shape.planes is None:
+        rows = max(shape.context)
+        return q, FullLayer(normal(B, K, rows, H), normal(B, K, rows, H)), lengths
+
+    def planes(*codes: int) -> Planes:
+        lead = (B, K, max(1, max(shape.quantized) // G))
+        upper, lower = (jax.random.bits(next(keys), (*lead, *codes), jnp.uint8) for _ in range(2))
+        # Codes 0..15 stand for -2 to 2, give or take a tenth.
+        tenth = lambda: jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
+        scale, zero = ((middle * tenth()).astype(jnp.bfloat16) for middle in (4 / 15, -2.0))
+        return Planes(upper, lower, scale, zero)
+
+    rows = 2 * G + SPARE_ROWS
+    return q, HierarchicalLayer(planes(G, H // 2), planes(H, G // 2), FullLayer(normal(B, K, rows, H), normal(B, K, rows, H))), lengths

@@ -1,0 +1,208 @@
+"""Converted checkpoints: a directory with a manifest, an Orbax checkpoint of the target, perhaps one of the draft, and the small files of
+the source. What `convert` writes is read here."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.formats.weights import Int4Weight
+from qspec_jax.errors import InputError
+from qspec_jax.files import read_json
+
+Entry = TypeVar("Entry")
+
+MANIFEST = "qspec.json"
+UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
+FORMAT = 2
+TARGET, DRAFT = "target", "draft"
+BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's own work takes longer than that
+LOADED_BYTES = 1 << 30  # that are on their way to the device at once
+_PLAIN = re.compile(r"[\w/.,=+@~ -]*")  # paths that Orbax takes as they are: it looks for files by patterns, and reads \ as /
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """source: the directory, or ORG/NAME@COMMIT, that was converted. dtype: of the weights. draft_bits: 4, or 16 where no draft is stored.
+    shapes and sha256: of each weight as the source has it, by its path in the model. written: hashes of what became of them (see `digest`),
+    by `TARGET` and `DRAFT`. files: sizes of what Orbax wrote. versions: of what wrote it."""
+
+    source: str
+    dtype: str
+    draft_bits: int
+    shapes: Mapping[str, Sequence[int]]
+    sha256: Mapping[str, str]
+    written: Mapping[str, Mapping[str, str]]
+    files: Mapping[str, int]
+    versions: Mapping[str, str]
+    format: int = FORMAT
+
+    def write(self, directory: Path) -> None:
+        (directory / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def is_converted(directory: Path) -> bool:
+    """Raises InputError for one that is not finished."""
+    try:
+        if (directory.resolve().parent / UNFINISHED).exists():
+            raise InputError(f"{directory}: an unfinished conversion; convert again")
+        return (directory / MANIFEST).exists()
+    except (OSError, RuntimeError) as error:  # a loop of links is either
+        raise InputError(f"{directory}: cannot be read ({' '.join(str(error).split())})") from None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises InputError for one that this version cannot read, and where files that it names are not there whole."""
+    raw = read_json(directory / MANIFEST)
+    if not _is_manifest(raw):
+        raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
+    sizes = stored_files(directory)
+    if lost := [name for name, size in raw["files"].items() if sizes.get(name) != size]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise InputError(f"{directory}: {lost[0]}{more} of it is not there, or not whole; copy it again, or convert again")
+    return Manifest(**raw)
+
+
+def _is_manifest(raw: Mapping[str, Any]) -> bool:
+    if raw.keys() != {field.name for field in dataclasses.fields(Manifest)} or raw["format"] != FORMAT:
+        return False
+    whole = lambda number: isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    holds = lambda found, fits: isinstance(found, dict) and all(map(fits, found.values()))
+    texts = lambda found: holds(found, lambda value: isinstance(value, str))
+    return (
+        isinstance(raw["source"], str)
+        and raw["dtype"] in ("bfloat16", "float32")
+        and raw["draft_bits"] in (4, 16)
+        and holds(raw["shapes"], lambda shape: isinstance(shape, list) and all(map(whole, shape)))
+        and holds(raw["written"], texts)
+        and raw["written"].keys() == {TARGET, DRAFT}
+        and holds(raw["files"], whole)
+        and texts(raw["sha256"])
+        and texts(raw["versions"])
+    )
+
+
+def digest(weight: Any) -> str:
+    """SHA-256 of its bytes; of an Int4Weight those of its codes, scale and zero."""
+    whole = hashlib.sha256()
+    for part in jax.tree.leaves(weight):
+        whole.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    return whole.hexdigest()
+
+
+def stored_files(directory: Path) -> dict[str, int]:
+    """Sizes of what Orbax wrote, in bytes."""
+    folders = (found for name in (TARGET, DRAFT) for found in os.walk(directory / name, followlinks=True))
+    paths = (Path(folder) / file for folder, _, files in folders for file in files)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+
+
+def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises InputError where these, of the config beside it, are not those that were converted."""
+    stored = {path: tuple(shape) for path, shape in manifest.shapes.items()}
+    if wrong := sorted(path for path in stored.keys() | shapes.keys() if stored.get(path) != shapes.get(path)):
+        path, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        say = lambda shape: list(shape) if shape else "none"
+        raise InputError(
+            f"{directory}: its config.json is not the one that was converted: {path} is {say(stored.get(path))} in it, and "
+            f"{say(shapes.get(path))} by config.json{more}"
+        )
+
+
+def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+    """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or sharded over a mesh.
+
+    shapes: by path, a ShapeDtypeStruct or an Int4Weight of them, of all weights or some; arrays are cast to their dtypes. Raises
+    InputError where it cannot be read.
+    """
+    return dict(restored(directory, name, shapes, mesh, LOADED_BYTES))
+
+
+def restored(
+    directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """What `restore` gives, one after the other; at most `most` bytes of them (None: BATCH_BYTES), or a weight, are read at once."""
+    size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
+    for batch in batches(shapes.items(), size, most or BATCH_BYTES):
+        yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
+
+
+def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
+    from orbax.checkpoint import v1 as ocp
+
+    wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(x.shape, mesh))
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    try:
+        with context, for_orbax(directory.resolve()) as folder:  # Orbax takes no relative path
+            found = ocp.load(folder / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
+    except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
+        raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
+    whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
+    return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
+
+
+@contextlib.contextmanager
+def for_orbax(directory: Path) -> Iterator[Path]:
+    """A path to the directory by which Orbax can read and write in it: by a link where its own has characters such as [ or ?.
+
+    directory: absolute. Raises InputError where the folder of temporary files has such a name too.
+    """
+    if _PLAIN.fullmatch(str(directory)):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        if not _PLAIN.fullmatch(folder):
+            raise InputError(f"{directory}: Orbax cannot use a path with such characters; give another, or set TMPDIR to one without them")
+        link = Path(folder, "checkpoint")
+        link.symlink_to(directory, target_is_directory=True)
+        yield link
+
+
+def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:
+    """Lists of them whose sizes are at most `most` together, or of one that is larger."""
+    batch, filled = [], 0
+    for entry in entries:
+        if batch and filled + size(entry) > most:
+            yield batch
+            batch, filled = [], 0
+        batch.append(entry)
+        filled += size(entry)
+    if batch:
+        yield batch
+
+
+def weight_sharding(shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.Sharding:
+    """On the default device, or on a mesh: there the first axis of a matrix is divided along the mesh's first, where it can be, and
+    everything else is on all devices."""
+    if mesh is None:
+        return jnp.zeros(()).sharding
+    axis = mesh.axis_names[0]
+    divided = len(shape) > 1 and shape[0] % mesh.shape[axis] == 0
+    return NamedSharding(mesh, PartitionSpec(axis) if divided else PartitionSpec())
+
+
+def _as_dict(weight):
+    return {"codes": weight.codes, "scale": weight.scale, "zero": weight.zero} if isinstance(weight, Int4Weight) else weight
+
+
+def _as_weight(found, shape):
+    return Int4Weight(**found, in_features=shape.in_features) if isinstance(shape, Int4Weight) else found
+
+
+def as_tree(weights: Mapping[str, Any]) -> dict:
+    """As they are stored: weights by their paths, as nested dictionaries."""
+    return unflatten_dict({path: _as_dict(weight) for path, weight in weights.items()}, sep=".")

@@ -1,0 +1,80 @@
+"""Checkpoints of the Hugging Face Hub, in its local cache. Config, tokenizer and safetensors are fetched; never code or pickles."""
+
+import functools
+import logging
+import re
+import sys
+from pathlib import Path
+
+from qspec_jax.errors import InputError, one_line
+
+log = logging.getLogger(__name__)
+
+SMALL_FILES = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+_FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
+# Another layout of the same weights; and all that is in folders.
+_LEFT = ("consolidated*", "adapter*", "*/*")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+
+
+def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
+    """The directory of a checkpoint: itself, or, of ORG/NAME or ORG/NAME@REVISION, what is fetched from the Hub.
+
+    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither.
+    """
+    directory = Path(checkpoint)
+    try:
+        if directory.is_dir():
+            return directory
+        # Beside a folder that is there it is a path that is mistyped.
+        mistyped = directory.exists() or (directory.parent.is_dir() and "@" not in directory.name)
+        if mistyped or not _NAME.fullmatch(str(checkpoint)):
+            raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
+    except OSError as error:
+        raise InputError(f"{checkpoint}: cannot be read ({error.strerror})") from None
+    from huggingface_hub import constants, utils  # slow to import, and for a directory not needed
+
+    hide = not (sys.stderr.isatty() if progress is None else progress) and constants.HF_HUB_DISABLE_PROGRESS_BARS is None
+    if hide:
+        utils.disable_progress_bars()
+    try:
+        found = _fetched(str(checkpoint))
+        if not found.is_dir():  # any more
+            _fetched.cache_clear()
+            found = _fetched(str(checkpoint))
+        return found
+    finally:
+        if hide:
+            utils.enable_progress_bars()
+
+
+@functools.cache
+def _fetched(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, _, revision = name.partition("@")
+    unreached = None
+    try:
+        HfApi().model_info(repository, revision=revision or "main", timeout=30)
+    except Exception as error:  # of the network, of the Hub
+        unreached = error
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=_FETCHED,
+            ignore_patterns=_LEFT,
+            local_files_only=unreached is not None,
+        )
+    except Exception as error:
+        reason = f"{type(unreached or error).__name__}: {one_line(unreached or error)[:300]}"
+        raise InputError(f"{name}: no such directory, and not to be had from the Hugging Face Hub ({reason})") from None
+    if unreached:
+        log.warning(
+            "%s: the Hub did not answer (%s); this is commit %s of the local cache", name, one_line(unreached)[:300], Path(found).name
+        )
+    return Path(found)

@@ -1,0 +1,129 @@
+"""Loads a model and its tokenizer from a Hugging Face directory, the Hub, or a converted directory."""
+
+import codecs
+import contextlib
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.hub import SMALL_FILES, local
+from qspec_jax.checkpoints.huggingface import Source, load_config
+from qspec_jax.checkpoints.tensor_names import weight_shapes
+from qspec_jax.errors import InputError, one_line
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LOADED_AS = ("bfloat16", "float32", "float64")
+
+
+def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, progress: bool | None = None) -> Llama:
+    """Loads a Hugging Face directory (config.json, one or sharded safetensors) or ORG/NAME on the Hub, one tensor at a time, or a
+    converted directory.
+
+    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). To the default device, or over a mesh, see
+    `converted.weight_sharding`. progress: a bar on standard error; None shows it on a terminal. Raises InputError that lists every
+    missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
+    """
+    directory = local(directory, progress=progress)
+    if converted.is_converted(directory):
+        return _load_converted(directory, dtype, mesh)
+    source = Source(directory)
+    source.check_contents()
+    wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
+    with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
+
+        def make(path: str, shape: tuple[int, ...]) -> jax.Array:
+            array = source.read(path)
+            bar.update()
+            # Cast on the host, so that the device never holds two copies.
+            array = array.astype(wanted, copy=False)
+            source.examine(path, array)
+            return jnp.asarray(array) if mesh is None else jax.device_put(array, converted.weight_sharding(shape, mesh))
+
+        model = Llama(source.config, make)
+    source.warn_of_not_finite()
+    return model
+
+
+def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
+    config, stored = _checked_conversion(directory)
+    wanted = jnp.dtype(as_loaded(dtype or stored))
+    shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
+    weights = converted.restore(directory, converted.TARGET, shapes, mesh)
+    return Llama(config, lambda path, shape: weights[path])
+
+
+def checked(directory: str | Path) -> tuple[LlamaConfig, str]:
+    """The config, and the dtype to load as by default, of a directory whose tensors are there; no weight is read."""
+    directory = local(directory)
+    if converted.is_converted(directory):
+        config, dtype = _checked_conversion(directory)
+        return dataclasses.replace(config, dtype=dtype), dtype
+    config = Source(directory).config
+    return config, stored_dtype(config)
+
+
+def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
+    config, manifest = load_config(directory), converted.read_manifest(directory)
+    converted.check_shapes(directory, manifest, weight_shapes(config))
+    return config, manifest.dtype
+
+
+def as_loaded(dtype: str) -> str:
+    """The dtype; raises InputError if nothing can be loaded as such here."""
+    if dtype not in _LOADED_AS:
+        raise InputError(f"dtype {dtype} is not one to load as; {', '.join(_LOADED_AS)} are")
+    if dtype == "float64" and not jax.config.jax_enable_x64:
+        raise InputError("float64 needs 64-bit JAX: set JAX_ENABLE_X64=1 or jax.config.update('jax_enable_x64', True)")
+    return dtype
+
+
+def load_tokenizer(directory: str | Path):
+    """The directory's tokenizer (a transformers fast tokenizer)."""
+    directory = local(directory)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
+
+    try:
+        with _without_marks(directory) as folder:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
+
+
+@contextlib.contextmanager
+def _without_marks(directory: Path) -> Iterator[Path]:
+    """The directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
+    contents = {name: (directory / name).read_bytes() for name in SMALL_FILES if (directory / name).is_file()}
+    if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        for name, content in contents.items():
+            Path(folder, name).write_bytes(content.removeprefix(codecs.BOM_UTF8))
+        yield Path(folder)
+
+
+def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):
+    """The model and the tokenizer of a checkpoint directory, see `load_model`. Raises InputError."""
+    return load_model(directory, dtype=dtype, mesh=mesh), load_tokenizer(directory)
+
+
+def stored_dtype(config: LlamaConfig) -> str:
+    """The dtype that a checkpoint is loaded in if no other is asked for."""
+    if config.dtype == "float16":
+        log.warning("the checkpoint is float16; loading it as bfloat16 (--dtype float32 keeps every bit)")
+        return "bfloat16"
+    return config.dtype

@@ -1,0 +1,67 @@
+"""The entry point of the command line. Bad input ends with one line on standard error and exit code 2.
+
+The commands are in `qspec_jax.cli.app`, which takes seconds to import: only once signals are taken care of.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from qspec_jax.cli import process
+from qspec_jax.errors import InputError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command, that of the process if no arguments are given. Exits with 0; with 2 for bad input; 1 where `verify` finds a
+    difference, and where the GPU fails; 130 after Ctrl-C, 143 after SIGTERM, and 141 where nobody reads standard output any more."""
+    own = arguments is None
+    if own:
+        process.begin()
+    logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        code = _run(sys.argv[1:] if own else list(arguments), own)
+        sys.stdout.flush()
+    except InputError as error:
+        code = _fail(str(error))
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as stop:
+        code = stop.code
+    except Exception as error:
+        if type(error).__name__ == "JaxRuntimeError" and "CUDA_ERROR" in str(error):  # jax may not be imported yet
+            code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
+        # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
+        elif not hasattr(error, "format_message"):
+            raise
+        else:
+            code = _fail(error.format_message()) if error.format_message() else 2
+    if code == 130:  # which typer makes of both signals
+        code = process.interrupted()
+    if code and own:
+        # Threads of XLA and TensorStore may be at work still: Python would wait for them, report their errors, or crash.
+        with contextlib.suppress(InputError, SystemExit):
+            sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code or 0)
+
+
+def _run(arguments: list[str], own: bool) -> int | None:
+    if arguments == ["--version"]:
+        print(process.version())
+        return 0
+    # transformers says on import that it has no torch; only its tokenizers are used here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from qspec_jax.cli.app import app
+
+    if own:
+        process.raise_on_signals()
+    return app(args=arguments, prog_name="qspec", standalone_mode=False)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"qspec: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

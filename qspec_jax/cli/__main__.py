@@ -1,0 +1,5 @@
+"""`python -m qspec_jax.cli`, for a checkout that is not installed."""
+
+from qspec_jax.cli import main
+
+main()

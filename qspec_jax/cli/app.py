@@ -1,0 +1,39 @@
+"""The commands: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `batch`, `eval ...`, `bench ...`.
+
+With --json, standard output is one JSON object. `qspec_jax.cli.main` runs them.
+"""
+
+from typing import Annotated
+
+import typer
+
+from qspec_jax.cli import process
+from qspec_jax.cli.batch import batch
+from qspec_jax.cli.bench import benchmarks
+from qspec_jax.cli.convert import conversions
+from qspec_jax.cli.demo import demo
+from qspec_jax.cli.evaluate import evaluations
+from qspec_jax.cli.generate import generate_command
+from qspec_jax.cli.info import info
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(evaluations, name="eval")
+app.add_typer(benchmarks, name="bench")
+app.add_typer(conversions)
+for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "info": info}.items():
+    app.command(name)(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(process.version())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+):
+    """Self-speculative decoding for long contexts."""

@@ -1,0 +1,144 @@
+"""The command `qspec batch`."""
+
+import dataclasses
+import enum
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from qspec_jax import drafts
+from qspec_jax.checkpoints import hub
+from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
+from qspec_jax.cli import process
+from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
+from qspec_jax.decoding.batch import BatchStats, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
+from qspec_jax.drafts.cached_model import Step
+from qspec_jax.errors import InputError
+from qspec_jax.files import is_same_file, name_of, read_bytes, read_json, to_json
+
+# Further chat templates, as transformers stores them.
+TEMPLATES = "additional_chat_templates/*.jinja"
+
+log = logging.getLogger(__name__)
+
+
+class OnError(enum.StrEnum):
+    skip = "skip"
+    stop = "stop"
+
+
+@with_settings
+def batch(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own. - is standard input."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Results, a line for each line of the input; a pipe or a device, such as /dev/stdout, gets them all at the end.",
+        ),
+    ],
+    model: ModelDirectory,
+    config: GenerationConfig,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
+    as_json: Json = False,
+):
+    """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
+    if is_same_file(source, output):
+        raise InputError(f"{output}: INPUT and OUTPUT are the same file")
+    content, name = read_bytes(source), name_of(source)
+    network, tokenizer = load(model, dtype, quiet=as_json)
+    lines = read_lines(content, network, tokenizer, config, seed)
+    wrong = [line for line in lines if line.error]
+    if wrong and on_error is OnError.stop:
+        more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
+        raise InputError(f"{name}, line {wrong[0].number}: {wrong[0].error}{more}")
+    if not lines:
+        raise InputError(f"{name}: empty; it should have a JSON object on each line")
+    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
+    draft = drafts.stored(model, network) if config.method == "quantspec" else None
+    of_run = (json.dumps(settings, sort_keys=True), network.config, draft is None, process.version_of("qspec-jax"))
+    run = run_hash(content, repr(of_run).encode(), *of_checkpoint(hub.local(model)))
+    journal = Journal(output, run, overwrite=overwrite)
+    for line in wrong:
+        log.warning("%s, line %d: %s", name, line.number, line.error)
+        if line.number not in journal.done:
+            journal.add({"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error})
+    if found := len(journal.done) - len(wrong):
+        log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
+    todo = [line for line in lines if line.number not in journal.done]
+    try:
+        stats = _run(network, tokenizer, draft, todo, journal, batch_size, refill, quiet=as_json)
+        journal.finish()
+    except KeyboardInterrupt:
+        print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
+        raise
+    finally:
+        journal.close()
+    if as_json:
+        print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats) | stats.rates))
+    elif stats.prompts:
+        busy = stats.rates["busy_slots"]
+        places = "" if busy is None else f"; {busy:.1%} of places busy"
+        print(f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def of_checkpoint(directory: Path) -> list[bytes]:
+    """What the results take from a checkpoint: its small files, and names, sizes and times of those of its weights, which are too large to
+    be read for this."""
+    index = directory / "model.safetensors.index.json"
+    if is_converted(directory):
+        listed, names = directory / MANIFEST, sorted(stored_files(directory))
+    elif index.exists():
+        listed, names = index, sorted(set(read_json(index)["weight_map"].values()))
+    else:
+        listed, names = None, ["model.safetensors"]
+    # Some tokenizers have files for certain versions of transformers beside those with well-known names.
+    small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(TEMPLATES)}
+    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in (small | {listed}) - {None} if path.is_file()}
+    stats = {name: (directory / name).stat() for name in names}
+    weights = [(name, found.st_size, found.st_mtime_ns) for name, found in stats.items()]
+    return [*(part for name in sorted(contents) for part in (name.encode(), contents[name])), repr(weights).encode()]
+
+
+def _speed(stats: BatchStats) -> str:
+    accepted = stats.rates["draft_acceptance_rate"]
+    return f"{stats.rates['tokens_per_second']:.1f} tokens/s" + ("" if accepted is None else f", {accepted:.1%} of drafts accepted")
+
+
+def _run(
+    network,
+    tokenizer,
+    draft: Step | None,
+    todo: list[Line],
+    journal: Journal,
+    batch_size: int,
+    refill: bool,
+    *,
+    quiet: bool,
+) -> BatchStats:
+    if not todo:
+        return BatchStats()
+    results = run_batch(network, [line.request for line in todo], batch_size=batch_size, draft=draft, tokenizer=tokenizer, refill=refill)
+    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
+        for result in results:
+            journal.add(as_line(todo[result.index], result))
+            bar.set_postfix_str(_speed(results.stats))
+            bar.update()
+    return results.stats

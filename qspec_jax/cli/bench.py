@@ -1,0 +1,381 @@
+"""The commands of `qspec bench`."""
+
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from tqdm import tqdm
+
+from pallas_kernels.attention.support import MAX_TOKENS
+from qspec_jax import drafts, plots
+from qspec_jax.bench import (
+    attention,
+    attention_report,
+    attention_tuning,
+    batch,
+    decode,
+    decode_report,
+    decode_rows,
+    end_to_end,
+    end_to_end_report,
+    flush,
+    matmul,
+    matmul_report,
+    transformers_decode,
+)
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
+from qspec_jax.bench.simulated import rate_of_ratio
+from qspec_jax.checkpoints import huggingface, loading
+from qspec_jax.cli.options import DtypeOption, Gamma, Json, Output, Seed, load, show
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.cached_model import CachedModel
+from qspec_jax.errors import InputError
+from qspec_jax.files import output_to, read_text
+from qspec_jax.training import corpus
+
+log = logging.getLogger(__name__)
+
+Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
+
+Gammas = Annotated[
+    list[int] | None,
+    typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
+]
+
+benchmarks = typer.Typer(no_args_is_help=True, help="Measurements of speed.")
+
+
+@benchmarks.command("attention")
+def bench_attention(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape, or the beginning of the names of several (int4, tiny); may be given several times: all large ones, if not given."
+        ),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
+    repeats: Repeats = 20,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latency against context to this file (.png, .pdf or .svg).")] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels; keep the best for this GPU.")] = False,
+    as_json: Json = False,
+):
+    """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
+    if tune:
+        attention_tuning.check()
+    shapes = attention.select_shapes(shape or [])
+    implementations = attention.select_implementations(implementation or [])
+    progress = False if as_json else None
+    if tune:
+        if plot or "reference" in implementations:
+            raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
+        with output_to(output) as write:
+            report = attention_tuning.run(shapes, implementations, repeats=repeats, progress=progress)
+            show(report, attention_tuning.table, output, write, as_json=as_json)
+        return
+    if plot:
+        attention_report.check_plot(plot, output, shapes)
+    with output_to(output) as write:
+        report = attention.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
+        show(report, attention_report.table, output, write, as_json=as_json)
+    if plot:
+        attention_report.plot(report, plot)
+
+
+@benchmarks.command("matmul")
+def bench_matmul(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A shape, or the beginning of the names of several (llama-3.1-8b-qkv, tiny); may be given several times: all large "
+            "ones, if not given."
+        ),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
+    repeats: Repeats = 20,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """INT4 matmuls: our kernels, and bfloat16 matmuls of the same shapes, in one run."""
+    shapes = matmul.select_shapes(shape or [])
+    implementations = matmul.select_implementations(implementation or [])
+    if plot:
+        plots.check(plot, output)
+    with output_to(output) as write:
+        report = matmul.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
+        show(report, matmul_report.table, output, write, as_json=as_json)
+    if plot:
+        matmul_report.plot(report, plot)
+
+
+@benchmarks.command("flush")
+def bench_flush(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="As in `bench attention`, with a quantized cache: three large ones, if not given."),
+    ] = None,
+    num_speculative_tokens: Gamma = 6,
+    layers: Annotated[int, typer.Option(min=1, help="Of the cache.")] = 32,
+    repeats: Repeats = 20,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Flushing the cache: when rows are due, when none is, and the share of a round."""
+    shapes = flush.select_shapes(shape or [])
+    _check_gamma(num_speculative_tokens)
+    with output_to(output) as write:
+        report = flush.run(shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=False if as_json else None)
+        show(report, flush.table, output, write, as_json=as_json)
+
+
+@benchmarks.command("decode")
+def bench_decode(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory in Hugging Face format, in place of --arch.")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            "--methods",
+            help=f"Of {', '.join(decode_rows.METHODS)}, several with commas between them: the baseline and quantspec, if not given.",
+        ),
+    ] = None,
+    num_speculative_tokens: Gammas = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Of --model, read the shape alone. --arch has no others.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
+    simulate_acceptance: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, max=1, help="Accept each draft with this chance, given those before it; one for all contexts, or one for each --context."
+        ),
+    ] = None,
+    simulate_ratio: Annotated[
+        list[float] | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
+    ] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
+    ] = False,
+    seed: Seed = 0,
+    repeats: Repeats = 10,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up, a round and memory to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """Whole decodes and their steps, by each method, against the bytes that they must read."""
+    if (arch is None) == (model is None):
+        raise InputError("one of --arch and --model should be given")
+    if simulate_acceptance and simulate_ratio:
+        raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
+    methods = decode_rows.select_methods(name for names in method or [] for name in names.split(","))
+    gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
+    if simulate_ratio and len(gammas) > 1:
+        raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")
+    contexts = list(dict.fromkeys(context or [4096]))
+    simulated = simulate_acceptance or [rate_of_ratio(ratio, gammas[0]) for ratio in simulate_ratio or []]
+    if len(simulated) not in (0, 1, len(contexts)):
+        flag = "--simulate-ratio" if simulate_ratio else "--simulate-acceptance"
+        raise InputError(f"{flag} is given {len(simulated)} times for {len(contexts)} contexts; once for all or once for each would do")
+    rates = dict(zip(contexts, simulated * len(contexts) if len(simulated) == 1 else simulated)) or None
+    if transformers:
+        if random_weights:
+            raise InputError("--transformers goes with --arch or a whole checkpoint, not with --random-weights")
+        transformers_decode.check()
+    if plot:
+        plots.check(plot, output)
+    shape = huggingface.load_config(model) if arch is None else architecture(arch)
+    with output_to(output) as write:
+        if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
+            log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
+        beside = []
+        if transformers:  # before jax takes the GPU's memory
+            dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
+            each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
+            beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
+        if arch is not None or random_weights:
+            network = random_model(shape, seed=seed)
+            make_draft = lambda: random_int4(network)
+        else:
+            network, _ = load(model, None, quiet=as_json)
+            make_draft = lambda: drafts.quantspec(network).model
+        int4 = functools.cache(make_draft)
+        report = decode.run(
+            arch or str(model),
+            network,
+            lambda is_int4: int4() if is_int4 else network,
+            contexts,
+            methods,
+            gammas,
+            max_new_tokens=max_new_tokens,
+            rates=rates,
+            beside=beside,
+            repeats=repeats,
+            seed=seed,
+            progress=False if as_json else None,
+        )
+        show(report, decode_report.table, output, write, as_json=as_json)
+    if plot:
+        decode_report.plot(report, plot)
+
+
+@benchmarks.command("batch")
+def bench_batch(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, in place of --arch.")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --model, a text that prompts are cut from; may be given several times: the demo's held-out files."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of a prompt, log-uniform.")] = "64-2048",
+    new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of its continuation, log-uniform.")] = "16-512",
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    simulate_ratio: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Accept so many of the drafts, in the mean, whatever they are.")
+    ] = None,
+    one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Many prompts of mixed lengths: a batch that is refilled, against fixed batches."""
+    if (arch is None) == (model is None):
+        raise InputError("one of --arch and --model should be given")
+    if simulate_ratio is not None and temperature:
+        raise InputError("--simulate-ratio is of greedy decoding; it does not go with --temperature")
+    if arch is not None and (file or dtype):
+        raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
+    lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
+    _check_gamma(num_speculative_tokens)
+    rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
+    if lengths[1] + new[1] > positions:
+        raise InputError(f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} exceed the model's {positions} positions")
+    with output_to(output) as write:
+        if arch is not None:
+            network = random_model(architecture(arch), seed=seed)
+            draft = CachedModel(random_int4(network), planes=1, head_bits=8)
+            words = np.random.default_rng(seed).integers(0, network.config.vocab_size, 4 * lengths[1])
+            sources = [words.tolist()]
+        else:
+            network, tokenizer = load(model, dtype, quiet=as_json)
+            draft = drafts.quantspec(network)
+            sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
+        config = GenerationConfig(num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
+        requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
+        report = batch.run(
+            arch or str(model),
+            network,
+            draft,
+            requests,
+            batch_size=batch_size,
+            ways=[way for way in batch.WAYS if one_by_one or way != "one by one"],
+            rate=rate,
+            progress=False if as_json else None,
+        )
+        show(report, batch.table, output, write, as_json=as_json)
+
+
+def _bounds(flag: str, text: str, least: int) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and least <= int(low) <= int(high)):
+        raise InputError(f"{flag} {text} should be the least, {least} or more, a hyphen, and the most, as 64-2048")
+    return int(low), int(high)
+
+
+@benchmarks.command("pretrain")
+def bench_pretrain(
+    output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 8 GB.")],
+    minutes: Annotated[float, typer.Option(min=0, max=10_000, help="Of all training steps; what compiles and saves comes on top.")] = 10,
+    segment_minutes: Annotated[
+        float, typer.Option(min=0, max=10_000, help="Of this call, all in all; call again until it is completed.")
+    ] = 7.5,
+    steps: Annotated[int, typer.Option(min=0, help="Exactly so many steps, whatever they take; 0 goes by --minutes.")] = 0,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
+    as_json: Json = False,
+):
+    """Train a 419 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs GPUs of 80 GB, one or more."""
+    try:
+        from qspec_jax.training import benchmark_model
+    except ModuleNotFoundError as error:
+        raise InputError(f"training needs {error.name}: pip install 'qspec-jax[train]'") from None
+    settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, smoke=smoke)
+    report = benchmark_model.run(output, **settings, progress=False if as_json else None)
+    show(report, benchmark_model.table, None, sys.stdout.write, as_json=as_json)
+
+
+@benchmarks.command("end-to-end")
+def bench_end_to_end(
+    model: Annotated[Path, typer.Option(help="Checkpoint directory in Hugging Face format.")],
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text; may be given several times, and all are joined: the demo's held-out files, if not given."),
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompts; may be given several times: 8k, 16k, 32k and 64k, if not given.")
+    ] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
+    num_speculative_tokens: Gammas = None,
+    max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is not so much text.")] = 4,
+    calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
+    seed: Seed = 0,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw speed-up and acceptance to this file (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+):
+    """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
+    gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
+    if plot:
+        plots.check(plot, output)
+    with output_to(output) as write:
+        network, tokenizer = load(model, None, quiet=as_json)
+        report = end_to_end.run(
+            str(model),
+            network,
+            end_to_end.token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
+            list(dict.fromkeys(context or [8192, 16384, 32768, 65536])),
+            list(dict.fromkeys(temperature or [0.0, 1.0])),
+            gammas,
+            max_new_tokens=max_new_tokens,
+            texts=texts,
+            calibrate=calibrate,
+            seed=seed,
+            progress=False if as_json else None,
+        )
+        show(report, end_to_end_report.table, output, write, as_json=as_json)
+    if plot:
+        end_to_end_report.plot(report, plot)
+
+
+def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) -> list[int]:
+    """Those asked for, each once. Raises InputError for one that the kernels cannot verify, or that leaves no four rounds."""
+    gammas = list(dict.fromkeys(given or otherwise))
+    for gamma in gammas:
+        _check_gamma(gamma)
+        if max_new_tokens < 4 * (gamma + 1):
+            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (gamma + 1)}")
+    return gammas
+
+
+def _check_gamma(gamma: int) -> None:
+    if not 1 <= gamma < MAX_TOKENS:
+        raise InputError(f"--gamma {gamma} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")

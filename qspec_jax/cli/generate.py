@@ -1,0 +1,167 @@
+"""The command `qspec generate`."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from qspec_jax import drafts
+from qspec_jax.cli.options import (
+    CacheKind,
+    Calibrate,
+    DtypeOption,
+    Json,
+    ModelDirectory,
+    Output,
+    Seed,
+    SensitiveLayers,
+    load,
+    with_settings,
+)
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import Generation, Stream, generate, token_lists
+from qspec_jax.decoding.generate import stream as stream_prompt
+from qspec_jax.drafts.cached_model import Step
+from qspec_jax.errors import InputError
+from qspec_jax.files import output_to, read_texts, to_json
+
+# Rounds between two looks at the decode loop, where they only move a progress bar.
+ROUNDS_PER_UPDATE = 16
+
+
+@with_settings
+def generate_command(
+    model: ModelDirectory,
+    config: GenerationConfig,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
+    ] = None,
+    cache: Annotated[CacheKind | None, typer.Option(help="Cache of the autoregressive method: full, if not given.")] = None,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    calibrate: Calibrate = False,
+    sensitive_layers: SensitiveLayers = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Continue prompts."""
+    speculative = config.method == "quantspec"
+    if cache is not None and speculative:
+        raise InputError("--cache is for --method autoregressive; quantspec always has the int8 cache")
+    if stream and (as_json or output):
+        raise InputError("--stream prints text as it comes; it does not go with --json or --output")
+    if (calibrate or sensitive_layers) and not speculative:
+        option = "--calibrate" if calibrate else "--sensitive-layers"
+        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+    if config.logprobs is not None and not as_json:
+        raise InputError("--logprobs and --top-logprobs go with --json")
+    config = dataclasses.replace(config, cache=cache and cache.value)
+    prompts = [*(prompt or []), *read_texts("--prompt-file", prompt_file or [])]
+    if not prompts:
+        raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
+    if stream and len(prompts) > 1:
+        raise InputError("--stream takes one prompt")
+    with output_to(output) as write:
+        network, tokenizer = load(model, dtype, quiet=as_json)
+        tokens = token_lists(network, prompts, config, tokenizer)
+        draft = None
+        if speculative and (calibrate or sensitive_layers):
+            settings = dict(calibration=tokens if calibrate else None, sensitive_layers=sensitive_layers)
+            draft = drafts.quantspec(network, **settings, progress=False if as_json else None)
+        elif speculative:
+            draft = drafts.stored(model, network)
+        if stream:
+            out = _print_stream(
+                stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
+            )
+        else:
+            progress = _Progress(config.max_new_tokens * len(prompts), quiet=as_json)
+            out = _generate(network, tokenizer, tokens, config, seed, progress, draft)
+        if as_json:
+            write(to_json(_as_object(out)) + "\n")
+        elif not stream:
+            write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
+    if not as_json:
+        Console(stderr=True).print(_stats_table({config.method: out}))
+
+
+def _generate(
+    network, tokenizer, prompts: list, config: GenerationConfig, seed: int, progress: "_Progress", draft: Step | None
+) -> Generation:
+    with progress:
+        return generate(
+            network,
+            prompts,
+            config=config,
+            key=jax.random.key(seed),
+            tokenizer=tokenizer,
+            draft=draft,
+            on_tokens=progress.on_tokens if progress.active else None,
+            rounds_per_update=ROUNDS_PER_UPDATE,
+        )
+
+
+class _Progress:
+    """A bar of new tokens on standard error; silent without a terminal."""
+
+    def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
+        self.bar = tqdm(total=total, desc=f"{label}: compile, read the prompt", unit="tok", leave=False, disable=True if quiet else None)
+        self.label, self.active = label, not self.bar.disable
+
+    def on_tokens(self, new: list[list[int]]) -> None:
+        self.bar.set_description(self.label, refresh=False)
+        self.bar.update(sum(map(len, new)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+
+def _as_object(out: Generation) -> dict[str, Any]:
+    """Without log-probabilities where none were asked for."""
+    return {name: value for name, value in dataclasses.asdict(out).items() if value is not None}
+
+
+def _print_stream(pieces: Stream) -> Generation:
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return pieces.generation
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
+    table = Table("", *results, box=None, header_style="bold", padding=(0, 3, 0, 0))
+
+    def row(label: str, show) -> None:
+        cells = [show(out.stats) for out in results.values()]
+        if any(cells):
+            table.add_row(label, *(cell or "-" for cell in cells))
+
+    row("new tokens", lambda s: f"{s.new_tokens:,} after {s.prompt_tokens:,}")
+    row(
+        "acceptance rate",
+        lambda s: s.num_draft_tokens and f"{s.draft_acceptance_rate:.1%} ({s.num_accepted_draft_tokens} of {s.num_draft_tokens})",
+    )
+    row("mean acceptance length", lambda s: s.mean_acceptance_length and f"{s.mean_acceptance_length:.2f} tokens a round")
+    row("rounds", lambda s: s.num_spec_steps and f"{s.num_spec_steps}")
+    row("flushes", lambda s: s.flushes and f"{s.flushes}")
+    row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
+    row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
+    against = lambda s: f" ({s.cache_bytes / bf16_bytes:.0%} of bfloat16)" if bf16_bytes else ""
+    row("KV cache", lambda s: _megabytes(s.cache_bytes) + against(s))
+    return table

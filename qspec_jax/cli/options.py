@@ -1,0 +1,183 @@
+"""What the commands share: options, how a checkpoint is read, how a report is shown."""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console, RenderableType
+
+from qspec_jax.checkpoints import loading
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.files import to_json
+
+# Of tables in files and pipes.
+TABLE_WIDTH = 150
+
+
+class Method(enum.StrEnum):
+    quantspec = "quantspec"
+    autoregressive = "autoregressive"
+
+
+class CacheKind(enum.StrEnum):
+    full = "full"
+    int8 = "int8"
+
+
+class Dtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise InputError(f"--logit-bias {text!r} should be a token id, =, and a number") from None
+
+
+Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")]
+GammaList = Annotated[
+    str, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; several with commas between them: 1,2,4,6.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
+ModelDirectory = Annotated[
+    Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
+]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
+GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
+Calibrate = Annotated[
+    bool,
+    typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),
+]
+SensitiveLayers = Annotated[
+    int, typer.Option(min=0, help="Draft the first and the last so many layers at the target's precision, weights and cache.")
+]
+EvaluatedModel = Annotated[Path | None, typer.Option("--model", help="Checkpoint directory: the embedded model, if not given.")]
+Output = Annotated[Path | None, typer.Option(help="Write the result to this file instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .pdf or .svg).")]
+
+
+def _settings(
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
+    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
+    draft_cost: Annotated[
+        float | None, typer.Option(help=f"Of a draft, for --adaptive; verifying a round is 1. {GenerationConfig.draft_cost}, if not given.")
+    ] = None,
+    min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens of at least this share of the likeliest's probability.")
+    ] = GenerationConfig.min_p,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.repetition_penalty,
+    min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence token before so many.")] = GenerationConfig.min_new_tokens,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
+    ] = None,
+    banned_token_ids: Annotated[list[str] | None, typer.Option("--ban", metavar="ID,...", help="Tokens that never come.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends a row, and is cut off; may be given several times.")] = None,
+    stop_token_ids: Annotated[
+        list[str] | None, typer.Option(metavar="ID,...", help="A sequence of new tokens that ends a row; may be given several times.")
+    ] = None,
+    output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False,
+    top_logprobs: Annotated[int, typer.Option(help="And of so many likeliest tokens in each place.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    group_size: GroupSize = None,
+) -> GenerationConfig:
+    if method is Method.autoregressive and (adaptive or min_draft_confidence):
+        option = "--adaptive" if adaptive else "--min-draft-confidence"
+        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+    if draft_cost is not None and not adaptive:
+        raise InputError("--draft-cost is for --adaptive")
+    biases = dict(map(_bias, logit_bias or []))
+    if len(biases) < len(logit_bias or []):
+        raise InputError("--logit-bias is given twice for one token")
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        method=method.value,
+        num_speculative_tokens=num_speculative_tokens,
+        adaptive=adaptive,
+        draft_cost=GenerationConfig.draft_cost if draft_cost is None else draft_cost,
+        min_draft_confidence=min_draft_confidence,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens,
+        logit_bias=biases,
+        banned_token_ids=tuple(token for text in banned_token_ids or [] for token in number_list("--ban", text, int, repeated=True)),
+        stop=tuple(stop or []),
+        stop_token_ids=tuple(tuple(number_list("--stop-token-ids", text, int, repeated=True)) for text in stop_token_ids or []),
+        output_logprobs=output_logprobs,
+        top_logprobs=top_logprobs,
+        ignore_eos=ignore_eos,
+        group_size=group_size,
+    )
+
+
+def with_settings(command: Callable) -> Callable:
+    """The command with the options of `_settings` in place of its parameter `config`."""
+    own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
+
+    @functools.wraps(command)
+    def with_options(**given):
+        config = _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        return command(config=config, **given)
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared) if p.name != "config"]
+    with_options.__signature__ = inspect.Signature(parameters)
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
+
+
+def load(directory: Path, dtype: str | None, *, quiet: bool):
+    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar."""
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    network = loading.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
+    return network, loading.load_tokenizer(directory)
+
+
+def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:
+    """The numbers of an option, between commas. Raises InputError for what is no number of that kind.
+
+    repeated: whether a number may stand there twice.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{option} {text!r} should be {what} with commas between them") from None
+    if not repeated and (again := [number for i, number in enumerate(numbers) if number in numbers[:i]]):
+        raise InputError(f"{option} {text}: {again[0]:g} stands there twice")
+    return numbers
+
+
+def show(report, table: Callable[[object], RenderableType], output: Path | None, write: Callable[[str], object], *, as_json: bool) -> None:
+    """Writes a report, a dataclass, as a line of JSON or as its table; that in colours to a terminal."""
+    if as_json:
+        write(to_json(dataclasses.asdict(report)) + "\n")
+    elif output is None and sys.stdout.isatty():
+        # A narrow terminal wraps lines; the table would drop what is in its columns.
+        Console(width=max(Console().width, TABLE_WIDTH)).print(table(report))
+    else:
+        text = io.StringIO()
+        Console(file=text, width=TABLE_WIDTH).print(table(report))
+        write("".join(line.rstrip() + "\n" for line in text.getvalue().splitlines()))

@@ -1,0 +1,305 @@
+"""Many prompts through one batch that stays full: a row that ends gives its slot to the next prompt, between jitted segments.
+
+A row's tokens depend on its prompt, settings and key alone: rows share no random numbers, are prefilled one by one, and accept, flush
+and end independently.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from qspec_jax.decoding import state
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import DECODE, PREPARE, Row, alternatives, make_limits, most_drafts, summary, token_lists
+from qspec_jax.decoding.sampling import Sampler, make_sampler
+from qspec_jax.decoding.state import DecodeState, Limits
+from qspec_jax.drafts import cached_model, quantspec
+from qspec_jax.drafts.cached_model import CachedModel, Step
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket, padded
+
+ROUNDS_PER_SEGMENT = 64  # between two looks, at most
+SHARED = ("method", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, its settings, and the key of its random draws."""
+
+    tokens: Sequence[int]
+    config: GenerationConfig
+    key: Key[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of the request at an index, as `generate.Generation` and its `Stats.rows` have it of a prompt."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    stats: dict[str, Any]
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclasses.dataclass
+class BatchStats:
+    """Of a whole run. slot_rounds: rounds times slots, of which `busy_rounds` worked for a prompt. Seconds: all that pass until the last
+    result, but for what is done with results meanwhile; compile_s apart."""
+
+    prompts: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    slot_rounds: int = 0
+    busy_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    compile_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def rates(self) -> dict[str, float | None]:
+        """tokens_per_second: of prefill and decoding together. busy_slots: busy over slot rounds; the ideal is 1. draft_acceptance_rate:
+        accepted / drafted. None where there is nothing to divide by."""
+        divided = lambda part, whole: part / whole if whole else None
+        return {
+            "tokens_per_second": divided(self.new_tokens, self.prefill_s + self.decode_s),
+            "busy_slots": divided(self.busy_rounds, self.slot_rounds),
+            "draft_acceptance_rate": divided(self.num_accepted_draft_tokens, self.num_draft_tokens),
+        }
+
+
+class BatchRun:
+    """Results as they come, by iterating over it once; `stats` is of those that have come."""
+
+    def __init__(self, results: Generator[Result, None, None], stats: BatchStats):
+        self._results, self.stats = results, stats
+
+    def __iter__(self) -> Iterator[Result]:
+        return self._results
+
+    def close(self) -> None:
+        """Ends it early. Nothing runs between two results; what it holds on the device is freed."""
+        self._results.close()
+
+
+def run_batch(
+    model: Llama,
+    requests: Iterable[Request],
+    *,
+    batch_size: int = 8,
+    draft: Step | None = None,
+    tokenizer=None,
+    refill: bool = True,
+    strategy: Callable[..., Sampler] = make_sampler,
+) -> BatchRun:
+    """Continues every request, `batch_size` of them at a time.
+
+    draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
+    comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. Raises InputError for
+    requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
+    """
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size} should be at least 1")
+    requests = list(requests)
+    if not requests:
+        raise InputError("requests should be a list with at least one")
+    configs = [request.config for request in requests]
+    for name in SHARED:
+        if len({getattr(config, name) for config in configs}) > 1:
+            raise InputError(f"all requests should have the same {name}")
+    for request in requests:
+        token_lists(model, [request.tokens], request.config, tokenizer)
+    stats = BatchStats()
+    slots = _Slots(model, requests, min(batch_size, len(requests)), draft, tokenizer, refill, strategy, stats)
+    return BatchRun(slots.run(), stats)
+
+
+class _Slots:
+    """The rows of a batch on the device, and which request each works for."""
+
+    def __init__(
+        self,
+        model: Llama,
+        requests: Sequence[Request],
+        batch: int,
+        draft: Step | None,
+        tokenizer,
+        refill: bool,
+        strategy: Callable[..., Sampler],
+        stats: BatchStats,
+    ):
+        self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
+        configs = [request.config for request in requests]
+        longest = dataclasses.replace(
+            configs[0],
+            max_new_tokens=max(config.max_new_tokens for config in configs),
+            num_speculative_tokens=max(config.num_speculative_tokens for config in configs),
+        )
+        gamma = most_drafts(model, longest)
+        self.draft = cached_model.in_loop(quantspec(model) if draft is None else draft) if gamma else None
+        self.static = dict(
+            cache=longest.cache_config,
+            capacity=max(bucket(len(r.tokens)) for r in requests) + bucket(longest.max_new_tokens),
+            max_new_tokens=bucket(longest.max_new_tokens),
+            gamma=gamma,
+            logprobs=alternatives(model, *configs),
+        )
+        self.target = CachedModel(model, planes=2)
+        # On the host, where rows are taken out of them.
+        self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
+        self.executables: dict[Any, jax.stages.Compiled] = {}
+        self.waiting = deque(range(len(requests)))
+        self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
+        self.state: DecodeState | None = None
+        self.of: list[int | None] = [None] * batch  # the request of each slot
+        self.rows: list[Row | None] = [None] * batch
+        self.rounds = np.zeros(batch, np.int32)  # that each row has had
+        self.began = 0.0  # when what `_lap` counts next began
+
+    def run(self) -> Generator[Result, None, None]:
+        self.began = time.perf_counter()
+        while True:
+            placed = self._fill()
+            if not self._running:
+                return
+            if any(self.requests[index].config.stop for index in placed):
+                # A row whose first token completes a stop string must have no round. What else may end it the device sees by itself.
+                self._lap("prefill_s", self._prefilled())
+                yield from self._ended()
+                if None in self.of:
+                    continue
+            self._segment()
+            yield from self._ended()
+
+    @property
+    def _running(self) -> int:
+        return sum(index is not None for index in self.of)
+
+    def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
+        take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
+        of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
+        return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
+
+    def _fill(self) -> list[int]:
+        """Puts requests into empty slots, and returns them. The device may still be at work on the last."""
+        placed = []
+        if self.refill or not self._running:
+            for slot, index in enumerate(self.of):
+                if index is None and self.waiting:
+                    placed.append(self.waiting.popleft())
+                    self._put(slot, placed[-1])
+        return placed
+
+    def _put(self, slot: int, index: int) -> None:
+        request = self.requests[index]
+        sampler, limits = self._settings([index])
+        args = (self.target, *padded([request.tokens]), sampler, request.key[None], limits)
+        row = self._compiled(PREPARE, *args, **self.static)(*args)
+        self._prefilled()  # no more than two rows at once take memory besides the batch
+        self.newest = row.status
+        if self.state is None:
+            self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
+        args = (self.state, row, jnp.array([slot]))
+        self.state = self._compiled(REPLACE, *args)(*args)
+        self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
+
+    def _prefilled(self) -> float:
+        """Waits for the row prefilled last. When it was ready, from when on the time is decoding's; the last lap's end if nothing was."""
+        newest, self.newest = self.newest, None
+        if newest is None:
+            return self.began
+        newest.block_until_ready()
+        return time.perf_counter()
+
+    def _segment(self) -> None:
+        """At most so many rounds; fewer if a row ends and a request waits for its slot."""
+        sampler, limits = self._settings([index or 0 for index in self.of])  # those of an empty slot do not matter
+        # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
+        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
+        least_running = self._running if self.waiting and self.refill else 1
+        args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
+        run_rounds = self._compiled(DECODE, *args)
+        # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
+        # prefill does.
+        prefilled = []
+        clock = threading.Thread(target=lambda: prefilled.append(self._prefilled()))
+        clock.start()
+        self.state = run_rounds(*args)
+        worked = np.asarray(self.state.counts.rounds) - self.rounds
+        clock.join()
+        self._lap("prefill_s", *prefilled)
+        self._lap("decode_s")
+        self.rounds += worked
+        self.stats.rounds += int(worked.max())
+        self.stats.slot_rounds += int(worked.max()) * len(worked)
+        self.stats.busy_rounds += int(worked.sum())
+
+    def _compiled(self, compiled: Compiled, *args, **static) -> jax.stages.Compiled:
+        # What is called differs in nothing but the length of a prompt; to find that out from all shapes takes milliseconds.
+        key = compiled, args[1].shape if compiled is PREPARE else None
+        if key not in self.executables:
+            jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
+            self._lap("prefill_s")
+            self.executables[key], seconds = compiled.compile(*args, **static)
+            if seconds:
+                self._lap("compile_s")
+        return self.executables[key]
+
+    def _lap(self, what: str, until: float | None = None) -> None:
+        """Adds the time since the last lap to the statistics, up to now by default."""
+        until = time.perf_counter() if until is None else until
+        setattr(self.stats, what, getattr(self.stats, what) + until - self.began)
+        self.began = until
+
+    def _ended(self) -> Iterator[Result]:
+        """Results of the rows that have ended, whose slots are free then."""
+        state = self.state
+        parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
+        tokens, emitted, status, counts, logprobs = jax.device_get(parts)
+        ended = []
+        for slot, index in enumerate(self.of):
+            if index is None:
+                continue
+            row = self.rows[slot]
+            row.update(tokens[slot], emitted[slot], status[slot])
+            if row.finish_reason is None:
+                continue
+            self.of[slot] = None
+            of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
+            new, prompt = len(row.token_ids), len(self.requests[index].tokens)
+            stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=state.gamma > 0)
+            self.stats.prompts += 1
+            self.stats.new_tokens += new
+            self.stats.num_draft_tokens += stats["num_draft_tokens"]
+            self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
+            own = row.logprobs(jax.tree.map(lambda x: x[slot], logprobs))  # noqa: B023
+            ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *own))
+        idle = np.array([index is None for index in self.of])
+        if (status[idle] == state.RUNNING).any():  # what a stop string has ended
+            self.state = state.stopped(state, jnp.asarray(idle))
+        self._lap("decode_s")
+        yield from ended
+        self.began = time.perf_counter()  # what is done with results is not counted
+
+
+def _repeat(row: DecodeState, batch: int) -> DecodeState:
+    rows = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
+    return dataclasses.replace(rows, status=jnp.full(batch, state.LENGTH, jnp.int32))
+
+
+REPEAT = Compiled(_repeat, static_argnames=("batch",))
+REPLACE = Compiled(state.replace_rows, donate_argnames=("state",))

@@ -1,0 +1,93 @@
+"""The settings of a call to generate, checked where they are made."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from qspec_jax.caches.config import CacheConfig
+from qspec_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """What to generate and how.
+
+    method: "quantspec" (draft and verify) or "autoregressive". cache: "int8" (the hierarchical cache, both planes) or "full" (with
+    quantspec: draft and target differ in their weights alone); None is "int8" for quantspec, "full" for autoregressive.
+    num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the length cap leaves no room for more.
+    adaptive: each row chooses in each round how many, at most num_speculative_tokens, from how many of its drafts were accepted, where
+    drafting one costs draft_cost times what verifying a round does (`qspec bench decode` measures both); none at all where
+    speculation loses. min_draft_confidence: a row drafts no further in a round once the draft's likeliest token has a lower probability.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens,
+    logit_bias by token id, banned_token_ids) see `qspec_jax.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end
+    a row; the first one and what follows are cut off its text. stop_token_ids: sequences of new tokens that end it, and stay.
+
+    output_logprobs: with the new tokens come the target's log-probabilities of them, before processors, temperature and filters; and
+    those of the top_logprobs likeliest tokens in each place.
+    """
+
+    max_new_tokens: int = 256
+    method: str = "quantspec"
+    cache: str | None = None
+    num_speculative_tokens: int = 4
+    adaptive: bool = False
+    draft_cost: float = 0.35
+    min_draft_confidence: float = 0.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    banned_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[tuple[int, ...], ...] = ()
+    output_logprobs: bool = False
+    top_logprobs: int = 0
+    group_size: int | None = None
+    scheme: str = CacheConfig.scheme
+
+    def __post_init__(self):
+        def check(ok: bool, what: str):
+            if not ok:
+                raise InputError(what)
+
+        check(self.method in ("quantspec", "autoregressive"), f"method {self.method!r} should be quantspec or autoregressive")
+        check(self.cache in (None, "full", "int8"), f"cache {self.cache!r} should be full or int8")
+        check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
+        gamma = self.num_speculative_tokens
+        check(0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check(0 <= self.temperature <= 1e6, f"temperature {self.temperature} should be from 0 to 1e6")
+        check(0 <= self.top_k < 2**31, f"top_k {self.top_k} should be 0 (off) or more, and less than 2**31")
+        check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")
+        check(0 <= self.min_p <= 1, f"min_p {self.min_p} should be in [0, 1]")
+        penalty = self.repetition_penalty
+        check(0.01 <= penalty <= 100, f"repetition_penalty {penalty} should be from 0.01 to 100")
+        check(self.min_new_tokens >= 0, f"min_new_tokens {self.min_new_tokens} should be 0 or more")
+        most = self.max_new_tokens
+        check(self.min_new_tokens <= most, f"min_new_tokens {self.min_new_tokens} should be at most max_new_tokens, {most}")
+        for token, bias in self.logit_bias.items():
+            check(abs(bias) <= 1e9 or bias == -math.inf, f"logit_bias {bias} of token {token} should be from -1e9 to 1e9, or -inf")
+        check(all(self.stop), "a stop string should not be empty")
+        check(all(self.stop_token_ids), "a stop sequence of token ids should not be empty")
+        check(self.top_logprobs >= 0, f"top_logprobs {self.top_logprobs} should be 0 or more")
+        check(0 < self.draft_cost < math.inf, f"draft_cost {self.draft_cost} should be a finite number, more than 0")
+        confidence = self.min_draft_confidence
+        check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
+        CacheConfig(group_size=self.group_size, scheme=self.scheme)
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many alternatives to every new token have their log-probabilities put out; None: not even the token."""
+        return self.top_logprobs if self.output_logprobs or self.top_logprobs else None
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        cache = self.cache or ("int8" if self.method == "quantspec" else "full")
+        return CacheConfig("full" if cache == "full" else "hierarchical", self.group_size, self.scheme)

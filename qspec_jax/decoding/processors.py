@@ -1,0 +1,76 @@
+"""Logits processors: what is forbidden, favoured or made less likely before a token is chosen. Draft and target have the same ones.
+
+Each depends on the logits and on the tokens before them alone, so a round that verifies several tokens decodes as one by one would.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from qspec_jax.decoding.compiled import rounded_up
+from qspec_jax.decoding.config import GenerationConfig
+
+NOWHERE = np.iinfo(np.int32).max  # an id outside any vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Processors:
+    """Settings of each row, in the order in which they are applied, Hugging Face's; None where no row has any.
+
+    bias is added to the logits of bias_ids; -inf forbids them. repetition_penalty divides the positive logits of tokens that were seen, in
+    the prompt or since, and multiplies the negative ones (CTRL, arXiv 1909.05858, section 4.1). min_new_tokens: before them no EOS.
+    """
+
+    bias_ids: Int[Array, "B K"] | None
+    bias: Float[Array, "B K"] | None
+    repetition_penalty: Float[Array, "B"] | None
+    min_new_tokens: Int[Array, "B"] | None
+
+    def __call__(
+        self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None, eos_token_ids: Int[Array, "E"]
+    ) -> Float[Array, "B T V"]:
+        """The logits of T tokens. new[b]: new tokens before the first of them. since[b, v]: the first column before which v was seen."""
+        column = jnp.arange(logits.shape[1])
+        if self.bias is not None:
+            add = jax.vmap(lambda row, ids, bias: row.at[:, ids].add(bias.astype(row.dtype), mode="drop"))
+            logits = add(logits, self.bias_ids, self.bias)
+        if self.repetition_penalty is not None:
+            penalty = self.repetition_penalty[:, None, None].astype(logits.dtype)
+            seen = since[:, None] <= column[:, None]
+            logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if self.min_new_tokens is not None:
+            early = new[:, None] + column < self.min_new_tokens[:, None]
+            ends = jnp.zeros(logits.shape[-1], bool).at[jnp.where(eos_token_ids < 0, NOWHERE, eos_token_ids)].set(True, mode="drop")
+            logits = jnp.where(early[..., None] & ends, -jnp.inf, logits)
+        return logits
+
+
+def make_processors(*configs: GenerationConfig) -> Processors | None:
+    """Of each row; None where no config asks for any."""
+    biases = [config.logit_bias | dict.fromkeys(config.banned_token_ids, -np.inf) for config in configs]
+    width = rounded_up(max(map(len, biases)))
+    ids = np.full((len(configs), width), NOWHERE, np.int32)
+    values = np.zeros((len(configs), width), np.float32)
+    for row, bias in enumerate(biases):
+        ids[row, : len(bias)], values[row, : len(bias)] = list(bias), list(bias.values())
+    column = lambda name, dtype: np.array([getattr(config, name) for config in configs], dtype)
+    penalty, least = column("repetition_penalty", np.float32), column("min_new_tokens", np.int32)
+    parts = (ids if width else None, values if width else None, penalty if (penalty != 1).any() else None, least if least.any() else None)
+    return None if all(part is None for part in parts) else Processors(*jax.tree.map(jnp.asarray, parts))
+
+
+def seen_in(tokens: Int[Array, "B S"], n: Int[Array, "B"], vocab_size: int) -> Bool[Array, "B V"]:
+    """Which ids are among the first n[b] tokens of each row."""
+    ids = jnp.where(jnp.arange(tokens.shape[1]) < n[:, None], tokens, NOWHERE)
+    return jax.vmap(lambda row: jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop"))(ids)
+
+
+def seen_since(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"]) -> Int[Array, "B V"]:
+    """The first column before which each id was seen, tokens[b, i] before column i + 1; behind all columns where it was not."""
+    column = jnp.arange(1, tokens.shape[1] + 1)
+    first = jnp.where(seen, 0, NOWHERE)
+    return jax.vmap(lambda row, ids: row.at[ids].min(column))(first, tokens)

@@ -1,0 +1,342 @@
+"""The configuration of a model, read from a Hugging Face config.json and checked."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qspec_jax.errors import InputError
+from qspec_jax.files import read_json
+
+log = logging.getLogger(__name__)
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
+
+    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: `sliding_window` counts by itself.
+    nope: some layers have no RoPE, by `no_rope_layers`. only_longrope: the one rope type but the default, by whatever name.
+    """
+
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    windowed: bool = False
+    nope: bool = False
+    only_longrope: bool = False
+    defaults: tuple[tuple[str, Any], ...] = ()
+
+
+_QWEN_DEFAULTS = (("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_window_layers", 28))
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        **_ATTENTION_BIAS, mlp_bias="mlp_bias", defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
+    ),
+    "MistralForCausalLM": Architecture(
+        windowed=True,
+        defaults=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096), ("eos_token_id", 2)),
+    ),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Architecture(**_ATTENTION_BIAS, qk_norm=True, defaults=(*_QWEN_DEFAULTS, ("head_dim", 128))),
+    "Phi3ForCausalLM": Architecture(
+        windowed=True,
+        only_longrope=True,
+        defaults=(
+            *(("max_position_embeddings", 4096), ("original_max_position_embeddings", 4096)),
+            *(("rms_norm_eps", 1e-5), ("eos_token_id", 32000)),
+        ),
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        **_ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        nope=True,
+        defaults=(
+            ("max_position_embeddings", 32768),
+            ("num_key_value_heads", 4),
+            ("rope_theta", 2e6),
+            ("eos_token_id", 128001),
+            ("tie_word_embeddings", True),
+        ),
+    ),
+    "InternLM3ForCausalLM": Architecture(
+        qkv_bias="qkv_bias",
+        output_bias="bias",
+        mlp_bias="bias",
+        defaults=(("max_position_embeddings", 32768), ("num_key_value_heads", 32), ("eos_token_id", 2)),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the union of what the types need, with Hugging Face's names."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """A Llama-family model, from its Hugging Face config.json."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    nope_layers: tuple[int, ...] = ()  # without RoPE
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens: linear, dynamic and YaRN scaling stretch what the checkpoint was trained for."""
+        match self.rope.rope_type:
+            case "linear" | "dynamic":
+                return int(self.max_position_embeddings * self.rope.factor)
+            case "yarn":  # its users change rope_scaling and may leave max_position_embeddings as it was
+                return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
+        return self.max_position_embeddings
+
+    @property
+    def short_length(self) -> int | None:
+        """The longest sequence with Phi-3's short RoPE factors; with one token more transformers computes the whole cache anew with the
+        long ones. None: nothing is computed anew at any length."""
+        recomputed = ARCHITECTURES[self.architecture].only_longrope and self.rope.rope_type == "longrope"
+        return self.rope.original_max_position_embeddings if recomputed else None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json") -> "LlamaConfig":
+        """Reads a config.json (its path, or its contents).
+
+        Raises InputError for an architecture, rope type, activation, sliding window or quantization that is not supported,
+        naming it, and for a missing or senseless value.
+        """
+        if isinstance(config, (str, Path)):
+            source = str(config)
+            config = read_json(Path(config))
+        return _Reader(config, source).llama()
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class _Reader:
+    """Reads one config.json; every error names the file."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str):
+        self.source = source
+        names = raw.get("architectures")
+        self.name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
+        if "moe" in self.name.lower() or "Mixtral" in self.name or any(raw.get(key) for key in _EXPERTS):
+            raise self.error(f"{self.name} is a mixture of experts, which is not supported; a dense model is")
+        if self.name not in ARCHITECTURES:
+            raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        self.architecture = ARCHITECTURES[self.name]
+        # A null hides the architecture's default, and then reads as an absent key.
+        self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
+
+    def error(self, what: str) -> InputError:
+        return InputError(f"{self.source}: {' '.join(what.split())}")
+
+    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0):
+        value = (self.raw if of is None else of).get(name, default)
+        if value is None:
+            raise self.error(f"{name} is missing")
+        try:
+            # A whole number written as 48.0 is none to transformers, which reads the file for the tokenizer.
+            good = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
+        except OverflowError:
+            good = False
+        if not good:
+            raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
+        if value <= above:
+            raise self.error(f"{name} is {value}, should be more than {above}")
+        return kind(value)
+
+    def flag(self, name: str, default: bool = False, *, of: Mapping[str, Any] | None = None) -> bool:
+        value = (self.raw if of is None else of).get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {value!r}, not true or false")
+        return value
+
+    def llama(self) -> LlamaConfig:
+        raw = self.raw
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
+            raise self.error(
+                f"the checkpoint is quantized already (quantization_config{f', {method}' if method else ''}); bring the unquantized one, "
+                "of which the draft is made here"
+            )
+        if raw.get("hidden_act", "silu") != "silu":
+            raise self.error(f"hidden_act {raw['hidden_act']} is not supported, only silu")
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        kv_heads = self.number("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise self.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        head_dim = self.number("head_dim", hidden // heads, above=2)
+        if head_dim % 2:
+            raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+        positions = self.number("max_position_embeddings")
+        bias = lambda which: self.flag(which) if isinstance(which, str) else which
+        layers, vocab_size = self.number("num_hidden_layers"), self.number("vocab_size")
+        config = LlamaConfig(
+            architecture=self.name,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=self.number("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6, kind=float),
+            rope=self.rope(head_dim, positions),
+            max_position_embeddings=positions,
+            tie_word_embeddings=self.flag("tie_word_embeddings"),
+            qkv_bias=bias(self.architecture.qkv_bias),
+            output_bias=bias(self.architecture.output_bias),
+            mlp_bias=bias(self.architecture.mlp_bias),
+            qk_norm=self.architecture.qk_norm,
+            eos_token_ids=self.eos_token_ids(vocab_size),
+            dtype=self.dtype(),
+            nope_layers=self.nope_layers(layers) if self.architecture.nope else (),
+        )
+        self.refuse_sliding_window(config)
+        return config
+
+    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        ids = self.raw.get("eos_token_id")
+        # What is assumed for the architecture's own vocabulary is no mistake in a file that has a smaller one.
+        assumed = ids is not None and ids == dict(self.architecture.defaults).get("eos_token_id")
+        return (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
+
+    def nope_layers(self, layers: int) -> tuple[int, ...]:
+        given = self.raw.get("no_rope_layers")
+        if given is None:
+            interval = self.number("no_rope_layer_interval", 4)
+            return tuple(i for i in range(layers) if (i + 1) % interval == 0)
+        if not isinstance(given, list) or len(given) != layers or any(rope not in (0, 1) for rope in given):
+            raise self.error(f"no_rope_layers should be a list of 0 or 1 for each of {layers} layers, 0 where there is no RoPE")
+        return tuple(i for i, rope in enumerate(given) if not rope)
+
+    def dtype(self) -> str:
+        name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
+        if name not in ("float16", "bfloat16", "float32", "float64"):
+            raise self.error(f"dtype {name} is not supported; float16, bfloat16, float32 or float64 is")
+        return name
+
+    def refuse_sliding_window(self, config: LlamaConfig) -> None:
+        types = self.raw.get("layer_types")
+        if types is not None and not (isinstance(types, list) and all(t in ("full_attention", "sliding_attention") for t in types)):
+            raise self.error(f"layer_types {types!r} should be a list of full_attention")
+        if self.architecture.windowed:
+            active = True
+        elif types is not None:
+            active = "sliding_attention" in types
+        elif self.architecture.nope:  # the layers without RoPE are those with the window
+            active = self.flag("use_sliding_window") and bool(config.nope_layers)
+        else:
+            active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
+        if active and "sliding_window" in self.raw and (window := self.number("sliding_window")) < config.max_length:
+            raise self.error(
+                f"sliding-window attention (sliding_window {window}, {config.max_length} positions) is not supported; "
+                "only full attention is"
+            )
+
+    def rope(self, head_dim: int, positions: int) -> RopeConfig:
+        # transformers 4 spells it rope_theta and rope_scaling, transformers 5 rope_parameters; it too prefers the older one.
+        given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+            raise self.error(f"rope settings {given!r} should be one flat object")
+        given = {k: v for k, v in given.items() if v is not None}
+        rope_type = given.get("rope_type", given.get("type", "default"))
+        if self.architecture.only_longrope and rope_type != "default":
+            if rope_type not in ("longrope", "su", "yarn"):  # the last two are old names of the first
+                raise self.error(f"rope type {rope_type} is not supported for {self.name}; longrope is")
+            rope_type = "longrope"
+        if rope_type not in ROPE_TYPES:
+            raise self.error(f"rope type {rope_type} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
+        theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
+        if rope_type == "default":
+            return RopeConfig(rope_theta=theta)
+        outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
+        original = self.number("original_max_position_embeddings", positions, of=given | outside, above=1)
+        implied = positions / original if rope_type in ("yarn", "longrope") else None
+        factor = self.number("factor", implied, of=given, kind=float)
+        rope = RopeConfig(rope_type, theta, factor, original)
+        if rope_type == "yarn":
+            return dataclasses.replace(
+                rope,
+                attention_factor=self.yarn_attention_factor(given, factor),
+                beta_fast=self.number("beta_fast", 32, of=given, kind=float),
+                beta_slow=self.number("beta_slow", 1, of=given, kind=float),
+                truncate=self.flag("truncate", True, of=given),
+            )
+        if rope_type == "longrope":
+            default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            return dataclasses.replace(
+                rope,
+                attention_factor=self.number("attention_factor", default, of=given, kind=float),
+                short_factor=self.factors(given, "short_factor", head_dim // 2),
+                long_factor=self.factors(given, "long_factor", head_dim // 2),
+            )
+        if rope_type == "llama3":
+            low = self.number("low_freq_factor", of=given, kind=float)
+            high = self.number("high_freq_factor", of=given, kind=float)
+            if high <= low:
+                raise self.error(f"high_freq_factor {high} must be larger than low_freq_factor {low}")
+            return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)
+        return rope
+
+    def yarn_attention_factor(self, given: Mapping[str, Any], factor: float) -> float:
+        mscale = lambda m: 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+        default = mscale(1.0)
+        if given.get("mscale") and given.get("mscale_all_dim"):
+            part, whole = (self.number(name, of=given, kind=float) for name in ("mscale", "mscale_all_dim"))
+            default = mscale(part) / mscale(whole)
+        return self.number("attention_factor", default, of=given, kind=float)
+
+    def factors(self, given: Mapping[str, Any], name: str, length: int) -> tuple[float, ...]:
+        values = given.get(name)
+        if not isinstance(values, list) or len(values) != length:
+            raise self.error(f"{name} must be a list of {length} numbers (head_dim / 2)")
+        return tuple(self.number(name, of={name: value}, kind=float) for value in values)
+
+
+def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
+    """One token id or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+        raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")
+    if outside := [v for v in values if v >= vocab_size]:
+        raise InputError(f"{source}: eos_token_id {outside[0]} should be in the vocabulary, below vocab_size {vocab_size}")
+    return tuple(values)

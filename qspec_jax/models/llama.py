@@ -1,0 +1,234 @@
+"""The Llama-family transformer: Flax NNX modules that hold weights and nothing else; a functional forward pass.
+
+    logits, cache = model(tokens, positions, cache, planes=2)
+
+The cache decides how attention is done (see cache.py); the model never knows a kernel.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from pallas_kernels.fused_layer import between_attentions
+from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.norm import add_rms_norm
+from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.models import rope
+from qspec_jax.models.config import LlamaConfig
+
+Weight = Array | jax.ShapeDtypeStruct | Int4Weight | Int8Weight
+MakeWeight = Callable[[str, tuple[int, ...]], Weight]
+
+
+class AttendingCache(Protocol):
+    """What the model asks of a cache."""
+
+    def attend(
+        self, layer: int, qkv: Float[Array, "B T channels"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"], *, planes: int
+    ) -> tuple[Float[Array, "B T N H"], object]:
+        """Appends keys and values to a layer, after RoPE; returns what the queries read and the layer's new cache."""
+        ...
+
+    def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
+        """The cache with these layers, `tokens` longer in each row."""
+        ...
+
+
+class Linear(nnx.Module):
+    """y = x @ weight.T + bias; weight [out, in] in full precision or INT4."""
+
+    def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False):
+        self.weight = nnx.Param(make(f"{path}.weight", shape))
+        self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
+
+    def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        return _apply(x, self)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, make: MakeWeight, path: str, size: int, eps: float):
+        self.weight = nnx.Param(make(f"{path}.weight", (size,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self.add(x, None)[1]
+
+    def add(self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None) -> tuple[Array, Array]:
+        """x + added, the residual connection before the norm, and its norm."""
+        return add_rms_norm(x, added, self.weight.get_value(), eps=self.eps)
+
+
+class Block(nnx.Module):
+    """One layer, in the two halves that surround attention."""
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str):
+        c, D, H = config, config.hidden_size, config.head_dim
+        self.head_dim, self.num_heads, self.num_kv_heads = H, c.num_heads, c.num_kv_heads
+        self.input_norm = RMSNorm(make, f"{path}.input_norm", D, c.rms_norm_eps)
+        self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
+        self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
+        self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
+        self.q_norm = RMSNorm(make, f"{path}.q_norm", H, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(make, f"{path}.k_norm", H, c.rms_norm_eps) if c.qk_norm else None
+        self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias)
+        self.post_attention_norm = RMSNorm(make, f"{path}.post_attention_norm", D, c.rms_norm_eps)
+        self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias)
+        self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
+        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias)
+
+    def before_attention(
+        self, x: Float[Array, "B T D"], cos: Array, sin: Array
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys after RoPE, and values."""
+        return split_and_rotate(self.qkv(self.input_norm(x)), cos, sin, kv_heads=self.num_kv_heads)
+
+    def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
+        """Heads of queries, then of keys and of values, without RoPE."""
+        return self._finish_qkv(_multiply(h, self.q_proj, self.k_proj, self.v_proj))
+
+    def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
+        """Biases and the heads' norms, in models that have them."""
+        y = _add_biases(y, self.q_proj, self.k_proj, self.v_proj)
+        if self.q_norm is None:
+            return y
+        heads = y.reshape(*y.shape[:2], -1, self.head_dim)
+        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        return jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=2).reshape(y.shape)
+
+    def after_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """Output projection and MLP, with their residual connections."""
+        x, h = self.add_attention(x, attended)
+        return x + self.down_proj(self.mlp_hidden(h))
+
+    def until(
+        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], handoff: Array | None = None
+    ) -> tuple[Array, Array, Array | None]:
+        """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
+
+        Without one: x before the MLP, and what the MLP adds. Last comes `handoff` for the following layer (see `between_attentions`).
+        """
+        own = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
+        linears = own + ([following.q_proj, following.k_proj, following.v_proj] if following else [])
+        weights = [linear.weight.get_value() for linear in linears]
+        if all(isinstance(weight, Int4Weight) for weight in weights) and all(linear.bias is None for linear in own):
+            o, gate, up, down, *qkv = weights
+            norm = self.post_attention_norm
+            following_norm = following.input_norm.weight.get_value() if following else None
+            attended = attended.reshape(*attended.shape[:2], -1)
+            norm_weight = norm.weight.get_value()
+            args = x, attended, o, norm_weight, gate, up, down, following_norm, qkv, handoff
+            x, y, handoff = between_attentions(*args, eps=norm.eps)
+            return x, following._finish_qkv(y) if following else y, handoff
+        x, h = self.add_attention(x, attended)
+        added = self.down_proj(self.mlp_hidden(h))
+        if following is None:
+            return x, added, handoff
+        x, h = following.input_norm.add(x, added)
+        return x, following.qkv(h), handoff
+
+    def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
+        """x with the output projection [B, T, D], and its norm, which the MLP reads."""
+        return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
+
+    def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        gate, up = jnp.split(_apply(h, self.gate_proj, self.up_proj), 2, axis=-1)
+        return nnx.silu(gate) * up
+
+
+class Llama(nnx.Module):
+    """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model."""
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight):
+        self.config = config
+        self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
+        self.layers = nnx.List([Block(config, make, f"layers.{i}") for i in range(config.num_layers)])
+        self.norm = RMSNorm(make, "norm", config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else nnx.Param(make("head", (config.vocab_size, config.hidden_size)))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        planes: int | tuple[int, ...] = 2,
+        lengths: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
+        """Logits (at least float32) of T tokens per row and the cache T tokens longer.
+
+        planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target); or a number for each layer. lengths: see rope.py;
+        by default position + 1.
+        """
+        x = self.embed(tokens)
+        cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
+        y = self.layers[0].qkv(self.layers[0].input_norm(x))
+        planes = (planes,) * len(self.layers) if isinstance(planes, int) else planes
+        layers, handoff = [], None
+        for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
+            attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes[i])
+            x, y, handoff = block.until(following, x, attended, handoff)
+            layers.append(layer)
+        return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.embedding.get_value().dtype
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.embedding.get_value()[tokens]
+
+    def cos_sin(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, Array]:
+        c = self.config
+        return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
+
+    def angles_of(self, layer: int, cos: Array, sin: Array) -> tuple[Array, Array]:
+        """`cos_sin` for a layer: angles of 0 in one without RoPE."""
+        return (jnp.ones_like(cos), jnp.zeros_like(sin)) if layer in self.config.nope_layers else (cos, sin)
+
+    def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
+        """Of the last hidden states, x or x + added."""
+        head = self.embedding if self.head is None else self.head
+        return _matmul(self.norm.add(x, added)[1], head.get_value(), accumulation_dtype(x.dtype))
+
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by the path that `make` was asked for."""
+        leaves = jax.tree_util.tree_leaves_with_path(self, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return {".".join(_name(key) for key in path): leaf.get_value() for path, leaf in leaves}
+
+
+def _name(key) -> str:
+    return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
+
+
+def _apply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
+    """The outputs of linear layers with the same input, one after the other."""
+    return _add_biases(_multiply(x, *linears), *linears)
+
+
+def _multiply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
+    """Their outputs without biases; those with INT4 weights share a launch."""
+    weights = [linear.weight.get_value() for linear in linears]
+    if all(isinstance(weight, Int4Weight) for weight in weights):
+        return int4_matmul(x, weights)
+    return jnp.concatenate([int4_matmul(x, [w]) if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights], axis=-1)
+
+
+def _add_biases(y: Float[Array, "B T out"], *linears: Linear) -> Float[Array, "B T out"]:
+    """Linear layers with the same input have all a bias, or none."""
+    biases = [linear.bias.get_value() for linear in linears if linear.bias is not None]
+    return y + jnp.concatenate(biases) if biases else y
+
+
+def _matmul(x: Array, weight: Array | Int8Weight, dtype) -> Array:
+    if isinstance(weight, Int8Weight):
+        return _matmul(x, weight.codes.astype(x.dtype), dtype) * weight.scale.astype(dtype)
+    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)

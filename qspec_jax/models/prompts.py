@@ -1,0 +1,85 @@
+"""Whole prompts: padding, and attention in full precision by chunks."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.dispatch import compute_capability
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+
+# Of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
+CHUNK_TOKENS = 2048
+CHUNK_QUERIES = 512  # of attention without cuDNN, whose logits are in float32
+CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
+FLASH_BYTES = 1 << 27  # of queries, about, that it takes at a time: more than enough to fill a GPU
+
+
+def bucket(tokens: int) -> int:
+    """The padded length of a prompt: a multiple of 64, four sizes to an octave, so that few lengths are compiled."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """Token ids as `prefill` wants them, padded to the longest row's bucket, and the length of each row."""
+    tokens = np.zeros((len(rows), bucket(max(map(len, rows)))), np.int32)
+    for row, ids in zip(tokens, rows):
+        row[: len(ids)] = ids
+    return jnp.asarray(tokens), jnp.array([len(ids) for ids in rows], jnp.int32)
+
+
+def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
+    """Causal attention within each row, in full precision. S: a `bucket`.
+
+    cuDNN's flash attention where it supports the device and the shapes, some heads at a time; otherwise a chunk of queries at a time.
+    """
+    if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
+        flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return _replaced(flash, q, k, v, axis=2, parts=math.gcd(k.shape[2], 1 << (q.nbytes // FLASH_BYTES).bit_length()))
+    everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
+    ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
+
+    def attend(q, end):
+        lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
+        return decode_attention(q, everything, lengths, planes=None, implementation="reference")
+
+    return _replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
+
+
+def equal_parts(tokens: int, most: int) -> int:
+    """The fewest equal parts, none of more than so many tokens: each part of a matmul reads all of its weights."""
+    return next(parts for parts in range(-(-tokens // most), tokens + 1) if tokens % parts == 0)
+
+
+def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
+    """function(x, *args) of x's shape and in its place, all cut into so many equal parts along an axis, one after the other."""
+
+    def step(i, x):
+        take = lambda a: lax.dynamic_slice_in_dim(a, i * (a.shape[axis] // parts), a.shape[axis] // parts, axis)
+        return lax.dynamic_update_slice_in_dim(x, function(take(x), *map(take, args)), i * (x.shape[axis] // parts), axis)
+
+    return lax.fori_loop(0, parts, step, x)
+
+
+def _by_chunks(function: Callable, *args: Array):
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
+    S = args[0].shape[1]
+    parts = equal_parts(S, CHUNK_TOKENS)
+    chunk = S // parts
+    # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
+    args, zero = lax.optimization_barrier((args, jnp.int32(0)))
+    take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]
+    room = lambda x: jnp.full((x.shape[0], S, *x.shape[2:]), zero, x.dtype)
+
+    def step(i, results):
+        put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=1)
+        return jax.tree.map(put, results, function(*take(i)))
+
+    return lax.fori_loop(0, parts, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))

@@ -1,0 +1,68 @@
+"""Rotary position embedding: default, linear, dynamic NTK, YaRN, LongRoPE and Llama 3 frequencies.
+
+Dynamic and longrope frequencies depend on the length of the sequence that a token is part of. Here that length is given per
+token: its own position + 1 when decoding, the whole prompt's length in prefill, as transformers has it.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from qspec_jax.models.config import RopeConfig
+
+
+def cos_sin(
+    rope: RopeConfig, head_dim: int, max_positions: int, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosine and sine, float32, of each token's angles, times the type's attention factor."""
+    angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, head_dim, max_positions, lengths)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    periods = np.float32(rope.rope_theta) ** exponents
+    plain = 1.0 / periods
+    match rope.rope_type:
+        case "default":
+            return plain
+        case "linear":
+            return plain / np.float32(rope.factor)
+        case "dynamic":
+            length = jnp.maximum(lengths, max_positions).astype(jnp.float32)[..., None]
+            stretch = rope.factor * length / max_positions - (rope.factor - 1)
+            return 1.0 / (rope.rope_theta * stretch ** (head_dim / (head_dim - 2))) ** exponents
+        case "yarn":
+            return _yarn(rope, head_dim, plain)
+        case "longrope":
+            # Rounded in transformers' order: at 100,000 tokens a last bit is a hundredth of a radian.
+            short, long = (1.0 / (np.asarray(f, np.float32) * periods) for f in (rope.short_factor, rope.long_factor))
+            return jnp.where(lengths[..., None] > rope.original_max_position_embeddings, long, short)
+        case "llama3":
+            return _llama3(rope, plain)
+    raise AssertionError(rope.rope_type)
+
+
+def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
+    """arXiv 2309.00071, section 3.2: interpolate the channels that turn seldom, keep those that turn often."""
+
+    def channel(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.rope_theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # 0.001 for an empty range only; a reversed one, of extreme settings, is left as transformers leaves it.
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001), 0, 1)
+    return (plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+    """Llama 3.1: divide low frequencies by the factor, keep high ones, blend between."""
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)

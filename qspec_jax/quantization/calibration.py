@@ -1,0 +1,81 @@
+"""A calibrated INT4 draft: each linear layer is rounded for the inputs that it meets on some text (GPTQ, arXiv 2210.17323).
+
+Layer by layer, so that one layer's second moments are alive at a time. The inputs are the target's own.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+from tqdm import tqdm
+
+from pallas_kernels.formats.rounding import accumulation_dtype
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Block, Llama
+from qspec_jax.models.prompts import attend_prompt, padded
+from qspec_jax.quantization.weights import quantize_weight
+
+# Which of a block's hidden states each linear layer reads.
+INPUTS = {
+    "q_proj": "attention",
+    "k_proj": "attention",
+    "v_proj": "attention",
+    "o_proj": "attended",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp_hidden",
+}
+MAX_TEXTS, MAX_TOKENS, MAX_TEXT_TOKENS = 512, 32768, 4096
+
+
+def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progress: bool | None = None) -> Llama:
+    """The model with INT4 linear layers that err least on these texts, lists of token ids.
+
+    A few thousand tokens of what the model will read are enough: the prompt itself will do. Of each text the last MAX_TEXT_TOKENS
+    are used, fewer where there are many texts. progress: a bar on standard error; None shows it on a terminal. Raises InputError where
+    there is no token.
+    """
+    texts = texts[:MAX_TEXTS]
+    most = min(MAX_TEXT_TOKENS, MAX_TOKENS // max(1, len(texts)))
+    rows = [list(text)[-most:] for text in texts]
+    if not rows or not all(rows):
+        raise InputError("calibration needs texts with at least one token each")
+    tokens, n = padded(rows)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cos, sin = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
+    valid = positions < n[:, None]
+    x = model.embed(tokens)
+    weights = model.weights()
+    for i, block in enumerate(tqdm(model.layers, desc="calibrate the draft", unit="layer", leave=False, disable=_off(progress))):
+        x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)
+        if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
+            raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
+        for name, source in INPUTS.items():
+            path = f"layers.{i}.{name}.weight"
+            weights[path] = quantize_weight(weights[path], moments[source])
+    make = lambda path, shape: weights[path]
+    return Llama(model.config, make)
+
+
+@jax.jit
+def _block(
+    block: Block, x: Float[Array, "B S D"], cos: Array, sin: Array, valid: Bool[Array, "B S"]
+) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
+    """A block's output, and the second moments, sum of h h^T over the valid tokens, of what its linear layers read."""
+
+    def moments(h: Float[Array, "B S in"]) -> Float[Array, "in in"]:
+        h = jnp.where(valid[..., None], h, 0).astype(accumulation_dtype(h.dtype))
+        return jnp.einsum("bsi,bsj->ij", h, h, precision=lax.Precision.HIGHEST)
+
+    q, k, v = block.before_attention(x, cos, sin)
+    attended = attend_prompt(q, k, v)
+    found = {"attention": moments(block.input_norm(x)), "attended": moments(attended.reshape(*attended.shape[:2], -1))}
+    x, h = block.add_attention(x, attended)
+    hidden = block.mlp_hidden(h)
+    return x + block.down_proj(hidden), found | {"mlp": moments(h), "mlp_hidden": moments(hidden)}
+
+
+def _off(progress: bool | None) -> bool | None:
+    return None if progress is None else not progress

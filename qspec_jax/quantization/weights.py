@@ -1,0 +1,153 @@
+"""Weights of the draft. INT4: groups along the input, a search for the range that errs least, and, with calibration, rounding that
+makes up for the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.formats.quantization import pack
+from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight
+from qspec_jax.models.llama import Llama, Weight
+
+GROUP_SIZES = (128, 64, 32)
+# Share of the group's range that is kept; what lies outside is clipped.
+CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
+REFITS = 2
+# Added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
+DAMPING = 0.01
+
+
+def weight_group_size(in_features: int) -> int:
+    """128 inputs to a group, or 64 or 32 where that divides and 128 does not; otherwise 32, the last group padded."""
+    return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
+
+
+@jax.jit
+def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None) -> Int4Weight:
+    """The weight in INT4 with a scale and a zero per group of `weight_group_size` inputs.
+
+    For each group every ratio of CLIP_RATIOS is tried, each refined by least squares (codes fixed, best scale and zero; then codes
+    again), and the one of least squared error is kept: never worse than plain rounding over the full range.
+    moments: sum of x x^T over the layer's inputs x. With it the errors that count are those of the outputs: inputs weigh in the
+    search by their power, and inputs still to be rounded make up for the error of those that have been.
+    """
+    out_features, in_features = weight.shape
+    size = weight_group_size(in_features)
+    dtype = parameter_dtype(weight.dtype)
+    wide = weight.astype(accumulation_dtype(weight.dtype))
+    padding = -in_features % size
+    # Padding by the last column leaves each group's range alone; its errors do not count.
+    wide = jnp.pad(wide, ((0, 0), (0, padding)), mode="edge")
+    counts = (jnp.arange(wide.shape[1]) < in_features).astype(wide.dtype)
+    if moments is None:
+        groups = wide.reshape(out_features, -1, size)
+        scale, zero = _fit(groups, counts.reshape(-1, size), dtype)
+        codes = _round(groups, scale, zero)
+    else:
+        moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
+        codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
+    return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
+
+
+def _round(groups: Array, scale: Array, zero: Array) -> Array:
+    return jnp.clip(jnp.rint((groups - zero) / scale), 0, 15)
+
+
+def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dtype) -> tuple[Array, Array]:
+    """Scale and zero [out, *C, 1], values of `dtype`, of least weighted squared error."""
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    half = (high - low) / 2
+    # Whatever the size of weights and moments, no square leaves the range of float32.
+    importance = importance / importance.sum(-1, keepdims=True)
+    unit = jnp.maximum(half, jnp.finfo(groups.dtype).tiny)
+    mean = lambda x: (importance * x).sum(-1, keepdims=True)
+
+    def keep_better(best, scale, zero):
+        # Scales and zeros are judged as stored.
+        scale, zero = round_up(jnp.maximum(scale, jnp.finfo(dtype).tiny), dtype), round_down(zero, dtype)
+        codes = _round(groups, scale, zero)
+        error = mean(jnp.square((codes * scale + zero - groups) / unit))
+        return jax.tree.map(lambda old, new: jnp.where(error < best[0], new, old), best, (error, scale, zero)), codes
+
+    def attempt(i, best):
+        kept = half * jnp.asarray(CLIP_RATIOS, groups.dtype)[i]
+        best, codes = keep_better(best, 2 * kept / 15, low + (half - kept))
+        for _ in range(REFITS):
+            spread = mean(jnp.square(codes - mean(codes)))
+            scale = mean((codes - mean(codes)) * (groups - mean(groups))) / jnp.maximum(spread, jnp.finfo(groups.dtype).tiny)
+            best, codes = keep_better(best, scale, mean(groups) - scale * mean(codes))
+        return best
+
+    nothing = (jnp.full_like(half, jnp.inf), jnp.ones_like(half), jnp.zeros_like(half))
+    return lax.fori_loop(0, len(CLIP_RATIOS), attempt, nothing)[1:]
+
+
+def _compensated(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"], counts: Float[Array, "in"], size: int, dtype
+) -> tuple[Array, Array, Array]:
+    """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input.
+
+    counts: 1 for an input, 0 for padding.
+    """
+    in_features = weight.shape[1]
+    power = jnp.diag(moments)
+    damping = jnp.maximum(DAMPING * power.mean(), jnp.finfo(weight.dtype).tiny)
+    importance = counts * (power + damping)
+    inverse = jnp.linalg.inv(moments + damping * jnp.eye(in_features, dtype=weight.dtype))
+    factor = jnp.linalg.cholesky((inverse + inverse.T) / 2).T
+
+    def group(weight, index):
+        at = index * size
+        columns = lax.dynamic_slice_in_dim(weight, at, size, axis=1)
+        rows = lax.dynamic_slice_in_dim(factor, at, size, axis=0)
+        within = lax.dynamic_slice_in_dim(rows, at, size, axis=1)
+        scale, zero = _fit(columns, lax.dynamic_slice_in_dim(importance, at, size), dtype)
+
+        def column(i, carry):
+            columns, codes, errors = carry
+            code = _round(columns[:, i], scale[:, 0], zero[:, 0])
+            error = (columns[:, i] - code * scale[:, 0] - zero[:, 0]) / within[i, i]
+            columns = columns - error[:, None] * jnp.where(jnp.arange(size) > i, within[i], 0)
+            return columns, codes.at[:, i].set(code), errors.at[:, i].set(error)
+
+        _, codes, errors = lax.fori_loop(0, size, column, (columns, jnp.zeros_like(columns), jnp.zeros_like(columns)))
+        # The groups still to come take over what this one errs.
+        later = jnp.where(jnp.arange(in_features) >= at + size, rows, 0)
+        return weight - jnp.matmul(errors, later, precision=lax.Precision.HIGHEST), (codes, scale, zero)
+
+    _, stacked = lax.scan(group, weight, jnp.arange(in_features // size))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), stacked)
+
+
+def is_linear(path: str) -> bool:
+    """Whether the weight at a path of the model is one that the draft has in INT4."""
+    return path.endswith("_proj.weight")
+
+
+def quantize_linears(model: Llama) -> Llama:
+    """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
+    weights = model.weights()
+
+    def make(path: str, shape: tuple[int, ...]) -> Weight:
+        return quantize_weight(weights[path]) if is_linear(path) else weights[path]
+
+    return Llama(model.config, make)
+
+
+@jax.jit
+def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
+    """The weight in INT8, with a scale per output that reaches its largest entry."""
+    wide = weight.astype(accumulation_dtype(weight.dtype))
+    scale = jnp.maximum(jnp.abs(wide).max(-1), jnp.finfo(wide.dtype).tiny * 127) / 127
+    return Int8Weight(jnp.rint(wide / scale[:, None]).astype(jnp.int8), scale)
+
+
+def quantize_head(model: Llama) -> Llama:
+    """The model with a head in INT8, of its own where the model's is the embedding; all else is the same arrays, not copies."""
+    weights = model.weights()
+    weights["head"] = quantize_rows(weights.get("head", weights["embedding"]))
+    return Llama(dataclasses.replace(model.config, tie_word_embeddings=False), lambda path, shape: weights[path])
