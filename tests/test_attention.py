@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.views import DenseView
 
 CASES = {
     "T1-GQA-64": Case(1, 4, 2, 64),
@@ -34,7 +35,7 @@ def attend_in_chunks(tokens: int) -> Callable:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "CHUNK_TOKENS", tokens)
             patch.setattr(reference, "MAX_LOGITS", 1)
-            return decode_attention(*args, planes=planes)
+            return decode_attention(*args, view=DenseView(planes))
 
     return jax.jit(attend, static_argnames="planes")
 
@@ -129,7 +130,7 @@ def test_a_full_cache_is_read_whole_while_its_logits_are_few(monkeypatch):
     case = CASES["T3-MHA-96"]
     q, layer = random_problem(case, "float32")
     layer, lengths = case.attended(layer, None)
-    loops = lambda: str(jax.make_jaxpr(lambda *args: decode_attention(*args, planes=None))(q, layer, lengths)).count("while")
+    loops = lambda: str(jax.make_jaxpr(lambda *args: decode_attention(*args, view=DenseView(None)))(q, layer, lengths)).count("while")
     rows, queries = case.buffer_rows, case.tokens * case.heads // case.kv_heads
     for most, expected in ((rows * queries, 0), (rows * queries - 1, 1)):
         monkeypatch.setattr(reference, "MAX_LOGITS", most)
@@ -141,7 +142,7 @@ def test_nothing_of_cache_size_is_made(planes):
     layer = jax.eval_shape(lambda: HierarchicalLayer.zeros(2, 4, 256, 128, 261, 128, jnp.dtype(jnp.bfloat16)))
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     q = jax.ShapeDtypeStruct((2, 5, 8, 128), jnp.bfloat16)
-    jaxpr = jax.make_jaxpr(lambda *args: decode_attention(*args, planes=planes))(q, layer, Lengths(lengths, lengths))
+    jaxpr = jax.make_jaxpr(lambda *args: decode_attention(*args, view=DenseView(planes)))(q, layer, Lengths(lengths, lengths))
     sizes = [v.aval.size for eqn in equations(jaxpr.jaxpr) for v in eqn.outvars]
     chunk = 2 * 4 * reference.CHUNK_TOKENS * 128
     assert max(sizes) == chunk < 2 * 4 * 256 * 128 * 128 // 16

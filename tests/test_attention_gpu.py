@@ -14,6 +14,7 @@ from gpus import skip_or_fail
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import DenseView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
@@ -42,21 +43,21 @@ every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
 every_kind = pytest.mark.parametrize("name, planes", KINDS)
 
 problem = functools.cache(lambda name, data: random_problem(CASES[name], "bfloat16", data))
-attend = jax.jit(decode_attention, static_argnames=("planes", "implementation"))
+attend = jax.jit(decode_attention, static_argnames="implementation")
 
 
 @functools.partial(jax.jit, static_argnames="planes")
 def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> jax.Array:
     wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     layer = wide(layer) if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=wide(layer.buffer))
-    return reference.decode_attention(wide(q), layer, lengths, planes=planes)
+    return reference.decode_attention(wide(q), layer, lengths, view=DenseView(planes))
 
 
 def kernel(implementation: str, *args, planes: int | None) -> Callable:
     """decode_attention by that implementation; skips the test where this machine cannot run it, and fails where it should."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    skip_or_fail(implementation, module.unsupported(*args, planes=planes))
-    return functools.partial(attend, planes=planes, implementation=implementation)
+    skip_or_fail(implementation, module.unsupported(*args, view=DenseView(planes)))
+    return functools.partial(attend, view=DenseView(planes), implementation=implementation)
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
@@ -125,10 +126,10 @@ def test_every_configuration_worth_measuring(name, planes, implementation):
     kernel(implementation, q, layer, lengths, planes=planes)
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     reference = expected(q, layer, lengths, planes=planes)
-    _, _, configs = module.tunable(q, layer, planes=planes)
+    _, _, configs = module.tunable(q, layer, view=DenseView(planes))
     assert len(configs) > 1
     for config in configs:
-        run = functools.partial(module.decode_attention, planes=planes, config=config)
+        run = functools.partial(module.decode_attention, view=DenseView(planes), config=config)
         assert_close(jax.jit(run)(q, layer, lengths), reference, f"{config}")
 
 
@@ -178,11 +179,11 @@ def test_mosaic_goes_around_its_ring_many_times(warpgroups, team, name, planes):
 
     config = mosaic_gpu.Config(splits=1, warpgroups=warpgroups, team=team)
     try:
-        mosaic_gpu.plan_for(q, layer, planes=planes, config=config)
+        mosaic_gpu.plan_for(q, layer, view=DenseView(planes), config=config)
     except ValueError as reason:
         assert warpgroups == 2 and planes == 2, reason  # no room for the rings of so many teams
         return
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, planes=planes, config=config))
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(planes), config=config))
     first = run(q, layer, lengths)
     assert_close(first, expected(q, layer, lengths, planes=planes), f"{config}")
     for _ in range(20):
@@ -195,7 +196,7 @@ def test_mosaic_with_more_rows_than_splits():
     kernel("mosaic_gpu", q, layer, case.lengths, planes=1)
     from pallas_kernels.attention import mosaic_gpu
 
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, planes=1, config=mosaic_gpu.Config(splits=2)))
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(1), config=mosaic_gpu.Config(splits=2)))
     assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=1), "2 splits for 6 rows")
 
 
@@ -208,5 +209,5 @@ def test_triton_with_any_number_of_splits(planes, splits, num_warps):
     kernel("triton", q, layer, lengths, planes=planes)
     from pallas_kernels.attention import triton
 
-    run = functools.partial(triton.decode_attention, planes=planes, config=triton.Config(splits, num_warps))
+    run = functools.partial(triton.decode_attention, view=DenseView(planes), config=triton.Config(splits, num_warps))
     assert_close(jax.jit(run)(q, layer, lengths), expected(q, layer, lengths, planes=planes), f"{splits} splits")

@@ -11,6 +11,7 @@ import pytest
 import rich.console
 
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import attention, attention_tuning, flush, peers, rows, timing
 from qspec_jax.bench.attention_shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.optimized
 
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
-attend = jax.jit(decode_attention, static_argnames="planes")
+attend = jax.jit(decode_attention)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_problems_fit_what_they_are_for(shape):
 
 def test_random_problems_are_of_unit_size_and_differ():
     shape = SHAPES["tiny-int8-T3-ragged"]
-    outs = [attend(*random_problem(shape, seed), planes=2) for seed in (0, 0, 1)]
+    outs = [attend(*random_problem(shape, seed), view=DenseView(2)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(outs[0], outs[1])
     assert (outs[0] != outs[2]).any()
     q, layer, _ = random_problem(shape, 0)
@@ -97,7 +98,7 @@ def test_the_xla_peer_computes_decode_attention(name):
     shape = dataclasses.replace(SHAPES[name], planes=None)
     q, layer, lengths = random_problem(shape, 0)
     out = jax.jit(peers.xla(shape))(q, layer.keys, layer.values)
-    expected = np.asarray(attend(q, layer, lengths, planes=None)).astype(float)
+    expected = np.asarray(attend(q, layer, lengths, view=DenseView(None))).astype(float)
     assert np.linalg.norm(np.asarray(out).astype(float) - expected) < 1e-2 * np.linalg.norm(expected)
 
 

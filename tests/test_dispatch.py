@@ -12,6 +12,7 @@ from attention_problems import Case, random_problem
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.views import UPPER_PLANE, DenseView
 
 CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
 
@@ -55,7 +56,7 @@ def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capabilit
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            module = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, planes=1)
+            module = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, view=DenseView(1))
             assert module.__name__.endswith("reference")
     *passed, last = caplog.records
     assert [record.getMessage().split(" is passed over")[0] for record in passed] == ["attention: mosaic_gpu", "attention: triton"]
@@ -63,23 +64,23 @@ def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capabilit
 
 
 def test_a_cpu_runs_the_reference(arguments):
-    assert dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, planes=1).__name__.endswith("reference")
+    assert dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", *arguments, view=DenseView(1)).__name__.endswith("reference")
     with pytest.raises(ValueError, match="no implementation 'cuda'; there are mosaic_gpu, triton, reference"):
-        attention.decode_attention(*arguments, planes=1, implementation="cuda")
+        attention.decode_attention(*arguments, view=DenseView(1), implementation="cuda")
     with pytest.raises(ValueError, match="attention: mosaic_gpu needs"):
-        attention.decode_attention(*arguments, planes=1, implementation="mosaic_gpu")
+        attention.decode_attention(*arguments, view=DenseView(1), implementation="mosaic_gpu")
 
 
 def test_an_older_jax_is_told(monkeypatch, arguments):
     on_device(monkeypatch, "9.0")
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "needs jax 0.11" in mosaic_gpu.unsupported(*arguments, planes=1)
-    assert "jax-triton" in (triton.unsupported(*arguments, planes=1) or "jax-triton")
+    assert "needs jax 0.11" in mosaic_gpu.unsupported(*arguments, view=DenseView(1))
+    assert "jax-triton" in (triton.unsupported(*arguments, view=DenseView(1)) or "jax-triton")
 
 
 def test_kernels_take_no_other_dtypes_or_shapes(arguments):
     q, layer, lengths = arguments
-    assert support.unsupported(q, layer, lengths) is None
+    assert support.unsupported(q, layer, lengths, UPPER_PLANE, False) is None
     wide = lambda planes: dataclasses.replace(planes, zero=planes.zero.astype(jnp.float32))
     for args, reason in (
         ((q.astype(jnp.float32), layer, lengths), "bfloat16, not float32"),
@@ -88,14 +89,14 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
         ((jnp.repeat(q, 17, 1), layer, lengths), "up to 16 tokens"),
         ((q[..., :32], layer, lengths), "head_dim"),
     ):
-        assert reason in support.unsupported(*args)
+        assert reason in support.unsupported(*args, UPPER_PLANE, False)
 
 
 @pytest.mark.parametrize("planes", [None, 0, 3])
 def test_planes_must_fit_the_layer(planes, arguments):
     q, layer, lengths = arguments
     with pytest.raises(ValueError, match="1 or 2 for a HierarchicalLayer"):
-        attention.decode_attention(q, layer, lengths, planes=planes)
+        attention.decode_attention(q, layer, lengths, view=DenseView(planes))
     assert isinstance(layer.buffer, FullLayer)
     with pytest.raises(ValueError, match="None for a FullLayer"):
-        attention.decode_attention(q, layer.buffer, lengths, planes=1)
+        attention.decode_attention(q, layer.buffer, lengths, view=DenseView(1))

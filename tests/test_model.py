@@ -23,6 +23,7 @@ from runs import random_model
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.views import DenseView
 from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.caches.config import CacheConfig
@@ -50,7 +51,7 @@ class OnePass:
         B, T, K, H = k.shape
         empty = jnp.zeros(B, jnp.int32)
         whole = FullLayer.zeros(B, K, T, H, k.dtype).append(k, v, empty)
-        return decode_attention(q, whole, Lengths(empty, empty + T), planes=None), None
+        return decode_attention(q, whole, Lengths(empty, empty + T), view=DenseView(None)), None
 
     def advance(self, layers: tuple[None, ...], tokens: int) -> "OnePass":
         return self

@@ -26,6 +26,7 @@ import pallas_kernels.rope_append.mosaic_gpu as append
 from pallas_kernels.attention import mosaic_blocks, mosaic_stream, mosaic_tile
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
+from pallas_kernels.formats.views import DenseView
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
 from pallas_kernels.rope_append import reference as append_reference
@@ -190,9 +191,9 @@ def test_attention(case, config, planes, data):
     q, layer = random_problem(case, "bfloat16", data)
     layer, lengths = case.attended(layer, planes)
     lengths = jax.tree.map(lambda x: x[: len(case.groups)], lengths)
-    out = at_once(attention.run)(attention.plan_for(q, layer, planes=planes, config=config), q, lengths, layer)
+    out = at_once(attention.run)(attention.plan_for(q, layer, view=DenseView(planes), config=config), q, lengths, layer)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, layer)
-    expected = attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, planes=planes)
+    expected = attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, view=DenseView(planes))
     assert out.dtype == jnp.bfloat16
     errors = np.linalg.norm((np.asarray(out, np.float32) - expected).reshape(len(q), -1), axis=1)
     assert (errors <= 1e-2 * np.linalg.norm(np.asarray(expected).reshape(len(q), -1), axis=1)).all()

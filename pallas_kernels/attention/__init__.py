@@ -4,6 +4,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import ListedGroups, View
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
@@ -12,18 +13,28 @@ def decode_attention(
     q: Float[Array, "B T N H"],
     layer: HierarchicalLayer | FullLayer,
     lengths: Lengths,
+    view: View,
     *,
-    planes: int | None,
+    observe: bool = False,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T N H"]:
-    """Causal attention of the last T tokens of each row over everything cached.
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
+    """Causal attention of the last T tokens of each row over what the view reads of the cache.
 
     q: queries after RoPE, N = K * (query heads per KV head). The T tokens' own keys and values are already appended and
-    counted in `lengths.buffered`: query t sees the quantized region and the first buffered - T + t + 1 rows of the
-    buffer. planes: 1 reads the upper 4 bits of the quantized region, 2 both planes, None a `FullLayer`.
-    Raises ValueError where planes does not fit the layer, or the implementation asked for does not support the device or the shapes.
+    counted in `lengths.buffered`: query t sees what the view reads of the quantized region and the first buffered - T + t + 1 rows of
+    the buffer.
+
+    observe: also returns the attention mass, in float32: the share of a query token's attention that each of the layer's C groups got,
+    summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the buffer.
+
+    Raises ValueError where the view does not fit the layer, where listed groups are to be observed, and where the implementation asked
+    for does not support the device or the shapes.
     """
-    if planes not in ((None,) if isinstance(layer, FullLayer) else (1, 2)):
-        raise ValueError(f"planes is {planes}; it should be None for a FullLayer, 1 or 2 for a HierarchicalLayer")
-    module = choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, planes=planes)
-    return module.decode_attention(q, layer, lengths, planes=planes)
+    if view.planes not in ((None,) if isinstance(layer, FullLayer) else (1, 2)):
+        raise ValueError(f"the view reads planes {view.planes}; it should be None for a FullLayer, 1 or 2 for a HierarchicalLayer")
+    if observe and (isinstance(layer, FullLayer) or isinstance(view, ListedGroups)):
+        raise ValueError("attention mass is observed by passes that read all groups of a HierarchicalLayer")
+    settings = dict(view=view, observe=observe)
+    return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(
+        q, layer, lengths, **settings
+    )

@@ -17,29 +17,31 @@ from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import View
 from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or support.unsupported(q, layer, lengths)
+    return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view, observe)
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
     layer: HierarchicalLayer | FullLayer,
     lengths: Lengths,
+    view: View,
     *,
-    planes: int | None,
+    observe: bool = False,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.attention.decode_attention`. Raises ValueError for a configuration that cannot work."""
-    return run(plan_for(q, layer, planes=planes, config=config), q, lengths, layer)
+    return run(plan_for(q, layer, view, config=config), q, lengths, layer)
 
 
-def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None, config: Config | None = None) -> Plan:
+def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, config: Config | None = None) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
@@ -56,7 +58,7 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | No
         group_size=layer.group_size if quantized else 0,
         groups=layer.groups if quantized else 0,
         buffer_rows=buffer.keys.shape[2],
-        planes=planes if quantized else None,
+        planes=view.planes if quantized else None,
     )
     # As many query rows in a block as leave room for the ring.
     for most in MAX_ROWS:
@@ -67,9 +69,9 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | No
     return plan.with_room()
 
 
-def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None) -> tuple[str, dict, list[Config]]:
+def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:
     """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
-    plan = plan_for(q, layer, planes=planes)
+    plan = plan_for(q, layer, view)
     return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
 

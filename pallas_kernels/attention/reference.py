@@ -6,24 +6,26 @@ bounded size in prefill, and dequantized keys and values of one chunk at a time,
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.views import ListedGroups, View
 
 CHUNK_TOKENS = 1024
 # A full-precision cache is read without a copy where the logits of all its tokens are no more than this.
 MAX_LOGITS = 1 << 21
 
 Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of exponentials [B, K, R], weighted values [B, K, R, H]
-Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #R S"]]]
+Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"], layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None
-) -> Float[Array, "B T N H"]:
+    q: Float[Array, "B T N H"], layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, *, observe: bool = False
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
     """See `pallas_kernels.attention.decode_attention`."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
@@ -32,12 +34,19 @@ def decode_attention(
     # Scaling in the accumulation dtype costs nothing and loses nothing.
     rows = rows.astype(accumulation_dtype(q.dtype)) * H**-0.5
 
-    partial = _full(rows, buffer, lengths.buffered, T)
+    partial, by_group = _full(rows, buffer, lengths.buffered, T), None
     if isinstance(layer, HierarchicalLayer) and layer.groups > 0:
-        partial = _merge(partial, _quantized(rows, layer, lengths.quantized, planes))
-    _, total, values = partial
+        quantized, by_group = _quantized(rows, *_selected(layer, lengths.quantized, view), view, layer.group_size, observe)
+        partial = _merge(partial, quantized)
+    top, total, values = partial
     out = (values / total[..., None]).reshape(B, K, T, N // K, H)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    out = out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    if not observe:
+        return out
+    if by_group is None:
+        return out, jnp.zeros((B, K, T, 0), jnp.float32)
+    mass = jnp.exp(by_group - (top + jnp.log(total))[..., None])
+    return out, mass.reshape(B, K, T, N // K, -1).sum(3).astype(jnp.float32)
 
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
@@ -51,32 +60,53 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
         token = start + jnp.arange(chunk)
         # The last chunk is pulled back to end at the capacity: leave out what the one before it has read.
         visible = (token >= i * chunk) & (token < seen[..., None])
-        return _slice(layer.keys, start, chunk), _slice(layer.values, start, chunk), visible
+        return _slice(layer.keys, start, chunk), _slice(layer.values, start, chunk), visible[:, None]
 
-    return _attend(rows, load, capacity, chunk, length)
+    return _attend(rows, load, capacity, chunk, length.max())
 
 
-def _quantized(rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], planes: int | None) -> Partial:
-    groups, G = layer.groups, layer.group_size
+def _selected(
+    layer: HierarchicalLayer, length: Int[Array, "B"], view: View
+) -> tuple[tuple[Planes, Planes], Int[Array, "B #K n"], Int[Array, "B #K"]]:
+    """Keys and values of the groups that a view reads, the numbers of these groups, and how many of them are to be read."""
+    codes, G = (layer.keys, layer.values), layer.group_size
+    if isinstance(view, ListedGroups):
+        take = lambda x: jnp.take_along_axis(x, view.groups.reshape(*view.groups.shape, *(1,) * (x.ndim - 3)), axis=2)
+        return jax.tree.map(take, codes), view.groups, view.count
+    return codes, jnp.arange(layer.groups)[None, None], (length // G)[:, None]
+
+
+def _quantized(
+    rows: Array,
+    codes: tuple[Planes, Planes],
+    numbers: Int[Array, "B #K n"],
+    count: Int[Array, "B #K"],
+    view: View,
+    G: int,
+    observe: bool,
+) -> tuple[Partial, Array | None]:
+    groups = numbers.shape[2]
     chunk = min(max(1, CHUNK_TOKENS // G), groups)
 
     def load(i):
         start = jnp.minimum(i * chunk, groups - chunk)
-        token = start * G + jnp.arange(chunk * G)
-        visible = (token >= i * chunk * G) & (token < length[:, None])
-        part = [Planes(*(_slice(x, start, chunk) for x in (p.upper, p.lower, p.scale, p.zero))) for p in (layer.keys, layer.values)]
-        k, v = dequantize_groups(*part, planes=planes, dtype=rows.dtype)
+        group = start + jnp.arange(chunk)
+        visible = (group >= i * chunk) & (group < count[..., None])
+        part = [Planes(*(_slice(x, start, chunk) for x in (p.upper, p.lower, p.scale, p.zero))) for p in codes]
+        k, v = dequantize_groups(*part, planes=view.planes, dtype=rows.dtype)
         merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
-        return merge(k), merge(v), visible[:, None]
+        return merge(k), merge(v), jnp.repeat(visible, G, axis=-1)[:, :, None]
 
-    return _attend(rows, load, groups * G, chunk * G, length)
+    partial = _attend(rows, load, groups * G, chunk * G, count.max() * G)
+    return partial, _by_group(rows, load, groups, chunk, count.max()) if observe else None
 
 
-def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, "B"]) -> Partial:
+def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""]) -> Partial:
+    """What `rows` read of the first `length` of `capacity` tokens, of which load(i) gives the i-th chunk."""
+
     def step(i, partial: Partial) -> Partial:
         keys, values, visible = load(i)
-        logits = _product("bkrh,bksh->bkrs", rows.astype(keys.dtype), keys, rows.dtype)
-        logits = jnp.where(visible[:, None], logits, -jnp.inf)
+        logits = _logits(rows, keys, visible)
         top = logits.max(-1)
         weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0)[..., None])
         read = _product("bkrs,bksh->bkrh", weights.astype(values.dtype), values, rows.dtype)
@@ -85,7 +115,27 @@ def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arra
     empty = (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
     if capacity <= chunk:
         return step(0, empty)
-    return lax.fori_loop(0, (length.max() + chunk - 1) // chunk, step, empty)
+    return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
+
+
+def _by_group(rows: Array, load: Load, groups: int, chunk: int, count: Int[Array, ""]) -> Float[Array, "B K R C"]:
+    """The logarithm of the sum of exponentials of each group's logits; -inf where nothing of it is read."""
+
+    def step(i, found: Array) -> Array:
+        keys, _, visible = load(i)
+        logits = _logits(rows, keys, visible)
+        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:3], chunk, -1), -1)
+        start = jnp.minimum(i * chunk, groups - chunk)
+        old = lax.dynamic_slice_in_dim(found, start, chunk, axis=3)
+        return lax.dynamic_update_slice_in_dim(found, jnp.maximum(old, sums), start, axis=3)
+
+    empty = jnp.full((*rows.shape[:3], groups), -jnp.inf, rows.dtype)
+    return lax.fori_loop(0, (count + chunk - 1) // chunk, step, empty)
+
+
+def _logits(rows: Array, keys: Array, visible: Bool[Array, "B #K #R S"]) -> Float[Array, "B K R S"]:
+    logits = _product("bkrh,bksh->bkrs", rows.astype(keys.dtype), keys, rows.dtype)
+    return jnp.where(visible, logits, -jnp.inf)
 
 
 def _merge(a: Partial, b: Partial) -> Partial:

@@ -4,13 +4,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import ListedGroups, View
 
 MAX_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, observe: bool) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
     arrays = [q]
     if isinstance(layer, FullLayer):
@@ -18,6 +19,10 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
     else:
         arrays += [layer.buffer.keys, layer.buffer.values]
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
+    if isinstance(view, ListedGroups):
+        return "reads all groups, and not yet listed ones"
+    if observe:
+        return "does not yet say what it observes"
     if others := {x.dtype.name for x in arrays} - {"bfloat16"}:
         return f"needs queries and a cache in bfloat16, not {', '.join(sorted(others))}"
     if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:

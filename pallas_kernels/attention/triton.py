@@ -11,6 +11,7 @@ from pallas_kernels import tuning
 from pallas_kernels.attention import support
 from pallas_kernels.dispatch import multiprocessors, no_triton
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import View
 
 KERNEL = "attention.triton"
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
@@ -35,17 +36,18 @@ class Config:
             raise ValueError(f"num_warps is {self.num_warps} and tile {self.tile}, should be at most 32 and at least 16")
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_triton() or support.unsupported(q, layer, lengths)
+    return no_triton() or support.unsupported(q, layer, lengths, view, observe)
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
     layer: HierarchicalLayer | FullLayer,
     lengths: Lengths,
+    view: View,
     *,
-    planes: int | None,
+    observe: bool = False,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.attention.decode_attention`."""
@@ -53,7 +55,7 @@ def decode_attention(
 
     from pallas_kernels.attention import triton_kernel
 
-    problem = _Problem.of(q, layer, planes)
+    problem = _Problem.of(q, layer, view)
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K, capacity = buffer.keys.shape[1:3]
@@ -98,9 +100,9 @@ def decode_attention(
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
 
 
-def tunable(q: Array, layer: HierarchicalLayer | FullLayer, *, planes: int | None) -> tuple[str, dict, list[Config]]:
+def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:
     """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
-    problem = _Problem.of(q, layer, planes)
+    problem = _Problem.of(q, layer, view)
     return KERNEL, dataclasses.asdict(problem), problem.candidates()
 
 
@@ -115,14 +117,14 @@ class _Problem:
     block_rows: int
 
     @classmethod
-    def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, planes: int | None) -> "_Problem":
+    def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> "_Problem":
         B, T, N, H = q.shape
         quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
         K = (layer if isinstance(layer, FullLayer) else layer.buffer).keys.shape[1]
         rows = T * (N // K)
         block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
         programs = B * K * math.ceil(rows / block_rows)
-        return cls(planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows)
+        return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows)
 
     def default(self) -> Config:
         # One warp waits for nobody. More share the registers that larger tiles need.

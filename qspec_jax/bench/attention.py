@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import rows
 from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem
 from qspec_jax.bench.peers import PEERS, Unavailable
@@ -95,14 +96,14 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
         return None
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     q, layer, lengths = jax.eval_shape(lambda: random_problem(shape, 0))
-    return module.unsupported(q, layer, lengths, planes=shape.planes)
+    return module.unsupported(q, layer, lengths, view=DenseView(shape.planes))
 
 
 def _attend(implementation: str, planes: int | None, config=None):
     if config is None:
-        return functools.partial(decode_attention, planes=planes, implementation=implementation)
+        return functools.partial(decode_attention, view=DenseView(planes), implementation=implementation)
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return functools.partial(module.decode_attention, planes=planes, config=config)
+    return functools.partial(module.decode_attention, view=DenseView(planes), config=config)
 
 
 @functools.cache
@@ -119,7 +120,7 @@ def _peer_error(name: str, shape: Shape) -> float:
 
 def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> float:
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    attend = jax.jit(functools.partial(decode_attention, planes=planes, implementation="reference"))
+    attend = jax.jit(functools.partial(decode_attention, view=DenseView(planes), implementation="reference"))
     expected = attend(wide(q), jax.tree.map(wide, layer), lengths)
     return rows.relative_error(out, expected)
 

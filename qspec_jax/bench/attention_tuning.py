@@ -13,6 +13,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels import tuning
+from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import Shape, random_problem
 from qspec_jax.bench.rows import Row, Run, this_run
@@ -142,7 +143,7 @@ def table(report: TuningReport) -> Group:
 def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
     q, layer, _ = jax.eval_shape(lambda: random_problem(shape, 0))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.tunable(q, layer, planes=shape.planes)
+    return module.tunable(q, layer, view=DenseView(shape.planes))
 
 
 def _describe(config: dict[str, int]) -> str:
