@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from convert.by_rows import draft_error
 from convert.small_files import small_file
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.registry import Cache, empty_cache
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, TARGET
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
@@ -97,7 +97,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _logits(model: Llama) -> np.ndarray:
     tokens = np.arange(TOKENS) * 7919 % model.config.vocab_size
-    cache = empty_cache(model.config, CacheConfig("full"), batch=1, capacity=TOKENS, num_speculative_tokens=0, dtype=model.dtype)
+    cache = CacheConfig("full").empty(model.config, batch=1, capacity=TOKENS, num_speculative_tokens=0, dtype=model.dtype)
     return np.asarray(_prefilled(model, jnp.asarray(tokens)[None], cache))
 
 

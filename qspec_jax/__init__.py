@@ -8,7 +8,7 @@ import sys
 import types
 
 _MODULES = {
-    "qspec_jax.caches.config": ("CacheConfig",),
+    "qspec_jax.caches.registry": ("CacheConfig",),
     "qspec_jax.checkpoints.loading": ("load",),
     "qspec_jax.decoding.config": ("GenerationConfig",),
     "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),

@@ -7,7 +7,7 @@ import math
 import pytest
 from checkpoints import MODEL_TYPES, hf_config, old_spelling, rope_settings
 
-from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig, RopeConfig

@@ -12,9 +12,8 @@ from runs import random_model, random_prompts
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import parameter_dtype
-from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.full import FullCache
-from qspec_jax.caches.registry import empty_cache
+from qspec_jax.caches.registry import CacheConfig, empty_cache
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec

@@ -11,10 +11,9 @@ import runs
 from runs import prepared, random_model, random_prompts, run_rounds
 
 from pallas_kernels.formats import kv_cache, quantization
-from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.registry import empty_cache
+from qspec_jax.caches.registry import CacheConfig, empty_cache
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate

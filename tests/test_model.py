@@ -26,8 +26,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import DenseView
 from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.registry import empty_cache
+from qspec_jax.caches.registry import CacheConfig, empty_cache
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig

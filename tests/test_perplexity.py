@@ -11,8 +11,8 @@ from models import target_logits
 from runs import random_model, random_prompts
 from scipy.special import log_softmax, rel_entr, softmax
 
-from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.errors import InputError

@@ -23,7 +23,7 @@ from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.rows import one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
-from qspec_jax.caches.registry import Cache
+from qspec_jax.caches.cache import Cache
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits

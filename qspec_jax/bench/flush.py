@@ -19,8 +19,8 @@ from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import ITEM_BYTES, Shape, random_problem
 from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
-from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.errors import InputError
 
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names

@@ -1,25 +1,30 @@
-"""The hierarchical cache."""
+"""QuantSpec's hierarchical cache (arXiv 2502.10424, section 4.2): two 4-bit planes, and a double full-precision buffer.
+
+A draft reads the upper plane (INT4), the target both (INT8). The most recent G to 2G - 1 tokens are never quantized.
+"""
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, quantize_groups
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.lengths import _Cache, _longer
-from qspec_jax.caches.schedule import quantized_length
+from qspec_jax.caches.cache import Cache, longer, no_tokens
+from qspec_jax.caches.schedule import Schedule
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HierarchicalCache(_Cache):
-    """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds."""
+class HierarchicalCache(Cache):
+    """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds.
+
+    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`.
+    """
 
     layers: tuple[HierarchicalLayer, ...]
     lengths: Lengths
@@ -30,28 +35,28 @@ class HierarchicalCache(_Cache):
         return self.layers[0].group_size
 
     @property
-    def draft_room(self) -> Int[Array, "B"]:
-        """Drafts a row may verify before one-by-one decoding would have flushed; with more, the target would read other codes."""
-        return 2 * self.group_size - 1 - self.lengths.buffered
+    def schedule(self):
+        return Schedule(self.group_size)
 
-    def attend(self, layer, qkv, cos, sin, *, planes):
-        old = self.layers[layer]
-        q, buffer = rotate_and_append(qkv, cos, sin, old.buffer, self.lengths.buffered)
-        new = dataclasses.replace(old, buffer=buffer)
-        return decode_attention(q, new, _longer(self.lengths, q.shape[1]), planes=planes), new
+    @classmethod
+    def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
+        schedule = Schedule(group_size)
+        shape = dict(batch=batch, kv_heads=model.num_kv_heads, group_size=group_size, head_dim=model.head_dim, dtype=dtype)
+        shape |= dict(groups=schedule.groups(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))
+        return cls(tuple(HierarchicalLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch), scheme)
 
-    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> HierarchicalLayer:
-        """A layer that holds the first n[b] of S prompt tokens: whole groups quantized, the rest in the buffer."""
+    def fill(self, layer, keys, values, n):
+        """Whole groups are quantized, the rest lies in the buffer."""
         old, G = self.layers[layer], self.group_size
         rows = old.buffer.keys.shape[2]
-        start = quantized_length(n, G)
+        start = self.schedule.quantized_length(n)
 
         def recent(x: Array) -> Array:
             padded = jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
             return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, rows, axis=1))(padded, start)
 
         old = dataclasses.replace(old, buffer=FullLayer(recent(keys), recent(values)))
-        groups = min(old.groups, int(max(0, keys.shape[2] // G - 1)))
+        groups = min(old.groups, self.schedule.groups(keys.shape[2]))
         if groups == 0:
             return old
         split = lambda x: x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
@@ -60,21 +65,18 @@ class HierarchicalCache(_Cache):
         key_planes, value_planes = jax.tree.map(write, (old.keys, old.values), codes)
         return dataclasses.replace(old, keys=key_planes, values=value_planes)
 
-    def filled(self, layers: tuple[HierarchicalLayer, ...], n: Int[Array, "B"]) -> Self:
-        """The cache of these layers, whose rows hold n tokens."""
-        quantized = quantized_length(n, self.group_size)
-        return dataclasses.replace(self, layers=layers, lengths=Lengths(quantized, n - quantized))
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        old = self.layers[layer]
+        q, buffer = rotate_and_append(qkv, cos, sin, old.buffer, self.lengths.buffered)
+        new = dataclasses.replace(old, buffer=buffer)
+        found = decode_attention(q, new, longer(self.lengths, q.shape[1]), view, observe=observe)
+        attended, mass = found if observe else (found, None)
+        return attended, new, mass
 
-    def flush(self) -> tuple[Self, Int[Array, "B"]]:
-        """Quantizes the oldest group of every row that buffers 2G tokens; also returns 1 for each such row, else 0."""
-        G, lengths = self.group_size, self.lengths
-        due = lengths.buffered >= 2 * G
-
+    def flushed_layers(self, due):
         def once(carry):
             layers, _ = carry
-            return tuple(flush(layer, lengths, due, scheme=self.scheme) for layer in layers), jnp.array(False)
+            return tuple(flush(layer, self.lengths, due, scheme=self.scheme) for layer in layers), jnp.array(False)
 
         # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        layers, _ = lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))
-        moved = due.astype(lengths.buffered.dtype)
-        return HierarchicalCache(layers, Lengths(lengths.quantized + G * moved, lengths.buffered - G * moved), self.scheme), moved
+        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]

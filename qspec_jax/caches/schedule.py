@@ -1,9 +1,65 @@
-"""The schedule: which tokens of a row are quantized, as a function of its length alone (QuantSpec, section 4.3)."""
+"""The schedule: which of a row's cached tokens are quantized, and how many drafts a round may use.
+
+A row of n cached tokens has `quantized_length(n)` of them quantized, whatever way it came to n, and the others, fewer than 2G, in the
+full-precision buffer. A round uses no more drafts than one-by-one decoding would have verified before it flushed; with more the target
+would read other codes, and its output would not be its own. See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
+"""
+
+import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.formats.kv_cache import Lengths
 
 
-def quantized_length(n: Array | int, group_size: int) -> Array | int:
-    """Of n cached tokens, how many are quantized: whole groups, and the last G to 2G - 1 tokens never."""
-    return jnp.maximum(0, n // group_size - 1) * group_size
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The schedule of a cache with groups of `group_size` tokens; None: nothing is ever quantized."""
+
+    group_size: int | None
+
+    def quantized_length(self, n: Array | int) -> Array | int:
+        """How many of n cached tokens are quantized: whole groups, and the last G to 2G - 1 tokens never."""
+        G = self.group_size
+        return 0 * n if G is None else jnp.maximum(0, n // G - 1) * G
+
+    def lengths(self, n: Int[Array, "B"]) -> Lengths:
+        """The lengths of rows that hold n[b] tokens."""
+        quantized = self.quantized_length(n)
+        return Lengths(quantized, n - quantized)
+
+    def draft_room(self, lengths: Lengths) -> Int[Array, "B"]:
+        """How many drafts a row may verify before one-by-one decoding would have flushed."""
+        if self.group_size is None:
+            return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
+        return 2 * self.group_size - 1 - lengths.buffered
+
+    def due(self, lengths: Lengths) -> Bool[Array, "B"]:
+        """Which rows buffer 2G tokens, so that their oldest group is to be quantized."""
+        if self.group_size is None:
+            return jnp.zeros_like(lengths.buffered, bool)
+        return lengths.buffered >= 2 * self.group_size
+
+    def flushed(self, lengths: Lengths, due: Bool[Array, "B"]) -> Lengths:
+        """The lengths once the oldest group of the rows that are due is quantized."""
+        moved = (self.group_size or 0) * due.astype(lengths.buffered.dtype)
+        return Lengths(lengths.quantized + moved, lengths.buffered - moved)
+
+    def buffer_rows(self, num_speculative_tokens: int) -> int:
+        """Rows of the double buffer: 2G tokens, and a round's drafts and pending token before they are rolled back."""
+        return 2 * self.group_size + num_speculative_tokens + 1
+
+    def groups(self, capacity: int) -> int:
+        """The most groups that a row of at most `capacity` cached tokens quantizes."""
+        return max(0, capacity // self.group_size - 1)
+
+    def most_drafts(self, gamma: int) -> int:
+        """The most drafts, of gamma asked for, that any round of any row may use."""
+        return gamma if self.group_size is None else min(gamma, 2 * self.group_size - 1)
+
+
+def eligible_drafts(most: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:
+    """How many drafts a row may use in a round: at most `most`, what the schedule has room for, and one fewer than the tokens that are
+    still wanted, since the target adds one of its own."""
+    return jnp.maximum(jnp.minimum(jnp.minimum(most, draft_room), wanted - 1), 0)

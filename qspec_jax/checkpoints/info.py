@@ -7,10 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.registry import empty_cache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import loading, tensor_names
-from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
@@ -41,26 +39,28 @@ class ModelInfo:
     full_cache_bytes: int
 
 
-def model_info(directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None) -> ModelInfo:
-    """Reads config.json and the tensors' headers. Raises InputError as loading would, and for a context below 1."""
+def model_info(
+    directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None, num_speculative_tokens: int = 4
+) -> ModelInfo:
+    """Reads config.json and the tensors' headers. The cache is sized for `context` tokens, the model's longest sequence by default, and for
+    rounds of so many drafts. Raises InputError as loading would, and for a context below 1."""
     config, dtype = loading.checked(directory)
     dtype = jnp.dtype(dtype)
     context = config.max_length if context is None else context
     if context < 1:
         raise InputError(f"context {context} should be at least 1 token")
     with jax.enable_x64(dtype == jnp.float64):
-        return _sizes(config, dtype, context, cache or CacheConfig())
+        return _sizes(config, dtype, context, cache or CacheConfig(), num_speculative_tokens)
 
 
-def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
+def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig, num_speculative_tokens: int) -> ModelInfo:
     weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in tensor_names.weight_shapes(config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 
     def cache_bytes(kind: CacheConfig) -> int:
-        gamma = GenerationConfig.num_speculative_tokens
-        make = lambda: empty_cache(config, kind, batch=1, capacity=context, num_speculative_tokens=gamma, dtype=dtype)
-        return jax.eval_shape(make).num_bytes
+        sizes = dict(batch=1, capacity=context, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
+        return jax.eval_shape(lambda: kind.empty(config, **sizes)).num_bytes
 
     return ModelInfo(
         architecture=config.architecture,

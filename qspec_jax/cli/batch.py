@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from qspec_jax import drafts
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.cli import process
@@ -19,7 +18,8 @@ from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load,
 from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
-from qspec_jax.drafts.cached_model import Step
+from qspec_jax.drafts import Draft, make_draft
+from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.errors import InputError
 from qspec_jax.files import is_same_file, name_of, read_bytes, read_json, to_json
 
@@ -72,8 +72,9 @@ def batch(
     if not lines:
         raise InputError(f"{name}: empty; it should have a JSON object on each line")
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
-    draft = drafts.stored(model, network) if config.method == "quantspec" else None
-    of_run = (json.dumps(settings, sort_keys=True), network.config, draft is None, process.version_of("qspec-jax"))
+    stored = stored_int4(model, network) if config.speculative else None
+    draft = make_draft(config.draft, network, int4=stored) if config.speculative else None
+    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"))
     run = run_hash(content, repr(of_run).encode(), *of_checkpoint(hub.local(model)))
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
@@ -125,7 +126,7 @@ def _speed(stats: BatchStats) -> str:
 def _run(
     network,
     tokenizer,
-    draft: Step | None,
+    draft: Draft | None,
     todo: list[Line],
     journal: Journal,
     batch_size: int,

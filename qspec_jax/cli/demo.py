@@ -10,10 +10,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from qspec_jax import demo as embedded
-from qspec_jax import drafts
-from qspec_jax.cli.generate import _as_object, _generate, _Progress, _stats_table
+from qspec_jax.cli.generate import Progress, as_object, generate_with_progress, stats_table
 from qspec_jax.cli.options import Calibrate, Gamma, Json, Seed, load
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 from qspec_jax.training import corpus
@@ -49,19 +49,21 @@ def demo(
     shared = dict(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True)
     runs = {
         "quantspec": GenerationConfig(num_speculative_tokens=num_speculative_tokens, **shared),
-        "autoregressive": GenerationConfig(method="autoregressive", **shared),
+        "autoregressive": GenerationConfig(draft="none", **shared),
     }
-    draft = drafts.quantspec(network, calibration=[prompt] if calibrate else None, progress=False if as_json else None)
+    draft = quantspec(network, calibration=[prompt] if calibrate else None, progress=False if as_json else None)
     results = {}
     for name, config in runs.items():
-        results[name] = _generate(network, tokenizer, [prompt], config, seed, _Progress(max_new_tokens, quiet=as_json, label=name), draft)
+        results[name] = generate_with_progress(
+            network, tokenizer, [prompt], config, seed, Progress(max_new_tokens, quiet=as_json, label=name), draft
+        )
     if as_json:
-        print(to_json({"file": path.name, "dtype": network.dtype.name} | {name: _as_object(out) for name, out in results.items()}))
+        print(to_json({"file": path.name, "dtype": network.dtype.name} | {name: as_object(out) for name, out in results.items()}))
         return
     context = tokenizer.decode(prompt[-60:])
     continued = Text.assemble((context, "dim"), (results["quantspec"].text[0], "green"))
     console.print(Panel(continued, title=f"{path.name}, continued by quantspec", title_align="left"))
-    console.print(_stats_table(results, bf16_bytes=_bf16_cache_bytes(network, prompt_tokens + max_new_tokens)))
+    console.print(stats_table(results, bf16_bytes=_bf16_cache_bytes(network, prompt_tokens + max_new_tokens)))
     if jax.default_backend() == "cpu":
         console.print(
             "On a CPU speculation shows its [bold]acceptance[/], not its speed-up: it pays where decoding waits for memory, on a GPU at "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import Annotated
 import jax
 import typer
 
-from qspec_jax import demo, drafts, plots
-from qspec_jax.caches.config import CacheConfig
+from qspec_jax import demo, plots
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.cli.needle import needle
 from qspec_jax.cli.options import (
     Calibrate,
@@ -28,9 +29,13 @@ from qspec_jax.cli.options import (
     load,
     number_list,
     show,
+    with_sensitive_layers,
 )
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.evaluate import acceptance, acceptance_report, perplexity, perplexity_report, quantizers
+from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.drafts.registry import DRAFTS, DraftSettings, parse_draft
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import acceptance, perplexity, perplexity_report, quantizers
 from qspec_jax.files import output_to, read_text
 from qspec_jax.training import corpus
 
@@ -38,6 +43,12 @@ log = logging.getLogger(__name__)
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 evaluations.command("needle")(needle)
+
+
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help=f"{', '.join(DRAFTS)}; may be given several times: quantspec."),
+]
 
 
 @evaluations.command("acceptance")
@@ -50,8 +61,9 @@ def acceptance_command(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
-    draft_bits: Annotated[int, typer.Option(help="Bits of the draft's weights, 4 or 16.")] = 4,
-    draft_planes: Annotated[int, typer.Option(help="Planes of the cache that the draft reads, 1 or 2.")] = 1,
+    draft: Drafts = None,
+    draft_bits: Annotated[int | None, typer.Option(hidden=True, help="The old way to say --draft quantspec:weight_bits=16.")] = None,
+    draft_planes: Annotated[int | None, typer.Option(hidden=True, help="The old way to say --draft quantspec:cache=int8.")] = None,
     sensitive_layers: SensitiveLayers = 0,
     scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
     calibrate: Calibrate = True,
@@ -63,6 +75,7 @@ def acceptance_command(
     """Share of drafts that the target accepts, against gamma: teacher-forced and free-running."""
     if plot:
         plots.check(plot, None)
+    chosen_drafts = _chosen_drafts(draft or [GenerationConfig.draft], draft_bits, draft_planes, sensitive_layers)
     shared = dict(max_new_tokens=max_new_tokens, scheme=scheme)
     configs = [
         GenerationConfig(num_speculative_tokens=gamma, temperature=heat, **shared)
@@ -79,29 +92,42 @@ def acceptance_command(
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         size = prompt_tokens + max_new_tokens
         log.warning("%d of %d texts have fewer than %d tokens and are left out: %s", len(skipped), len(texts), size, names)
-    draft = drafts.quantspec(
-        network,
-        weight_bits=draft_bits,
-        planes=draft_planes,
-        sensitive_layers=sensitive_layers,
-        calibration=prompts if calibrate else None,
-        progress=False if as_json else None,
-    )
+    int4 = functools.cache(lambda: int4_model(network, calibration=prompts if calibrate else None, progress=False if as_json else None))
     results = []
-    for config in configs:
-        key = jax.random.key(seed)
-        for mode in ("teacher-forced", "free-running"):
-            gamma = config.num_speculative_tokens
-            _say(f"gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(chosen)} texts", quiet=as_json)
-            if mode == "teacher-forced":
-                measured = acceptance.teacher_forced(network, draft, chosen, config, key)
-            else:
-                measured = acceptance.free_running(network, draft, prompts, config, key)
-            results.append({"gamma": gamma, "temperature": config.temperature, "mode": mode} | dataclasses.asdict(measured))
-    report = acceptance_report.Report(len(chosen), skipped, results)
-    show(report, acceptance_report.table, None, sys.stdout.write, as_json=as_json)
+    for name, settings in chosen_drafts.items():
+        made = settings.make(network, int4)
+        for config in configs:
+            key = jax.random.key(seed)
+            for mode in ("teacher-forced", "free-running"):
+                gamma = config.num_speculative_tokens
+                _say(f"{name}, gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(chosen)} texts", quiet=as_json)
+                if mode == "teacher-forced":
+                    measured = acceptance.teacher_forced(network, made, chosen, config, key)
+                else:
+                    measured = acceptance.free_running(network, made, prompts, config, key)
+                of_run = {"draft": name, "gamma": gamma, "temperature": config.temperature, "mode": mode}
+                results.append(of_run | dataclasses.asdict(measured))
+    report = acceptance.AcceptanceReport(len(chosen), skipped, results)
+    show(report, acceptance.table, None, sys.stdout.write, as_json=as_json)
     if plot:
-        acceptance_report.plot(report, plot)
+        acceptance.plot(report, plot)
+
+
+def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensitive_layers: int) -> dict[str, DraftSettings]:
+    """The settings of the drafts to measure, by their texts, with what the options of their own say of QuantSpec's."""
+    chosen = {}
+    for text in texts:
+        settings = parse_draft(text)
+        if settings is None:
+            raise InputError(f"--draft {text}: there is nothing to accept without a draft")
+        old = {} if bits is None else {"weight_bits": bits}
+        if planes is not None:
+            old["cache"] = {1: "int4", 2: "int8"}.get(planes, str(planes))
+        if old:
+            log.warning("--draft-bits and --draft-planes are now settings of --draft: quantspec:weight_bits=16,cache=int8")
+            settings = dataclasses.replace(settings, **old)
+        chosen[text] = with_sensitive_layers(settings, sensitive_layers)
+    return chosen
 
 
 def _say(message: str, *, quiet: bool) -> None:
@@ -109,11 +135,18 @@ def _say(message: str, *, quiet: bool) -> None:
         print(message, file=sys.stderr)
 
 
-CacheName = enum.StrEnum("CacheName", {name: name for name in perplexity.PLANES})
+# bf16: the name of the full cache before version 0.2.
+CacheName = enum.StrEnum("CacheName", {name: name for name in (*perplexity.CACHE_VIEWS, "bf16")})
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
 Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
 PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
 Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
+
+
+def _cache_names(names: list[CacheName] | None) -> list[str]:
+    if names and CacheName.bf16 in names:
+        log.warning("--cache bf16 is now called --cache full")
+    return [perplexity.FULL if name is CacheName.bf16 else name.value for name in names or []] or list(perplexity.CACHE_VIEWS)
 
 
 @evaluations.command("perplexity")
@@ -143,7 +176,7 @@ def perplexity_command(
             network,
             tokenizer,
             texts,
-            cache or list(CacheName),
+            _cache_names(cache),
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
             scheme=scheme,

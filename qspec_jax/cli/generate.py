@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from qspec_jax import drafts
 from qspec_jax.cli.options import (
     CacheKind,
     Calibrate,
@@ -22,12 +21,15 @@ from qspec_jax.cli.options import (
     Seed,
     SensitiveLayers,
     load,
+    with_sensitive_layers,
     with_settings,
 )
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import Generation, Stream, generate, token_lists
+from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
-from qspec_jax.drafts.cached_model import Step
+from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.drafts import Draft, make_draft
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
 
@@ -43,7 +45,7 @@ def generate_command(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
     ] = None,
-    cache: Annotated[CacheKind | None, typer.Option(help="Cache of the autoregressive method: full, if not given.")] = None,
+    cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     calibrate: Calibrate = False,
@@ -53,14 +55,12 @@ def generate_command(
     as_json: Json = False,
 ):
     """Continue prompts."""
-    speculative = config.method == "quantspec"
-    if cache is not None and speculative:
-        raise InputError("--cache is for --method autoregressive; quantspec always has the int8 cache")
+    speculative = config.speculative
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
     if (calibrate or sensitive_layers) and not speculative:
         option = "--calibrate" if calibrate else "--sensitive-layers"
-        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+        raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
     config = dataclasses.replace(config, cache=cache and cache.value)
@@ -71,30 +71,27 @@ def generate_command(
         raise InputError("--stream takes one prompt")
     with output_to(output) as write:
         network, tokenizer = load(model, dtype, quiet=as_json)
-        tokens = token_lists(network, prompts, config, tokenizer)
-        draft = None
-        if speculative and (calibrate or sensitive_layers):
-            settings = dict(calibration=tokens if calibrate else None, sensitive_layers=sensitive_layers)
-            draft = drafts.quantspec(network, **settings, progress=False if as_json else None)
-        elif speculative:
-            draft = drafts.stored(model, network)
+        tokens = checked_prompts(network, prompts, config, tokenizer)
+        settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
+        made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
+        draft = make_draft(settings, network, **made) if speculative else None
         if stream:
             out = _print_stream(
                 stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
             )
         else:
-            progress = _Progress(config.max_new_tokens * len(prompts), quiet=as_json)
-            out = _generate(network, tokenizer, tokens, config, seed, progress, draft)
+            progress = Progress(config.max_new_tokens * len(prompts), quiet=as_json)
+            out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
         if as_json:
-            write(to_json(_as_object(out)) + "\n")
+            write(to_json(as_object(out)) + "\n")
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
-        Console(stderr=True).print(_stats_table({config.method: out}))
+        Console(stderr=True).print(stats_table({config.draft: out}))
 
 
-def _generate(
-    network, tokenizer, prompts: list, config: GenerationConfig, seed: int, progress: "_Progress", draft: Step | None
+def generate_with_progress(
+    network, tokenizer, prompts: list, config: GenerationConfig, seed: int, progress: "Progress", draft: Draft | None
 ) -> Generation:
     with progress:
         return generate(
@@ -109,7 +106,7 @@ def _generate(
         )
 
 
-class _Progress:
+class Progress:
     """A bar of new tokens on standard error; silent without a terminal."""
 
     def __init__(self, total: int, *, quiet: bool, label: str = "generate"):
@@ -127,7 +124,7 @@ class _Progress:
         self.bar.close()
 
 
-def _as_object(out: Generation) -> dict[str, Any]:
+def as_object(out: Generation) -> dict[str, Any]:
     """Without log-probabilities where none were asked for."""
     return {name: value for name, value in dataclasses.asdict(out).items() if value is not None}
 
@@ -140,11 +137,11 @@ def _print_stream(pieces: Stream) -> Generation:
     return pieces.generation
 
 
-def _megabytes(count: float) -> str:
+def megabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
+def stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
     table = Table("", *results, box=None, header_style="bold", padding=(0, 3, 0, 0))
 
     def row(label: str, show) -> None:
@@ -163,5 +160,5 @@ def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = Non
     row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
     row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
     against = lambda s: f" ({s.cache_bytes / bf16_bytes:.0%} of bfloat16)" if bf16_bytes else ""
-    row("KV cache", lambda s: _megabytes(s.cache_bytes) + against(s))
+    row("KV cache", lambda s: megabytes(s.cache_bytes) + against(s))
     return table

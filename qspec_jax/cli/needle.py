@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qspec_jax import demo, drafts, plots
+from qspec_jax import demo, plots
 from qspec_jax.cli.options import CacheKind, DtypeOption, EvaluatedModel, Json, Method, Plot, Seed, load, number_list, show
+from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle as needles
 from qspec_jax.evaluate.needle import Cell, Report
@@ -56,7 +57,7 @@ def needle(
         methods=methods,
         seed=seed,
         batch_size=batch_size,
-        draft=None if method is Method.autoregressive else drafts.stored(directory, network),
+        draft=make_draft("quantspec", network, directory=directory) if any(m.method == "quantspec" for m in methods) else None,
         progress=progress,
     )
     show(report, table, None, sys.stdout.write, as_json=as_json)

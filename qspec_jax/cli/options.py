@@ -5,6 +5,7 @@ import enum
 import functools
 import inspect
 import io
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,14 @@ import typer
 from rich.console import Console, RenderableType
 
 from qspec_jax.checkpoints import loading
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import METHODS, GenerationConfig
+from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 
-# Of tables in files and pipes.
+log = logging.getLogger(__name__)
+
+# Columns of tables in files and pipes.
 TABLE_WIDTH = 150
 
 
@@ -51,7 +55,17 @@ Gamma = Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help=
 GammaList = Annotated[
     str, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; several with commas between them: 1,2,4,6.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the random draws.")]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"What proposes tokens for the target to verify: {', '.join(DRAFTS)}, or {NONE} for one token at a time; for example "
+        f"sparse:budget=0.03. {GenerationConfig.draft}, if not given.",
+    ),
+]
+OldMethod = Annotated[Method | None, typer.Option("--method", hidden=True, help="The name of --draft before version 0.2.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The seed of the random draws.")]
 ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
 ]
@@ -72,7 +86,8 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (
 
 def _settings(
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
-    method: Annotated[Method, typer.Option(help="Draft and verify, or one token at a time.")] = Method.quantspec,
+    draft: DraftOption = None,
+    method: OldMethod = None,
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
     draft_cost: Annotated[
@@ -100,9 +115,10 @@ def _settings(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
     group_size: GroupSize = None,
 ) -> GenerationConfig:
-    if method is Method.autoregressive and (adaptive or min_draft_confidence):
+    draft = chosen_draft(draft, method)
+    if draft == NONE and (adaptive or min_draft_confidence):
         option = "--adaptive" if adaptive else "--min-draft-confidence"
-        raise InputError(f"{option} is for --method quantspec; the autoregressive method has no draft")
+        raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if draft_cost is not None and not adaptive:
         raise InputError("--draft-cost is for --adaptive")
     biases = dict(map(_bias, logit_bias or []))
@@ -110,7 +126,7 @@ def _settings(
         raise InputError("--logit-bias is given twice for one token")
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
-        method=method.value,
+        draft=draft,
         num_speculative_tokens=num_speculative_tokens,
         adaptive=adaptive,
         draft_cost=GenerationConfig.draft_cost if draft_cost is None else draft_cost,
@@ -130,6 +146,26 @@ def _settings(
         ignore_eos=ignore_eos,
         group_size=group_size,
     )
+
+
+def chosen_draft(draft: str | None, method: Method | None) -> str:
+    """The draft that --draft, or --method in its place, asks for. Raises InputError for both together."""
+    if method is None:
+        return GenerationConfig.draft if draft is None else draft
+    if draft is not None:
+        raise InputError("--method is the old name of --draft; give one of them")
+    chosen = METHODS[method.value]
+    log.warning("--method %s is now called --draft %s", method.value, chosen)
+    return chosen
+
+
+def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int) -> DraftSettings | None:
+    """The settings of a draft with those of --sensitive-layers. Raises InputError for a draft that has no such setting."""
+    if not sensitive_layers:
+        return settings
+    if not hasattr(settings, "sensitive_layers"):
+        raise InputError("--sensitive-layers is for --draft quantspec")
+    return dataclasses.replace(settings, sensitive_layers=sensitive_layers)
 
 
 def with_settings(command: Callable) -> Callable:

@@ -4,6 +4,7 @@ A row's tokens depend on its prompt, settings and key alone: rows share no rando
 and end independently.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -14,31 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 
-from qspec_jax.decoding import state
-from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, PREPARE, Row, alternatives, make_limits, most_drafts, summary, token_lists
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.generate import Row, summary
+from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.requests import Request, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.state import DecodeState, Limits
-from qspec_jax.drafts import cached_model, quantspec
-from qspec_jax.drafts.cached_model import CachedModel, Step
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import bucket, padded
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
-SHARED = ("method", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A prompt, its settings, and the key of its random draws."""
-
-    tokens: Sequence[int]
-    config: GenerationConfig
-    key: Key[Array, ""]
+SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +47,10 @@ class Result:
 
 @dataclasses.dataclass
 class BatchStats:
-    """Of a whole run. slot_rounds: rounds times slots, of which `busy_rounds` worked for a prompt. Seconds: all that pass until the last
-    result, but for what is done with results meanwhile; compile_s apart."""
+    """Totals of a run. slot_rounds counts every slot in every round; busy_rounds counts those that were working on a prompt.
+
+    The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart.
+    """
 
     prompts: int = 0
     new_tokens: int = 0
@@ -72,8 +65,11 @@ class BatchStats:
 
     @property
     def rates(self) -> dict[str, float | None]:
-        """tokens_per_second: of prefill and decoding together. busy_slots: busy over slot rounds; the ideal is 1. draft_acceptance_rate:
-        accepted / drafted. None where there is nothing to divide by."""
+        """Rates of the run; None where there is nothing to divide by.
+
+        tokens_per_second counts the seconds of prefill and decoding. busy_slots is busy over slot rounds; the ideal is 1.
+        draft_acceptance_rate is accepted over drafted tokens.
+        """
         divided = lambda part, whole: part / whole if whole else None
         return {
             "tokens_per_second": divided(self.new_tokens, self.prefill_s + self.decode_s),
@@ -101,7 +97,7 @@ def run_batch(
     requests: Iterable[Request],
     *,
     batch_size: int = 8,
-    draft: Step | None = None,
+    draft: Draft | None = None,
     tokenizer=None,
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
@@ -121,8 +117,7 @@ def run_batch(
     for name in SHARED:
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
-    for request in requests:
-        token_lists(model, [request.tokens], request.config, tokenizer)
+    requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
     stats = BatchStats()
     slots = _Slots(model, requests, min(batch_size, len(requests)), draft, tokenizer, refill, strategy, stats)
     return BatchRun(slots.run(), stats)
@@ -136,7 +131,7 @@ class _Slots:
         model: Llama,
         requests: Sequence[Request],
         batch: int,
-        draft: Step | None,
+        draft: Draft | None,
         tokenizer,
         refill: bool,
         strategy: Callable[..., Sampler],
@@ -144,24 +139,12 @@ class _Slots:
     ):
         self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
         configs = [request.config for request in requests]
-        longest = dataclasses.replace(
-            configs[0],
-            max_new_tokens=max(config.max_new_tokens for config in configs),
-            num_speculative_tokens=max(config.num_speculative_tokens for config in configs),
-        )
-        gamma = most_drafts(model, longest)
-        self.draft = cached_model.in_loop(quantspec(model) if draft is None else draft) if gamma else None
-        self.static = dict(
-            cache=longest.cache_config,
-            capacity=max(bucket(len(r.tokens)) for r in requests) + bucket(longest.max_new_tokens),
-            max_new_tokens=bucket(longest.max_new_tokens),
-            gamma=gamma,
-            logprobs=alternatives(model, *configs),
-        )
-        self.target = CachedModel(model, planes=2)
+        if draft is None and any(config.num_speculative_tokens for config in configs):
+            draft = make_draft(configs[0].draft, model)
+        longest = max(len(request.tokens) for request in requests)
+        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, compiling=self._compiling)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
-        self.executables: dict[Any, jax.stages.Compiled] = {}
         self.waiting = deque(range(len(requests)))
         self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
         self.state: DecodeState | None = None
@@ -207,14 +190,12 @@ class _Slots:
     def _put(self, slot: int, index: int) -> None:
         request = self.requests[index]
         sampler, limits = self._settings([index])
-        args = (self.target, *padded([request.tokens]), sampler, request.key[None], limits)
-        row = self._compiled(PREPARE, *args, **self.static)(*args)
+        row = self.engine.prefill([request.tokens], sampler, request.key[None], limits)
         self._prefilled()  # no more than two rows at once take memory besides the batch
         self.newest = row.status
         if self.state is None:
-            self.state = self._compiled(REPEAT, row, batch=len(self.of))(row)
-        args = (self.state, row, jnp.array([slot]))
-        self.state = self._compiled(REPLACE, *args)(*args)
+            self.state = self.engine.batch_of(row, len(self.of))
+        self.state = self.engine.replace(self.state, row, slot)
         self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
     def _prefilled(self) -> float:
@@ -231,14 +212,13 @@ class _Slots:
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
         least_running = self._running if self.waiting and self.refill else 1
-        args = (self.target, self.draft, sampler, self.state, limits, jnp.int32(rounds), jnp.int32(least_running))
-        run_rounds = self._compiled(DECODE, *args)
+        self.engine.compile_rounds(self.state, sampler, limits)
         # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
         # prefill does.
         prefilled = []
         clock = threading.Thread(target=lambda: prefilled.append(self._prefilled()))
         clock.start()
-        self.state = run_rounds(*args)
+        self.state = self.engine.rounds(self.state, sampler, limits, rounds, least_running)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
         clock.join()
         self._lap("prefill_s", *prefilled)
@@ -248,16 +228,12 @@ class _Slots:
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
 
-    def _compiled(self, compiled: Compiled, *args, **static) -> jax.stages.Compiled:
-        # What is called differs in nothing but the length of a prompt; to find that out from all shapes takes milliseconds.
-        key = compiled, args[1].shape if compiled is PREPARE else None
-        if key not in self.executables:
-            jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
-            self._lap("prefill_s")
-            self.executables[key], seconds = compiled.compile(*args, **static)
-            if seconds:
-                self._lap("compile_s")
-        return self.executables[key]
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
+        self._lap("prefill_s")
+        yield
+        self._lap("compile_s")
 
     def _lap(self, what: str, until: float | None = None) -> None:
         """Adds the time since the last lap to the statistics, up to now by default."""
@@ -267,39 +243,28 @@ class _Slots:
 
     def _ended(self) -> Iterator[Result]:
         """Results of the rows that have ended, whose slots are free then."""
-        state = self.state
-        parts = (state.tokens, state.emitted, state.status, state.counts, state.logprobs)
-        tokens, emitted, status, counts, logprobs = jax.device_get(parts)
+        news = self.engine.look(self.state, [0 if index is None else len(row.token_ids) for index, row in zip(self.of, self.rows)])
+        counts = news.counts
         ended = []
         for slot, index in enumerate(self.of):
             if index is None:
                 continue
             row = self.rows[slot]
-            row.update(tokens[slot], emitted[slot], status[slot])
+            row.update(news.tokens[slot], news.logprobs and news.logprobs[slot], news.status[slot])
             if row.finish_reason is None:
                 continue
             self.of[slot] = None
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new, prompt = len(row.token_ids), len(self.requests[index].tokens)
-            stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=state.gamma > 0)
+            stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
             self.stats.prompts += 1
             self.stats.new_tokens += new
             self.stats.num_draft_tokens += stats["num_draft_tokens"]
             self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
-            own = row.logprobs(jax.tree.map(lambda x: x[slot], logprobs))  # noqa: B023
-            ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *own))
+            ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *row.logprobs()))
         idle = np.array([index is None for index in self.of])
-        if (status[idle] == state.RUNNING).any():  # what a stop string has ended
-            self.state = state.stopped(state, jnp.asarray(idle))
+        if (news.status[idle] == RUNNING).any():  # what a stop string has ended
+            self.state = self.engine.stop(self.state, idle)
         self._lap("decode_s")
         yield from ended
         self.began = time.perf_counter()  # what is done with results is not counted
-
-
-def _repeat(row: DecodeState, batch: int) -> DecodeState:
-    rows = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
-    return dataclasses.replace(rows, status=jnp.full(batch, state.LENGTH, jnp.int32))
-
-
-REPEAT = Compiled(_repeat, static_argnames=("batch",))
-REPLACE = Compiled(state.replace_rows, donate_argnames=("state",))

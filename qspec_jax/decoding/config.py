@@ -4,31 +4,36 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from qspec_jax.caches.config import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
+
+# What `draft` was called before version 0.2.
+METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """What to generate and how.
 
-    method: "quantspec" (draft and verify) or "autoregressive". cache: "int8" (the hierarchical cache, both planes) or "full" (with
-    quantspec: draft and target differ in their weights alone); None is "int8" for quantspec, "full" for autoregressive.
-    num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the length cap leaves no room for more.
-    adaptive: each row chooses in each round how many, at most num_speculative_tokens, from how many of its drafts were accepted, where
-    drafting one costs draft_cost times what verifying a round does (`qspec bench decode` measures both); none at all where
-    speculation loses. min_draft_confidence: a row drafts no further in a round once the draft's likeliest token has a lower probability.
+    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), or "none" for
+    one token at a time. cache: the target's, "int8" (the hierarchical cache, both planes) or "full" (then draft and target differ in their
+    weights alone); None is "int8" with a draft, "full" without. num_speculative_tokens is the paper's gamma; fewer are drafted where the
+    schedule or the length cap leaves no room for more. adaptive: each row chooses in each round how many, at most num_speculative_tokens,
+    from how many of its drafts were accepted, where drafting one costs draft_cost times what verifying a round does (`qspec bench decode`
+    measures both); none at all where speculation loses. min_draft_confidence: a row drafts no further in a round once the draft's likeliest
+    token has a lower probability.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens,
-    logit_bias by token id, banned_token_ids) see `qspec_jax.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end
-    a row; the first one and what follows are cut off its text. stop_token_ids: sequences of new tokens that end it, and stay.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
+    by token id, banned_token_ids) see `qspec_jax.decoding.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end a
+    row; the first one and what follows are cut off its text. stop_token_ids: sequences of new tokens that end it, and stay.
 
     output_logprobs: with the new tokens come the target's log-probabilities of them, before processors, temperature and filters; and
     those of the top_logprobs likeliest tokens in each place.
     """
 
     max_new_tokens: int = 256
-    method: str = "quantspec"
+    draft: str = "quantspec"
     cache: str | None = None
     num_speculative_tokens: int = 4
     adaptive: bool = False
@@ -50,14 +55,18 @@ class GenerationConfig:
     top_logprobs: int = 0
     group_size: int | None = None
     scheme: str = CacheConfig.scheme
+    method: dataclasses.InitVar[str | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, method: str | None):
         def check(ok: bool, what: str):
             if not ok:
                 raise InputError(what)
 
-        check(self.method in ("quantspec", "autoregressive"), f"method {self.method!r} should be quantspec or autoregressive")
-        check(self.cache in (None, "full", "int8"), f"cache {self.cache!r} should be full or int8")
+        if method is not None:  # the name of `draft` before version 0.2
+            check(method in METHODS, f"method {method!r} should be {' or '.join(METHODS)}")
+            object.__setattr__(self, "draft", METHODS[method])
+        parse_draft(self.draft)
+        check(self.cache in (None, *CACHES), f"cache {self.cache!r} should be {' or '.join(CACHES)}")
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
@@ -88,6 +97,11 @@ class GenerationConfig:
         return self.top_logprobs if self.output_logprobs or self.top_logprobs else None
 
     @property
+    def speculative(self) -> bool:
+        """Whether tokens are drafted at all."""
+        return self.draft != NONE
+
+    @property
     def cache_config(self) -> CacheConfig:
-        cache = self.cache or ("int8" if self.method == "quantspec" else "full")
-        return CacheConfig("full" if cache == "full" else "hierarchical", self.group_size, self.scheme)
+        """The target's cache."""
+        return CacheConfig(self.cache or ("int8" if self.speculative else "full"), self.group_size, self.scheme)

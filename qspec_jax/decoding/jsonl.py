@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from qspec_jax.decoding.batch import Request, Result
+from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import token_lists
+from qspec_jax.decoding.requests import Request, checked_prompts
 from qspec_jax.decoding.text import encoded
 from qspec_jax.errors import InputError
 from qspec_jax.files import is_replaced, output_to, real, to_json
@@ -122,8 +122,8 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
         if unknown := sorted(said.keys() - set(KEYS)):
             raise InputError(f"unknown key {unknown[0]!r}; there are {', '.join(KEYS)}")
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(key, number - 1)
-        request = Request(_tokens(said, tokenizer), _config(said, config), own)
-        token_lists(model, [request.tokens], request.config, tokenizer)
+        settings = _config(said, config)
+        request = Request(checked_prompts(model, [_tokens(said, tokenizer)], settings, tokenizer)[0], settings, own)
         return Line(number, name, request)
     except InputError as error:
         return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))

@@ -1,24 +1,32 @@
-"""The decode loop: draft, verify, accept, roll back, flush, in one `lax.while_loop` with static shapes.
+"""The decode loop: propose, verify, commit, in one `lax.while_loop` with static shapes (QuantSpec, arXiv 2502.10424, algorithm 1).
 
-Autoregressive decoding is the same loop with no drafts. Every row keeps its own lengths, counts and end."""
+Autoregressive decoding is the same loop with no drafts. Every row keeps its own lengths, counts and end.
+"""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from qspec_jax.caches.registry import Cache
+from pallas_kernels.formats.kv_cache import Lengths
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.schedule import eligible_drafts
 from qspec_jax.decoding.processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
-from qspec_jax.decoding.state import RUNNING, Counts, DecodeState, Limits, Logprobs, _status
-from qspec_jax.drafts.cached_model import Step
+from qspec_jax.decoding.state import RUNNING, Counts, DecodeState, Limits, Logprobs, status_after
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Verified
+from qspec_jax.models.viewed import Step
+
+# What a level's keys are folded with: no position of a token, so that no two draws have one key.
+LEVEL = 0x7FFFFFFF
 
 
 def decode(
     target: Step,
-    draft: Step | None,
+    draft: Draft | None,
     sampler: Sampler,
     state: DecodeState,
     limits: Limits,
@@ -38,112 +46,193 @@ def decode(
     return lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 
-def decode_round(target: Step, draft: Step | None, sampler: Sampler, state: DecodeState, limits: Limits) -> DecodeState:
-    """One round of every running row (QuantSpec, algorithm 1)."""
-    lengths = state.cache.lengths
-    running = state.status == RUNNING
-    eligible = eligible_drafts(state, limits)
+def decode_round(target: Step, draft: Draft | None, sampler: Sampler, state: DecodeState, limits: Limits) -> DecodeState:
+    """One round of every running row."""
+    round = current_round(sampler, state, limits)
     with jax.named_scope("draft"):
-        drafts, proposals, eligible, cache = draft_tokens(draft, sampler, state, eligible, limits)
+        proposal, draft_state, cache = propose(draft, state.draft, state.cache, round)
     with jax.named_scope("verify"):
-        tokens = jnp.concatenate([state.pending[:, None], drafts], 1)
-        positions = lengths.total[:, None] + jnp.arange(tokens.shape[1])
-        own, cache = target(tokens, positions, cache)
-        logits = limits.processed(own, state.emitted, None if state.seen is None else seen_since(state.seen, drafts))
-        accepted, after = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
-    # The block of new tokens: the accepted drafts, then the target's own.
-    column = jnp.arange(tokens.shape[1])
-    block = jnp.where(column < accepted[:, None], jnp.roll(tokens, -1, 1), after[:, None])
-    count, status = _status(block, state.tokens, state.emitted, accepted + 1, limits)
+        verdict, cache = verify(target, proposal, cache, round, observe=draft is not None and draft.observes)
+    return commit(draft, dataclasses.replace(state, cache=cache, draft=draft_state), round, proposal, verdict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CurrentRound:
+    """What is known of a round before its drafts: see `qspec_jax.drafts.draft.Round`.
+
+    lengths: of the target's cache before the round. keys: of each row, for its random draws. emitted: new tokens of each row so far, the
+    pending one among them. seen: the ids in prompt and new tokens, where a processor asks for them.
+    """
+
+    lengths: Lengths
+    pending: Int[Array, "B"]
+    position: Int[Array, "B"]
+    eligible: Int[Array, "B"]
+    keys: Key[Array, "B"]
+    emitted: Int[Array, "B"]
+    seen: Bool[Array, "B V"] | None
+    sampler: Sampler
+    limits: Limits
+    gamma: int = dataclasses.field(metadata={"static": True})
+
+    def choose(self, i, logits, drafts, eligible):
+        since = None
+        if self.seen is not None:
+            since = seen_since(self.seen, drafts) - i  # the drafts of columns before i are seen in this one
+        logits = self.limits.processed(logits[:, None], self.emitted + i, since)[:, 0]
+        if self.limits.least_confidence is not None:
+            # By the distribution, not by the token drawn from it: to drop some of its tokens would change what is emitted.
+            sure = jax.nn.softmax(logits, -1).max(-1) >= self.limits.least_confidence
+            eligible = jnp.where(sure, eligible, jnp.minimum(eligible, i + 1))
+        return *self.sampler.choose(logits, self.keys, self.position + i + 1, DRAFT), eligible
+
+    def certain(self, tokens, vocab_size):
+        return self.sampler.certain(tokens, vocab_size)
+
+    def below(self):
+        return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys))
+
+    def after(self, tokens, count):
+        last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+        return dataclasses.replace(
+            self,
+            pending=jnp.where(count > 0, last, self.pending),
+            position=self.position + count,
+            eligible=jnp.maximum(self.eligible - count, 0),
+            emitted=self.emitted + count,
+            seen=None if self.seen is None else mark_seen(self.seen, tokens, count),
+        )
+
+    def processed(self, logits: Float[Array, "B T V"], drafts: Int[Array, "B T-1"]) -> Float[Array, "B T V"]:
+        """The logits of the pending token and of drafts behind it, as tokens are chosen from them."""
+        return self.limits.processed(logits, self.emitted, None if self.seen is None else seen_since(self.seen, drafts))
+
+    def distributions(self, logits, drafts):
+        return self.sampler.distributions(self.processed(logits, drafts))
+
+    def verify(self, logits, proposal):
+        positions = self.position[:, None] + jnp.arange(1, logits.shape[1] + 1)
+        processed = self.processed(logits, proposal.tokens)
+        return self.sampler.verify(processed, proposal.tokens, proposal.distributions, proposal.eligible, self.keys, positions)
+
+
+def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running: Bool[Array, "B"] | None = None) -> CurrentRound:
+    """The round that begins at a state. running: which rows take part; by default those that have not ended."""
+    running = state.status == RUNNING if running is None else running
+    most = jnp.minimum(limits.num_speculative_tokens, state.gamma)
+    if state.adaptive is not None:
+        most = jnp.minimum(most, state.adaptive.drafts(limits.draft_cost, state.gamma))
+    eligible = eligible_drafts(most, state.cache.draft_room, limits.max_new_tokens - state.emitted)
+    eligible = jnp.where(running, eligible, 0)
+    lengths = state.cache.lengths
+    return CurrentRound(
+        lengths, state.pending, lengths.total, eligible, state.keys, state.emitted, state.seen, sampler, limits, state.gamma
+    )
+
+
+def begin(draft: Draft | None, prompt: Prompt) -> Any:
+    """The draft's state after prefill; nothing without a draft."""
+    return () if draft is None else draft.begin(prompt)
+
+
+def propose(draft: Draft | None, draft_state: Any, cache: Cache, round: CurrentRound) -> tuple[Proposal, Any, Cache]:
+    """What a draft proposes; without drafts, a proposal of no tokens."""
+    if round.gamma == 0:
+        B = round.pending.shape[0]
+        return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), round.eligible), draft_state, cache
+    return draft.propose(draft_state, cache, round)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the target makes of a proposal: its logits before processors, how many drafts it accepts, and its own token after them."""
+
+    logits: Float[Array, "B T V"]
+    accepted: Int[Array, "B"]
+    after: Int[Array, "B"]
+    masses: tuple[Float[Array, "B K T C"], ...] = ()
+
+
+def verify(target: Step, proposal: Proposal, cache: Cache, round: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
+    """Feeds the pending token and the drafts to the target, whose cache comes back as much longer."""
+    logits, cache, masses = feed(target, jnp.concatenate([round.pending[:, None], proposal.tokens], 1), cache, round, observe=observe)
+    accepted, after = round.verify(logits, proposal)
+    return Verdict(logits, accepted, after, masses), cache
+
+
+def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
+    """The target's logits of these tokens, from the pending token's position on, its longer cache, and what it observed."""
+    positions = round.position[:, None] + jnp.arange(tokens.shape[1])
+    if observe:
+        return target(tokens, positions, cache, observe=True)
+    return *target(tokens, positions, cache), ()
+
+
+def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposal: Proposal, verdict: Verdict) -> DecodeState:
+    """Emits the accepted drafts and the target's own token, up to what ends a row, and keeps as much of the cache."""
+    accepted = verdict.accepted
+    running = state.status == RUNNING
+    column = jnp.arange(state.gamma + 1)
+    tokens = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    block = jnp.where(column < accepted[:, None], tokens, verdict.after[:, None])
+    count, status = status_after(block, state.tokens, state.emitted, accepted + 1, round.limits)
     count = jnp.where(running, count, 0)
     with jax.named_scope("flush"):
-        # `after` is never negative; to ask makes the flush wait for the target. Without drafts nothing else of it is needed here,
-        # so XLA would flush before the last layer has read its cache, and copy that (seen in jax 0.10).
-        more = jnp.where(running & (after >= 0), accepted + 1, 0)
-        cached = dataclasses.replace(lengths, buffered=lengths.buffered + more)
-        cache, flushed = cache.rollback(cached).flush()
-    old = state.counts
+        kept = jnp.where(running, accepted + 1, 0)
+        cache, flushed = state.cache.commit(round.lengths, kept, chosen=verdict.after)
+    draft_state = state.draft
+    if draft is not None:
+        masses = seen_by_accepted(verdict.masses, kept)
+        draft_state = draft.commit(state.draft, Verified(block, count, jnp.where(running, accepted, 0), flushed, masses), cache)
+    old, taken = state.counts, jnp.minimum(accepted, count)
     counts = Counts(
         old.rounds + running,
         # Drafts behind an accepted EOS count neither as drafted nor as accepted.
-        old.drafted + jnp.where(count <= accepted, count, eligible),
-        old.accepted + jnp.minimum(accepted, count),
+        old.drafted + jnp.where(count <= accepted, count, proposal.eligible),
+        old.accepted + taken,
         old.flushes + flushed,
-        old.histogram + (running[:, None] & (column == jnp.minimum(accepted, count)[:, None])),
+        old.histogram + (running[:, None] & (column == taken[:, None])),
     )
     seen, logprobs, adaptive = state.seen, state.logprobs, state.adaptive
     if seen is not None:
-        emitted = jnp.where(column < count[:, None], block, seen.shape[1])
-        seen = jax.vmap(lambda row, ids: row.at[ids].set(True, mode="drop"))(seen, emitted)
+        seen = mark_seen(seen, block, count)
     if logprobs is not None:
-        new = Logprobs.of(own, block, logprobs.top.shape[-1])
+        new = Logprobs.of(verdict.logits, block, logprobs.top.shape[-1])
         logprobs = jax.tree.map(lambda all, new: _written(all, new, state.emitted, running), logprobs, new)
     if adaptive is not None:
-        adaptive = adaptive.after(eligible, accepted, running)
+        adaptive = adaptive.after(proposal.eligible, accepted, running)
     return DecodeState(
         cache,
         state.keys,
         _written(state.tokens, block, state.emitted, running),
         state.emitted + count,
-        jnp.where(running, after, state.pending),
+        jnp.where(running, verdict.after, state.pending),
         jnp.where(running, status, state.status),
         counts,
+        draft_state,
         seen,
         logprobs,
         adaptive,
     )
 
 
+def seen_by_accepted(masses: tuple[Float[Array, "B K T C"], ...], kept: Int[Array, "B"]) -> tuple[Float[Array, "B K T C"], ...]:
+    """The masses with 0 for the queries of rejected drafts.
+
+    The noise of a position is drawn again after a rejection; that is exact only while rejected drafts influence nothing.
+    """
+    return tuple(jnp.where((jnp.arange(mass.shape[2]) < kept[:, None])[:, None, :, None], mass, 0) for mass in masses)
+
+
+def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], count: Int[Array, "B"]) -> Bool[Array, "B V"]:
+    """The ids that were seen, with the first count[b] of these tokens."""
+    ids = jnp.where(jnp.arange(tokens.shape[1]) < count[:, None], tokens, seen.shape[1])
+    return jax.vmap(lambda row, ids: row.at[ids].set(True, mode="drop"))(seen, ids)
+
+
 def _written(all: Array, new: Array, at: Int[Array, "B"], running: Bool[Array, "B"]) -> Array:
     """New columns from at[b] on, in the rows that run."""
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     return jnp.where(running.reshape(-1, *(1,) * (all.ndim - 1)), write(all, new, at), all)
-
-
-def eligible_drafts(state: DecodeState, limits: Limits) -> Int[Array, "B"]:
-    """How many drafts a row may use in this round: what the schedule has room for, one fewer than the tokens still wanted, and no more
-    than pay."""
-    wanted = limits.max_new_tokens - state.emitted
-    most = jnp.minimum(jnp.minimum(limits.num_speculative_tokens, state.gamma), jnp.minimum(state.cache.draft_room, wanted - 1))
-    if state.adaptive is not None:
-        most = jnp.minimum(most, state.adaptive.drafts(limits.draft_cost, state.gamma))
-    return jnp.where(state.status == RUNNING, jnp.maximum(most, 0), 0)
-
-
-def draft_tokens(
-    draft: Step | None, sampler: Sampler, state: DecodeState, eligible: Int[Array, "B"], limits: Limits
-) -> tuple[Array, Array, Array, Cache]:
-    """Drafts [B, gamma], what the sampler knows of their distributions [B, gamma, W], how many of them a row may use, and the cache
-    rolled back.
-
-    Stops early when no row may use another draft; the columns behind are zero.
-    """
-    B, gamma = state.pending.shape[0], state.gamma
-    if gamma == 0:
-        return jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), eligible, state.cache
-    first = state.cache.lengths.total
-
-    def propose(i, token, drafts, eligible, cache):
-        logits, cache = draft(token[:, None], (first + i)[:, None], cache)
-        since = None
-        if state.seen is not None:
-            since = seen_since(state.seen, drafts) - i  # the drafts of columns before i are seen in this one
-        logits = limits.processed(logits, state.emitted + i, since)[:, 0]
-        if limits.least_confidence is not None:
-            # Of the distribution, not of the token drawn from it: to drop some of its tokens would change what is emitted.
-            sure = jax.nn.softmax(logits, -1).max(-1) >= limits.least_confidence
-            eligible = jnp.where(sure, eligible, jnp.minimum(eligible, i + 1))
-        return *sampler.choose(logits, state.keys, first + i + 1, DRAFT), eligible, cache
-
-    def step(carry):
-        i, token, drafts, proposals, eligible, cache = carry
-        token, proposal, eligible, cache = propose(i, token, drafts, eligible, cache)
-        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
-        return i + 1, token, put(drafts, token), put(proposals, proposal), eligible, cache
-
-    drafts = jnp.zeros((B, gamma), jnp.int32)
-    _, proposal, *_ = jax.eval_shape(propose, jnp.int32(0), state.pending, drafts, eligible, state.cache)
-    proposals = jnp.zeros((B, gamma, proposal.shape[1]), proposal.dtype)
-    carry = (jnp.int32(0), state.pending, drafts, proposals, eligible, state.cache)
-    _, _, drafts, proposals, eligible, cache = lax.while_loop(lambda carry: carry[0] < carry[4].max(), step, carry)
-    return drafts, proposals, eligible, cache.rollback(state.cache.lengths)

@@ -35,6 +35,14 @@ class Sampler(Protocol):
         """A token per row, and what `verify` must know of the distribution it came from, [B, W]."""
         ...
 
+    def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
+        """What `verify` must know of the distributions that these logits stand for."""
+        ...
+
+    def certain(self, tokens: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T W"]:
+        """What `verify` must know of tokens that were not drawn but given: all probability is theirs."""
+        ...
+
     def verify(
         self,
         logits: Float[Array, "B T V"],
@@ -54,7 +62,13 @@ class Greedy:
     """The most likely token; of equals, the one of lowest id."""
 
     def choose(self, logits, keys, positions, purpose):
-        return jnp.argmax(logits, -1).astype(jnp.int32), jnp.zeros((logits.shape[0], 0), logits.dtype)
+        return jnp.argmax(logits, -1).astype(jnp.int32), self.distributions(logits)
+
+    def distributions(self, logits):
+        return jnp.zeros((*logits.shape[:-1], 0), logits.dtype)
+
+    def certain(self, tokens, vocab_size):
+        return jnp.zeros((*tokens.shape, 0))
 
     def verify(self, logits, drafts, proposals, eligible, keys, positions):
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
@@ -114,6 +128,12 @@ class Sampling:
     def choose(self, logits, keys, positions, purpose):
         probabilities = self.probabilities(logits)
         return _draw(probabilities, draw_keys(keys, positions, purpose)), probabilities
+
+    def distributions(self, logits):
+        return self.probabilities(logits)
+
+    def certain(self, tokens, vocab_size):
+        return jax.nn.one_hot(tokens, vocab_size)
 
     def verify(self, logits, drafts, proposals, eligible, keys, positions):
         p = self.probabilities(logits)

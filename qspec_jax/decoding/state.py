@@ -1,45 +1,19 @@
 """Where each row of a batch stands while it is decoded, and what ends it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from qspec_jax.caches.registry import Cache
+from qspec_jax.caches.cache import Cache
 from qspec_jax.decoding.adaptive import Adaptive
-from qspec_jax.decoding.processors import Processors
+from qspec_jax.decoding.limits import Limits
 
 RUNNING, EOS, LENGTH, STOP = range(4)
 UNLIMITED = jnp.iinfo(jnp.int32).max
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none).
-
-    stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
-    least_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
-    adaptive.py. None: of no row.
-    """
-
-    max_new_tokens: Int[Array, "B"]
-    num_speculative_tokens: Int[Array, "B"]
-    eos_token_ids: Int[Array, "E"]
-    stop: Int[Array, "B K L"] | None = None
-    processors: Processors | None = None
-    least_confidence: Float[Array, "B"] | None = None
-    draft_cost: Float[Array, "B"] | None = None
-
-    @property
-    def asks_what_was_seen(self) -> bool:
-        return self.processors is not None and self.processors.repetition_penalty is not None
-
-    def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
-        """Logits as tokens are chosen from them; see `Processors`."""
-        return logits if self.processors is None else self.processors(logits, new, since, self.eos_token_ids)
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +44,7 @@ class Logprobs:
 
     @classmethod
     def of(cls, logits: Float[Array, "B N V"], tokens: Int[Array, "B N"], alternatives: int) -> "Logprobs":
-        """Of the target's logits as they are, before processors, temperature and filters."""
+        """Log-probabilities by the target's logits as they are, before processors, temperature and filters."""
         all = jax.nn.log_softmax(logits, -1)
         return cls(jnp.take_along_axis(all, tokens[..., None], -1)[..., 0], *lax.top_k(all, alternatives))
 
@@ -81,7 +55,7 @@ class DecodeState:
     """Where each row stands. The last emitted token is pending: its keys and values are not cached yet.
 
     tokens[b, :emitted[b]] are the new tokens; the columns behind them, and those of logprobs, are scratch. status: RUNNING, EOS, LENGTH
-    or STOP. seen: the ids in prompt and new tokens, where a processor asks for them.
+    or STOP. draft: the draft's own state. seen: the ids in prompt and new tokens, where a processor asks for them.
     """
 
     cache: Cache
@@ -91,6 +65,7 @@ class DecodeState:
     pending: Int[Array, "B"]
     status: Int[Array, "B"]
     counts: Counts
+    draft: Any = ()
     seen: Bool[Array, "B V"] | None = None
     logprobs: Logprobs | None = None
     adaptive: Adaptive | None = None
@@ -109,6 +84,7 @@ def start(
     *,
     max_new_tokens: int,
     gamma: int,
+    draft: Any = (),
     seen: Bool[Array, "B V"] | None = None,
     logprobs: Logprobs | None = None,
 ) -> DecodeState:
@@ -120,11 +96,13 @@ def start(
     first_of = lambda new: jnp.zeros((B, N, *new.shape[2:]), new.dtype).at[:, :1].set(new)
     tokens = first_of(first[:, None])
     one = jnp.ones(B, jnp.int32)
-    status = _status(first[:, None], tokens, 0 * one, one, limits)[1]
+    status = status_after(first[:, None], tokens, 0 * one, one, limits)[1]
     if seen is not None:
         seen = seen.at[jnp.arange(B), first].set(True)
     adaptive = None if limits.draft_cost is None else Adaptive.begin(B)
-    return DecodeState(cache, keys, tokens, one, first, status, Counts.zeros(B, gamma), seen, jax.tree.map(first_of, logprobs), adaptive)
+    return DecodeState(
+        cache, keys, tokens, one, first, status, Counts.zeros(B, gamma), draft, seen, jax.tree.map(first_of, logprobs), adaptive
+    )
 
 
 def stopped(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
@@ -137,7 +115,7 @@ def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"]) 
     return jax.tree.map(lambda all, new: all.at[slots].set(new), state, rows)
 
 
-def _status(
+def status_after(
     block: Int[Array, "B T"], tokens: Int[Array, "B N"], emitted: Int[Array, "B"], count: Int[Array, "B"], limits: Limits
 ) -> tuple[Array, Array]:
     """How many of the first `count` tokens of a block to emit, and the row's status thereafter; tokens[b, :emitted[b]] came before.

@@ -1,5 +1,7 @@
-"""What a draft is: each module makes a `qspec_jax.decode.Step` from the target model."""
+"""Drafts: what proposes the tokens that the target verifies. `draft.py` is the protocol, `registry.py` has them by name."""
 
-from qspec_jax.drafts.quantspec import quantspec, stored
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.quantspec import quantspec
+from qspec_jax.drafts.registry import DRAFTS, make_draft
 
-__all__ = ["quantspec", "stored"]
+__all__ = ["DRAFTS", "Draft", "make_draft", "quantspec"]

@@ -1,74 +1,91 @@
-"""The QuantSpec draft: the model itself with INT4 weights and its head in INT8, reading the upper 4 bits of the cache."""
+"""The QuantSpec draft: the model itself with INT4 weights and its head in INT8, reading the upper 4 bits of the cache.
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+Source: QuantSpec (arXiv 2502.10424), algorithm 1 and section 4.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 
-from qspec_jax.checkpoints import converted
-from qspec_jax.drafts.cached_model import CachedModel
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
+from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.quantization.calibration import quantize_linears_for
-from qspec_jax.quantization.weights import is_linear, quantize_linears, quantize_weight
+from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.quantization.weights import quantize_head
 
-log = logging.getLogger(__name__)
+CACHES: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
 
-def quantspec(
-    model: Llama,
-    *,
-    weight_bits: int = 4,
-    head_bits: int = 8,
-    planes: int = 1,
-    sensitive_layers: int = 0,
-    calibration: Sequence[Sequence[int]] | None = None,
-    progress: bool | None = None,
-) -> CachedModel:
-    """The draft of a model.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantSpecDraft(Draft):
+    """Single-token steps of a model over the target's cache. head_bits: 8 if the decode loop is to quantize its head."""
 
-    weight_bits 16 drafts with the target's own weights, its head among them. head_bits 8 is of INT4 weights: each decode makes the INT8
-    head anew (`decode.in_loop`); 16 leaves the head as it is. planes 2 drafts with the target's view of the cache. sensitive_layers: the
-    first and the last so many layers are the target's own, weights and view of the cache (QuantSpec, algorithm 1, where they are L_S and
-    not defined). calibration: texts (token ids) for which the INT4 weights should err least, see calibrate.py; without, they are rounded to
-    nearest.
+    step: ViewedModel
+    head_bits: int = dataclasses.field(default=16, metadata={"static": True})
+
+    def propose(self, state, cache, round):
+        proposal, cache = propose_by_steps(self.step, cache, round)
+        return proposal, state, cache
+
+    def in_loop(self):
+        return dataclasses.replace(self, step=head_in_loop(self.step, self.head_bits), head_bits=16)
+
+
+def head_in_loop(step: ViewedModel, head_bits: int) -> ViewedModel:
+    """The step with its head in as many bits. Not on a CPU, where XLA would keep a float32 copy of the codes."""
+    if head_bits == 16 or jax.default_backend() == "cpu":
+        return step
+    return ViewedModel(quantize_head(step.model), step.view)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantSpecSettings:
+    """The settings of the draft.
+
+    weight_bits: 4, or 16 for the target's own weights. cache: what the draft reads of the target's cache, "int4" (its upper plane) or
+    "int8" (both planes). head_bits: 8 quantizes the head of INT4 weights, 16 leaves it as it is. sensitive_layers: the first and the last
+    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined).
     """
+
+    weight_bits: int = 4
+    cache: str = "int4"
+    head_bits: int = 8
+    sensitive_layers: int = 0
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> QuantSpecDraft:
+        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for a setting that is out of range."""
+        check_bits(self.weight_bits, self.head_bits)
+        if self.cache not in CACHES:
+            raise InputError(f"draft cache {self.cache!r} should be {' or '.join(CACHES)}")
+        layers, own = model.config.num_layers, self.sensitive_layers
+        if not 0 <= own <= layers:
+            raise InputError(f"sensitive_layers {own} should be from 0 to the model's {layers} layers")
+        view, sensitive = CACHES[self.cache], {*range(own), *range(layers - own, layers)}
+        if sensitive:
+            view = tuple(BOTH_PLANES if i in sensitive else CACHES[self.cache] for i in range(layers))
+        if self.weight_bits == 16:
+            return QuantSpecDraft(ViewedModel(model, view))
+        quantized = int4()
+        return QuantSpecDraft(ViewedModel(with_own_layers(quantized, model, sensitive) if sensitive else quantized, view), self.head_bits)
+
+
+def check_bits(weight_bits: int, head_bits: int) -> None:
+    """Raises InputError for a number of bits that there is no format for."""
     if weight_bits not in (4, 16):
         raise InputError(f"draft weight_bits {weight_bits} should be 4 or 16")
     if head_bits not in (8, 16):
         raise InputError(f"draft head_bits {head_bits} should be 8 or 16")
-    if planes not in (1, 2):
-        raise InputError(f"draft planes {planes} should be 1 or 2")
-    layers = model.config.num_layers
-    if not 0 <= sensitive_layers <= layers:
-        raise InputError(f"sensitive_layers {sensitive_layers} should be from 0 to the model's {layers} layers")
-    sensitive = {*range(sensitive_layers), *range(layers - sensitive_layers, layers)}
-    views = tuple(2 if i in sensitive else planes for i in range(layers)) if sensitive else planes
-    if weight_bits == 16:
-        return CachedModel(model, views)
-    draft = quantize_linears(model) if calibration is None else quantize_linears_for(model, calibration, progress=progress)
-    if sensitive:
-        own, made = model.weights(), draft.weights()
-        of_layer = lambda path: int(path.split(".")[1]) if path.startswith("layers.") else None
-        draft = Llama(model.config, lambda path, shape: (own if of_layer(path) in sensitive else made)[path])
-    return CachedModel(draft, views, head_bits)
 
 
-def stored(directory: str | Path, model: Llama) -> CachedModel | None:
-    """The draft in a converted directory, for the model that was loaded from there; None where it has none, or one of another dtype.
+def quantspec(
+    model: Llama, *, calibration: Sequence[Sequence[int]] | None = None, progress: bool | None = None, **settings: int | str
+) -> QuantSpecDraft:
+    """The QuantSpec draft of a model; settings: fields of `QuantSpecSettings`. calibration, progress: see `int4_model`.
 
-    Raises InputError where it cannot be read.
+    Raises InputError for a setting that is out of range.
     """
-    directory = Path(directory)
-    if not converted.is_converted(directory) or (manifest := converted.read_manifest(directory)).draft_bits == 16:
-        return None
-    if manifest.dtype != model.dtype.name:
-        log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, manifest.dtype, model.dtype.name)
-        return None
-    weights = model.weights()
-    # Of shapes alone: a weight may say how it is sharded, and quantizing does not know what to make of that.
-    shape = lambda weight: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(weight.shape, weight.dtype))
-    shapes = {path: shape(weight) for path, weight in weights.items() if is_linear(path)}
-    weights |= converted.restore(directory, converted.DRAFT, shapes, getattr(weights["embedding"].sharding, "mesh", None))
-    return CachedModel(Llama(model.config, lambda path, shape: weights[path]), 1, head_bits=8)
+    return QuantSpecSettings(**settings).make(model, lambda: int4_model(model, calibration=calibration, progress=progress))

@@ -1,33 +1,33 @@
-"""Acceptance of a draft: free-running (in generation) and teacher-forced (along a real text).
-
-A model that falls into a loop repeats itself, and its draft with it: such text flatters the free-running figure. So it comes
-with the share of repeated 8-grams, and beside it stands the teacher-forced figure, whose context is always the real text.
-"""
+"""How many drafts the target accepts: free-running, while it generates, and teacher-forced, along real texts; with a table and a plot."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
+from rich.table import Table
 
-from qspec_jax.caches.registry import Cache, empty_cache
-from qspec_jax.decoding import prefill
+from qspec_jax import plots
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import generate, make_limits, token_lists
-from qspec_jax.decoding.round import draft_tokens, eligible_drafts
+from qspec_jax.decoding.engine import CacheChoice, Engine
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.state import Counts, DecodeState, Limits, start
-from qspec_jax.drafts.cached_model import CachedModel, Step, in_loop
+from qspec_jax.decoding.state import Counts, DecodeState
+from qspec_jax.drafts.draft import Draft, Verified
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import padded
+from qspec_jax.models.viewed import Step
 
 NGRAM = 8
+STYLES = {"teacher-forced": "-", "free-running": ":"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Acceptance:
     repeated_ngrams: float
 
 
-def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
+def free_running(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
     """Acceptance while the model generates after each prompt (EOS ignored)."""
     check(model, prompts, config)
     config = dataclasses.replace(config, ignore_eos=True)
@@ -69,36 +69,32 @@ def free_running(model: Llama, draft: Step, prompts: Sequence[Sequence[int]], co
 
 def teacher_forced(
     model: Llama,
-    draft: Step,
+    draft: Draft,
     texts: Sequence[Sequence[int]],
     config: GenerationConfig,
     key: Key[Array, ""],
     *,
-    make_cache: Callable[..., Cache] | None = None,
+    cache: CacheChoice | None = None,
 ) -> Acceptance:
     """Acceptance along real texts, whose last `config.max_new_tokens` tokens are walked.
 
     At each stop gamma tokens are drafted and verified as in generation; then the real tokens take their place, as many as the round
-    would have emitted, so that the next round drafts in the real context. make_cache: an empty cache of batch=, capacity=,
-    num_speculative_tokens=, dtype=; by default that of the config. Raises InputError for a text with no room for a prompt.
+    would have emitted, so that the next round drafts in the real context. cache: by default the config's. Raises InputError for a text with
+    no room for a prompt.
     """
     new, gamma = config.max_new_tokens, config.num_speculative_tokens
     if min(map(len, texts)) <= new:
         raise InputError(f"every text should have more than the {new} tokens to walk")
-    check(model, [text[:-new] for text in texts], config)
-    tokens, n = padded([text[:-new] for text in texts])
-    real = np.array([list(text[-new:]) + [0] * (gamma + 1) for text in texts], np.int32)
-    limits = make_limits(model, *[dataclasses.replace(config, ignore_eos=True)] * len(texts))
-    sampler, keys = make_sampler(config), prompt_keys(key, len(texts))
-    make_cache = make_cache or functools.partial(empty_cache, model.config, config.cache_config)
-    empty = make_cache(batch=len(texts), capacity=tokens.shape[1] + new, num_speculative_tokens=gamma, dtype=model.dtype)
-    args = (model, tokens, n, empty, jnp.asarray(real[:, 0]), keys, limits)
-    static = dict(max_new_tokens=new, gamma=gamma)
-    run_begin, _ = BEGIN.compile(*args, **static)
-    state = run_begin(*args)
-    walk_args = (CachedModel(model, 2), in_loop(draft), sampler, state, limits, jnp.asarray(real))
-    run_walk, _ = WALK.compile(*walk_args)
-    state, rejected = run_walk(*walk_args)
+    config = dataclasses.replace(config, ignore_eos=True)
+    prompts = [list(text[:-new]) for text in texts]
+    check(model, prompts, config)
+    real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
+    sampler, limits, keys = make_sampler(config), make_limits(model, *[config] * len(texts)), prompt_keys(key, len(texts))
+    sizes = dict(gamma=gamma, prompt_tokens=max(map(len, prompts)), max_new_tokens=new)
+    engine = Engine(model, draft, cache=cache or config.cache_config, **sizes)
+    state = engine.prefill(prompts, sampler, keys, limits)
+    state = dataclasses.replace(state, pending=real[:, 0])
+    state, rejected = engine.run(WALK, state, sampler, limits, real)
     counts, rejected = jax.device_get((state.counts, rejected))
     accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
     return Acceptance(
@@ -121,30 +117,15 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
         raise InputError("acceptance is measured without a repetition penalty")
     if config.adaptive or config.min_draft_confidence:
         raise InputError("acceptance is of a fixed number of drafts; adaptive and min_draft_confidence choose their own")
-    token_lists(model, prompts, config)
-
-
-def _begin(
-    model: Llama,
-    tokens: Int[Array, "B S"],
-    n: Int[Array, "B"],
-    empty: Cache,
-    first: Int[Array, "B"],
-    keys: Key[Array, "B"],
-    limits: Limits,
-    *,
-    max_new_tokens: int,
-    gamma: int,
-) -> DecodeState:
-    _, cache = prefill.prefill(model, tokens, n, empty)
-    return start(cache, first, keys, limits, max_new_tokens=max_new_tokens, gamma=gamma)
+    checked_prompts(model, prompts, config)
 
 
 def _walk(
-    target: Step, draft: Step, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
+    target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """The state behind the text, and how many rounds of each row rejected a draft."""
     width = state.gamma + 1
+    column = jnp.arange(width)
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
 
     def walking(carry) -> Array:
@@ -153,36 +134,38 @@ def _walk(
 
     def step(carry):
         state, rejected = carry
-        lengths = state.cache.lengths
         active = state.emitted < limits.max_new_tokens
-        eligible = jnp.where(active, eligible_drafts(state, limits), 0)
-        drafts, proposals, eligible, cache = draft_tokens(draft, sampler, state, eligible, limits)
-        positions = lengths.total[:, None] + jnp.arange(width)
-        logits, cache = target(jnp.concatenate([state.pending[:, None], drafts], 1), positions, cache)
-        logits = limits.processed(logits, state.emitted, None)
-        accepted, _ = sampler.verify(logits, drafts, proposals, eligible, state.keys, positions + 1)
-        # Once more with the real tokens, whose keys and values are what the cache must hold.
-        _, cache = target(block_at(real, state.emitted - 1), positions, cache.rollback(lengths))
+        round = current_round(sampler, state, limits, active)
+        proposal, draft_state, cache = propose(draft, state.draft, state.cache, round)
+        verdict, cache = verify(target, proposal, cache, round)
+        accepted = verdict.accepted
         moved = jnp.where(active, accepted + 1, 0)
-        cache, flushed = cache.rollback(dataclasses.replace(lengths, buffered=lengths.buffered + moved)).flush()
+        # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
+        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache.rollback(round.lengths), round, observe=draft.observes)
+        cache, flushed = cache.commit(round.lengths, moved, chosen=verdict.after)
+        verified = Verified(block_at(real, state.emitted), moved, moved - active, flushed, seen_by_accepted(masses, moved))
         old = state.counts
         counts = Counts(
             old.rounds + active,
-            old.drafted + eligible,
+            old.drafted + proposal.eligible,
             old.accepted + jnp.where(active, accepted, 0),
             old.flushes + flushed,
-            old.histogram + (active[:, None] & (jnp.arange(width) == accepted[:, None])),
+            old.histogram + (active[:, None] & (column == accepted[:, None])),
         )
         emitted = state.emitted + moved
-        adaptive = None if state.adaptive is None else state.adaptive.after(eligible, accepted, active)
-        pending = block_at(real, emitted - 1)[:, 0]
-        state = dataclasses.replace(state, cache=cache, pending=pending, emitted=emitted, counts=counts, adaptive=adaptive)
-        return state, rejected + (active & (accepted < eligible))
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            draft=draft.commit(draft_state, verified, cache),
+            pending=block_at(real, emitted - 1)[:, 0],
+            emitted=emitted,
+            counts=counts,
+        )
+        return state, rejected + (active & (accepted < proposal.eligible))
 
     return lax.while_loop(walking, step, (state, jnp.zeros_like(state.emitted)))
 
 
-BEGIN = Compiled(_begin, static_argnames=("max_new_tokens", "gamma"), donate_argnames=("empty",))
 WALK = Compiled(_walk, donate_argnames=("state",))
 
 
@@ -197,3 +180,53 @@ def repeated_ngrams(rows: Sequence[Sequence[int]], n: int = NGRAM) -> float:
             seen.add(gram)
             total += 1
     return repeated / total if total else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceReport:
+    """What `qspec eval acceptance` reports. texts: how many were measured; skipped: files too short; results: each an `Acceptance`, with
+    its draft, gamma, temperature and mode."""
+
+    texts: int
+    skipped: list[str]
+    results: list[dict[str, Any]]
+
+
+def table(report: AcceptanceReport) -> Table:
+    """A line for every gamma, temperature and mode."""
+    grid = Table(title="Acceptance")
+    columns = ("gamma", "temperature", "mode", "accepted / drafted", "given those before", "tokens a round", "drafted", "repeated 8-grams")
+    for label in columns:
+        grid.add_column(label, justify="left" if label == "mode" else "right")
+    for row in report.results:
+        conditional = "-" if row["conditional_rate"] is None else f"{row['conditional_rate']:.3f}"
+        rates = f"{row['acceptance_rate']:.3f}", conditional, f"{row['mean_acceptance_length']:.2f}"
+        name = str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
+        grid.add_row(*name, *rates, f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
+    return grid
+
+
+def plot(report: AcceptanceReport, path: Path) -> None:
+    """Two panels against gamma, accepted / drafted and tokens a round; a line for every temperature and mode (arXiv 2502.10424, figure 9).
+
+    Raises InputError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    results = report.results
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    accepted, tokens = figure.subplots(1, 2)
+    temperatures = list(dict.fromkeys(row["temperature"] for row in results))
+    for temperature, mode in dict.fromkeys((row["temperature"], row["mode"]) for row in results):
+        line = [row for row in results if (row["temperature"], row["mode"]) == (temperature, mode)]
+        line.sort(key=lambda row: row["gamma"])
+        style = dict(color=f"C{temperatures.index(temperature)}", linestyle=STYLES[mode], marker="o")
+        for axes, name in ((accepted, "acceptance_rate"), (tokens, "mean_acceptance_length")):
+            axes.plot([row["gamma"] for row in line], [row[name] for row in line], label=f"temperature {temperature:g}, {mode}", **style)
+    for axes in (accepted, tokens):
+        axes.set(xlabel="gamma (most drafts of a round)", xticks=sorted({row["gamma"] for row in results}))
+        axes.grid(alpha=0.3)
+    accepted.set(ylabel="accepted / drafted", title="Acceptance", ylim=(0, 1.02))
+    tokens.set(ylabel="tokens", title="Tokens a round", ylim=(0, None))
+    tokens.legend(fontsize=8)
+    plots.save(figure, path)

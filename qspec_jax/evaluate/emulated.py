@@ -10,17 +10,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.quantization import dequantize, quantize
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLANE
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.schedule import quantized_length
+from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
@@ -78,27 +79,40 @@ class EmulatedLayer:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class EmulatedCache(HierarchicalCache):
-    """A hierarchical cache by its schedule, with another store. parameters: the dtype of scales and zeros."""
+class EmulatedCache(Cache):
+    """A cache by the schedule of the hierarchical one, with another store. parameters: the dtype of scales and zeros."""
 
     layers: tuple[EmulatedLayer, ...]
+    lengths: Lengths
     quantizer: Quantizer = dataclasses.field(metadata={"static": True})
     parameters: jnp.dtype = dataclasses.field(metadata={"static": True})
 
-    def attend(self, layer, qkv, cos, sin, *, planes):
+    @property
+    def schedule(self):
+        return Schedule(self.layers[0].group_size)
+
+    @classmethod
+    def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
+        return EmulatedConfig(Quantizer(scheme=scheme), group_size).empty(
+            model, batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype
+        )
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        if observe or view not in (UPPER_PLANE, BOTH_PLANES):
+            raise ValueError("an emulated cache is read as a draft or as the target reads it, and observes nothing")
         old, total = self.layers[layer], self.lengths.total
         q, draft = rotate_and_append(qkv, cos, sin, old.draft, total)
         _, target = rotate_and_append(qkv, cos, sin, old.target, total)
         lengths = Lengths(jnp.zeros_like(total), total + q.shape[1])
-        attended = decode_attention(q, {1: draft, 2: target}[planes], lengths, planes=None)
-        return attended, EmulatedLayer(draft, target, old.group_size)
+        attended = decode_attention(q, draft if view == UPPER_PLANE else target, lengths, FULL_PRECISION)
+        return attended, EmulatedLayer(draft, target, old.group_size), None
 
-    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> EmulatedLayer:
-        """A layer that holds the first n[b] of S prompt tokens, whole groups of them as they are read."""
-        old, G = self.layers[layer], self.group_size
+    def fill(self, layer, keys, values, n):
+        """Whole groups are kept as they are read."""
+        old, G = self.layers[layer], self.layers[layer].group_size
         tokens = keys.shape[2] // G * G
         views = self.quantizer.views(*(in_groups(x, G) for x in (keys, values)), self.parameters)
-        coarse = (jnp.arange(tokens) < quantized_length(n, G)[:, None])[:, None, :, None]
+        coarse = (jnp.arange(tokens) < self.schedule.quantized_length(n)[:, None])[:, None, :, None]
 
         def write(old: Array, raw: Array, view: Array) -> Array:
             raw = raw.astype(old.dtype)
@@ -108,44 +122,37 @@ class EmulatedCache(HierarchicalCache):
         raw = FullLayer(keys, values)
         return EmulatedLayer(*(jax.tree.map(write, kept, raw, view) for kept, view in zip((old.draft, old.target), views)), G)
 
-    def flush(self) -> tuple["EmulatedCache", Int[Array, "B"]]:
-        """See `HierarchicalCache.flush`."""
-        G, lengths = self.group_size, self.lengths
-        due = lengths.buffered >= 2 * G
-        take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, G, axis=1))
+    def flushed_layers(self, due):
+        start = self.lengths.quantized
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))
 
         def once(layer: EmulatedLayer) -> EmulatedLayer:
             # Up to now both views hold these tokens as they were.
-            raw = jax.tree.map(lambda x: take(x, lengths.quantized), layer.target)
+            G = layer.group_size
+            raw = jax.tree.map(lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, G, axis=1))(x, start), layer.target)
             views = self.quantizer.views(raw.keys[:, :, None], raw.values[:, :, None], self.parameters)
             choose = lambda raw, view: jnp.where(due[:, None, None, None], view[:, :, 0], raw)
-            write = lambda old, raw, view: put(old, choose(raw, view), lengths.quantized)
+            write = lambda old, raw, view: put(old, choose(raw, view), start)
             return EmulatedLayer(*(jax.tree.map(write, old, raw, view) for old, view in zip((layer.draft, layer.target), views)), G)
 
-        moved = due.astype(lengths.buffered.dtype)
-        longer = Lengths(lengths.quantized + G * moved, lengths.buffered - G * moved)
-        return dataclasses.replace(self, layers=tuple(map(once, self.layers)), lengths=longer), moved
+        return tuple(map(once, self.layers))
 
 
-def emulated_cache(
-    model: LlamaConfig,
-    quantizer: Quantizer,
-    *,
-    batch: int,
-    capacity: int,
-    num_speculative_tokens: int,
-    dtype,
-    group_size: int | None = None,
-) -> EmulatedCache:
-    """A cache without tokens, as `empty_cache` makes one. dtype: the model's, from which that of scales and zeros follows."""
-    G = CacheConfig(group_size=group_size).group_size_for(model.head_dim)
-    rows = max(G, capacity + num_speculative_tokens + 1)
-    wide = accumulation_dtype(dtype)
-    empty = lambda: FullLayer.zeros(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
-    layers = tuple(EmulatedLayer(empty(), empty(), G) for _ in range(model.num_layers))
-    lengths = Lengths(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
-    return EmulatedCache(layers, lengths, quantizer.scheme, quantizer, parameter_dtype(dtype))
+@dataclasses.dataclass(frozen=True)
+class EmulatedConfig:
+    """Which emulated cache to make, in place of a `CacheConfig`. group_size: tokens of a group; None as there."""
+
+    quantizer: Quantizer
+    group_size: int | None = None
+
+    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> EmulatedCache:
+        """A cache without tokens. dtype: the model's, from which that of scales and zeros follows."""
+        G = CacheConfig(group_size=self.group_size).group_size_for(model.head_dim)
+        rows = max(G, capacity + num_speculative_tokens + 1)
+        wide = accumulation_dtype(dtype)
+        layer = lambda: FullLayer.zeros(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=wide)
+        layers = tuple(EmulatedLayer(layer(), layer(), G) for _ in range(model.num_layers))
+        return EmulatedCache(layers, no_tokens(batch), self.quantizer, parameter_dtype(dtype))
 
 
 def in_groups(x: Float[Array, "B K S H"], group_size: int) -> Float[Array, "B K C G H"]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 import jax
 from tqdm import tqdm
 
-from qspec_jax.decoding.batch import Request, Result, run_batch
+from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import Step
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -183,7 +185,7 @@ def run(
     methods: Sequence[Method] = METHODS,
     seed: int = 0,
     batch_size: int = 4,
-    draft: Step | None = None,
+    draft: Draft | None = None,
     progress: bool | None = None,
 ) -> Report:
     """Scores every method on the same prompts, `samples` for each length and depth.
@@ -227,9 +229,11 @@ def run(
 
 
 def _answers(
-    model: Llama, tokenizer, asked: Sequence[Prompt], method: Method, batch_size: int, draft: Step | None, bar: tqdm
+    model: Llama, tokenizer, asked: Sequence[Prompt], method: Method, batch_size: int, draft: Draft | None, bar: tqdm
 ) -> list[Result]:
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, method=method.method, cache=method.cache)
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, draft=NONE if method.method == "autoregressive" else method.method, cache=method.cache
+    )
     requests = [Request(prompt.tokens, config, jax.random.key(0)) for prompt in asked]
     results = []
     for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):

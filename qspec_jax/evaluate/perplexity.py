@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,36 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.registry import Cache, empty_cache
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLANE, View
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import token_lists
+from qspec_jax.decoding.engine import CacheChoice
+from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
-FULL = "bf16"  # in the model's own precision, whatever that is
-PLANES = {FULL: 2, "int8": 2, "int4": 1}
+FULL = "full"  # in the model's own precision
+# Each way to read a cache: which cache it is, and the view.
+CACHE_VIEWS: dict[str, tuple[str, View]] = {
+    FULL: ("full", FULL_PRECISION),
+    "int8": ("int8", BOTH_PLANES),
+    "int4": ("int8", UPPER_PLANE),
+}
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # of a batch, at most
 BUCKETS = 8  # of distances behind the prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
-    """A cache as a model reads it. make: an empty one, of batch=, capacity=, num_speculative_tokens=, dtype=, see `empty_cache`."""
+class CacheView:
+    """A cache as a model reads it."""
 
-    make: Callable[..., Cache]
-    planes: int = 2
+    cache: CacheChoice
+    view: View = BOTH_PLANES
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +87,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFigures(Figures):
-    """Of one cache, a key of `PLANES`, and by distance from the prompt."""
+    """Of one cache, a key of `CACHE_VIEWS`, and by distance from the prompt."""
 
     cache: str
     by_distance: list[Part]
@@ -120,22 +127,26 @@ def token_logprobs(
     cache: CacheConfig,
     *,
     width: int = WIDTH,
-    planes: int = 2,
+    view: View = BOTH_PLANES,
 ) -> Float[np.ndarray, "B N"]:
     """Natural logarithm of the model's probability (temperature 1, nothing filtered) of each token of each continuation, through decode.
 
-    The first token's is prefill's. width: tokens fed at once; in exact arithmetic it changes nothing. planes: of a hierarchical cache, 1
-    reads as a draft does. The prompts may be of any lengths, and the continuations: NaN stands behind the shorter ones. Raises
+    The first token's is prefill's. width: tokens fed at once; in exact arithmetic it changes nothing. view: what is read of the cache, by default what
+    the target reads. The prompts may be of any lengths, and the continuations: NaN stands behind the shorter ones. Raises
     InputError for an empty prompt or continuation, a width below 1, and what `generate` cannot continue.
     """
-    view = View(functools.partial(empty_cache, model.config, cache), planes)
-    logprobs = score(model, prompts, continuations, [view], width=width).logprobs[0]
+    logprobs = score(model, prompts, continuations, [CacheView(cache, view)], width=width).logprobs[0]
     lengths = np.array([len(continuation) for continuation in continuations])
     return np.where(np.arange(logprobs.shape[1]) < lengths[:, None], logprobs, np.nan)
 
 
 def score(
-    model: Llama, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], views: Sequence[View], *, width: int = WIDTH
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    views: Sequence[CacheView],
+    *,
+    width: int = WIDTH,
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
@@ -151,16 +162,16 @@ def score(
     # The last token is predicted and never fed, as in generation.
     wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
     for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
-        token_lists(model, rows, GenerationConfig(max_new_tokens=1))
+        checked_prompts(model, rows, GenerationConfig(max_new_tokens=1))
     tokens, n = padded(prompts)
     wanted = np.array([len(continuation) for continuation in continuations], np.int32)
     real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
     for row, continuation in zip(real, continuations):
         row[: len(continuation)] = continuation
     sizes = dict(batch=len(prompts), capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
-    caches = tuple(view.make(**sizes) for view in views)
-    args = (model, tokens, n, jnp.asarray(real), jnp.asarray(wanted), caches)
-    executable, _ = SCORE.compile(*args, planes=tuple(view.planes for view in views), width=width)
+    caches = tuple(view.cache.empty(model.config, **sizes) for view in views)
+    args = (model, tokens, n, jnp.asarray(real), jnp.asarray(wanted), caches, tuple(view.view for view in views))
+    executable, _ = SCORE.compile(*args, width=width)
     scores, _ = executable(*args)
     return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], scores)
 
@@ -185,8 +196,8 @@ def _score(
     real: Int[Array, "B N+width"],
     wanted: Int[Array, "B"],
     caches: tuple[Cache, ...],
+    views: tuple[View, ...],
     *,
-    planes: tuple[int, ...],
     width: int,
 ) -> tuple[Scores, tuple[Cache, ...]]:
     """The columns of the scores behind wanted[b] are scratch. The caches are returned since they are donated."""
@@ -203,13 +214,10 @@ def _score(
         room = functools.reduce(jnp.minimum, [cache.draft_room for cache in caches])
         count = jnp.minimum(jnp.minimum(room, width - 1) + 1, wanted - done)
         logits, longer = [], []
-        for cache, view in zip(caches, planes):
-            predicted, cache = model(block, positions, cache, planes=view)
+        for cache, view in zip(caches, views):
+            predicted, fed = model(block, positions, cache, view=view)
             logits.append(predicted)
-            # A likeliest token is never negative; to ask makes the flush wait for the last layer's read, as in decode.py.
-            kept = jnp.where(predicted[:, 0].argmax(-1) >= 0, count, 0)
-            lengths = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered - width + kept)
-            longer.append(cache.rollback(lengths).flush()[0])
+            longer.append(fed.commit(cache.lengths, count, chosen=predicted[:, 0].argmax(-1))[0])
         write = lambda all, new: put(all, new, done)
         return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
 
@@ -218,7 +226,7 @@ def _score(
     return scores, caches
 
 
-SCORE = Compiled(_score, static_argnames=("planes", "width"), donate_argnames=("caches",))
+SCORE = Compiled(_score, static_argnames="width", donate_argnames=("caches",))
 
 
 def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:
@@ -242,7 +250,7 @@ def divergence(p: Float[Array, "*rows V"], q: Float[Array, "*rows V"]) -> Float[
 def measure(
     model: Llama,
     texts: Sequence[Sequence[int]],
-    views: Sequence[View],
+    views: Sequence[CacheView],
     *,
     max_new_tokens: int,
     width: int = WIDTH,
@@ -278,13 +286,13 @@ def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> 
     lengths = {len(text) for text in texts}
     if len(lengths) != 1 or min(lengths) <= max_new_tokens:
         raise InputError(f"texts should be of one length, more than the {max_new_tokens} tokens to score, not {sorted(lengths)}")
-    token_lists(model, [text[:-max_new_tokens] for text in texts], GenerationConfig(max_new_tokens=max_new_tokens))
+    checked_prompts(model, [text[:-max_new_tokens] for text in texts], GenerationConfig(max_new_tokens=max_new_tokens))
 
 
-def cache_view(model: Llama, cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> View:
-    """The view of a cache by its name, a key of `PLANES`."""
-    config = CacheConfig("full" if cache == FULL else "hierarchical", group_size, scheme)
-    return View(functools.partial(empty_cache, model.config, config), PLANES[cache])
+def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> CacheView:
+    """The way to read a cache by its name, a key of `CACHE_VIEWS`."""
+    kind, view = CACHE_VIEWS[cache]
+    return CacheView(CacheConfig(kind, group_size, scheme), view)
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
@@ -330,15 +338,15 @@ def run(
     group_size: int | None = None,
     progress: bool | None = None,
 ) -> Report:
-    """Perplexity and divergence through each of these caches, keys of `PLANES`, after prompts of `prompt_tokens` tokens.
+    """Perplexity and divergence through each of these caches, keys of `CACHE_VIEWS`, after prompts of `prompt_tokens` tokens.
 
     texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, and as
     `measure` does.
     """
     chosen, too_short = long_enough(texts, prompt_tokens, max_new_tokens)
     config = CacheConfig(group_size=group_size, scheme=scheme)
-    names = [FULL, *(cache for cache in PLANES if cache in caches and cache != FULL)]
-    views = [cache_view(model, cache, scheme=scheme, group_size=group_size) for cache in names]
+    names = [FULL, *(cache for cache in CACHE_VIEWS if cache in caches and cache != FULL)]
+    views = [cache_view(cache, scheme=scheme, group_size=group_size) for cache in names]
     scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=progress)
     scored_bytes = count_bytes(tokenizer, chosen, max_new_tokens)
     rows = [

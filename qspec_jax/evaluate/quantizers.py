@@ -5,9 +5,8 @@ what was cached, how well the model predicts real text with it, as draft and as 
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,17 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax import drafts
-from qspec_jax.caches.config import CacheConfig
-from qspec_jax.caches.registry import Cache
-from qspec_jax.caches.schedule import quantized_length
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, perplexity
-from qspec_jax.evaluate.emulated import Quantizer, emulated_cache, in_groups
-from qspec_jax.evaluate.perplexity import Figures, TooShort, View
+from qspec_jax.evaluate.emulated import EmulatedConfig, Quantizer, in_groups
+from qspec_jax.evaluate.perplexity import Figures, TooShort
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
@@ -113,18 +112,18 @@ def run(
     quantizers = {variant: VARIANTS[variant] for variant in VARIANTS if variant in variants}
     scored_bytes = perplexity.count_bytes(tokenizer, chosen, max_new_tokens)
     errors = reading_errors(model, [text[:prompt_tokens] for text in chosen], list(quantizers.values()), group_size=G)
-    full = perplexity.cache_view(model, perplexity.FULL)
+    full = perplexity.cache_view(perplexity.FULL)
     rows = []
     bar = tqdm(quantizers.items(), leave=False, disable=None if progress is None else not progress)
     for (variant, quantizer), error in zip(bar, errors):
-        make = functools.partial(emulated_cache, model.config, quantizer, group_size=G)
-        views = [full, View(make, 1), View(make, 2)]
+        cache = EmulatedConfig(quantizer, G)
+        views = [full, perplexity.CacheView(cache, UPPER_PLANE), perplexity.CacheView(cache, BOTH_PLANES)]
         scores = perplexity.measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=False)
         draft, target = (
             Reading(**vars(perplexity.figures(scores, i, scored_bytes)), key_error=keys, value_error=values)
             for i, (keys, values) in enumerate(error.tolist(), 1)
         )
-        accepted, drafted = _acceptance(model, chosen, config, make)
+        accepted, drafted = _acceptance(model, chosen, config, cache)
         rows.append(Row(variant, quantizer.keys, quantizer.values, quantizer.scheme, draft, target, accepted / drafted, accepted, drafted))
     return Report(
         model=name,
@@ -143,12 +142,10 @@ def run(
     )
 
 
-def _acceptance(model: Llama, texts: Sequence[Sequence[int]], config: GenerationConfig, make: Callable[..., Cache]) -> tuple[int, int]:
+def _acceptance(model: Llama, texts: Sequence[Sequence[int]], config: GenerationConfig, cache: EmulatedConfig) -> tuple[int, int]:
     """Drafts accepted and drafted along the texts, at the config's temperature."""
-    draft = drafts.quantspec(model, weight_bits=16, planes=1)
-    walks = [
-        acceptance.teacher_forced(model, draft, rows, config, jax.random.key(0), make_cache=make) for rows in perplexity.batches(texts)
-    ]
+    draft = drafts.quantspec(model, weight_bits=16)
+    walks = [acceptance.teacher_forced(model, draft, rows, config, jax.random.key(0), cache=cache) for rows in perplexity.batches(texts)]
     return sum(walk.accepted for walk in walks), sum(walk.drafted for walk in walks)
 
 
@@ -178,7 +175,7 @@ class _Squares:
     def fill(self, layer: int, keys: Array, values: Array, n: Array) -> Float[Array, "1+2Q 2"]:
         raw = [in_groups(x, self.group_size) for x in (keys, values)]
         tokens = jnp.arange(raw[0].shape[2] * self.group_size).reshape(1, 1, -1, self.group_size, 1)
-        quantized = tokens < quantized_length(n, self.group_size).reshape(-1, 1, 1, 1, 1)
+        quantized = tokens < Schedule(self.group_size).quantized_length(n).reshape(-1, 1, 1, 1, 1)
         power = lambda x: jnp.where(quantized, x.astype(accumulation_dtype(x.dtype)) ** 2, 0).sum()
         of_both = lambda keys, values: jnp.stack([power(keys), power(values)])
         views = [view for quantizer in self.quantizers for view in quantizer.views(*raw, parameter_dtype(keys.dtype))]

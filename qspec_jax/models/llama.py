@@ -1,12 +1,12 @@
 """The Llama-family transformer: Flax NNX modules that hold weights and nothing else; a functional forward pass.
 
-    logits, cache = model(tokens, positions, cache, planes=2)
+    logits, cache = model(tokens, positions, cache, view=BOTH_PLANES)
 
 The cache decides how attention is done (see cache.py); the model never knows a kernel.
 """
 
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.views import BOTH_PLANES, View
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.matmul import int4_matmul
@@ -31,9 +32,17 @@ class AttendingCache(Protocol):
     """What the model asks of a cache."""
 
     def attend(
-        self, layer: int, qkv: Float[Array, "B T channels"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"], *, planes: int
-    ) -> tuple[Float[Array, "B T N H"], object]:
-        """Appends keys and values to a layer, after RoPE; returns what the queries read and the layer's new cache."""
+        self,
+        layer: int,
+        qkv: Float[Array, "B T channels"],
+        cos: Float[Array, "B T half"],
+        sin: Float[Array, "B T half"],
+        *,
+        view: Any,
+        observe: bool,
+    ) -> tuple[Float[Array, "B T N H"], object, Array | None]:
+        """Appends keys and values to a layer, after RoPE; returns what the queries read through the view, the layer's new entry, and the
+        attention mass of each group, [B, K, T, C] in float32, where it is to be observed."""
         ...
 
     def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
@@ -158,24 +167,28 @@ class Llama(nnx.Module):
         positions: Int[Array, "B T"],
         cache: AttendingCache,
         *,
-        planes: int | tuple[int, ...] = 2,
+        view: View | tuple[View, ...] = BOTH_PLANES,
+        observe: bool = False,
         lengths: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
+    ) -> tuple[Float[Array, "B T V"], AttendingCache] | tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
         """Logits (at least float32) of T tokens per row and the cache T tokens longer.
 
-        planes: 1 reads the upper 4 bits of a hierarchical cache (draft), 2 all (target); or a number for each layer. lengths: see rope.py;
+        view: what is read of the cache, one view for all layers or one for each (see `pallas_kernels.formats.views`); by default what the
+        target reads. observe: also returns the attention mass of each group, for each layer [B, K, T, C] in float32. lengths: see rope.py;
         by default position + 1.
         """
         x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
-        planes = (planes,) * len(self.layers) if isinstance(planes, int) else planes
-        layers, handoff = [], None
+        views = view if isinstance(view, tuple) else (view,) * len(self.layers)
+        layers, masses, carry = [], [], None
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer = cache.attend(i, y, *self.angles_of(i, cos, sin), planes=planes[i])
-            x, y, handoff = block.until(following, x, attended, handoff)
+            attended, layer, mass = cache.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
+            x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
-        return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
+            masses.append(mass)
+        out = self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
+        return (*out, tuple(masses)) if observe else out
 
     @property
     def dtype(self) -> jnp.dtype:

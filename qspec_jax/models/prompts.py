@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.views import FULL_PRECISION
 
 # Of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
 CHUNK_TOKENS = 2048
@@ -42,15 +43,15 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
     """
     if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
         flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        return _replaced(flash, q, k, v, axis=2, parts=math.gcd(k.shape[2], 1 << (q.nbytes // FLASH_BYTES).bit_length()))
+        return replaced(flash, q, k, v, axis=2, parts=math.gcd(k.shape[2], 1 << (q.nbytes // FLASH_BYTES).bit_length()))
     everything = FullLayer(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
     ends = jnp.broadcast_to(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32), q.shape[:2])
 
     def attend(q, end):
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
-        return decode_attention(q, everything, lengths, planes=None, implementation="reference")
+        return decode_attention(q, everything, lengths, FULL_PRECISION, implementation="reference")
 
-    return _replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
+    return replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
 
 
 def equal_parts(tokens: int, most: int) -> int:
@@ -58,7 +59,7 @@ def equal_parts(tokens: int, most: int) -> int:
     return next(parts for parts in range(-(-tokens // most), tokens + 1) if tokens % parts == 0)
 
 
-def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
+def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
     """function(x, *args) of x's shape and in its place, all cut into so many equal parts along an axis, one after the other."""
 
     def step(i, x):
@@ -68,7 +69,7 @@ def _replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int 
     return lax.fori_loop(0, parts, step, x)
 
 
-def _by_chunks(function: Callable, *args: Array):
+def by_chunks(function: Callable, *args: Array):
     """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
     S = args[0].shape[1]
     parts = equal_parts(S, CHUNK_TOKENS)

@@ -1,0 +1,127 @@
+"""What every KV cache is: an immutable pytree with static shapes, one entry per layer, every length per row."""
+
+import abc
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.views import View
+from qspec_jax.caches.schedule import Schedule
+from qspec_jax.models.config import LlamaConfig
+
+
+class Cache(abc.ABC):
+    """The protocol of a cache. A subclass is a frozen dataclass registered as a pytree; it says what a layer is, and how it is read.
+
+    A round goes: `attend` in each layer and `advance`, for drafts and for verification; `rollback` to the lengths before the round
+    whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
+    """
+
+    layers: tuple[Any, ...]
+    lengths: Lengths
+
+    @property
+    @abc.abstractmethod
+    def schedule(self) -> Schedule:
+        """Which tokens are quantized."""
+
+    @classmethod
+    def schedule_of(cls, group_size: int) -> Schedule:
+        """The schedule of a cache with groups of so many tokens."""
+        return Schedule(group_size)
+
+    @classmethod
+    @abc.abstractmethod
+    def make(
+        cls,
+        model: LlamaConfig,
+        *,
+        group_size: int,
+        scheme: str,
+        batch: int,
+        capacity: int,
+        num_speculative_tokens: int,
+        dtype: jnp.dtype,
+    ) -> Self:
+        """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts.
+
+        group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype: the model's.
+        """
+
+    @abc.abstractmethod
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:
+        """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        layer: int,
+        qkv: Float[Array, "B T channels"],
+        cos: Float[Array, "B T half"],
+        sin: Float[Array, "B T half"],
+        *,
+        view: View,
+        observe: bool = False,
+    ) -> tuple[Float[Array, "B T N H"], Any, Float[Array, "B K T C"] | None]:
+        """Appends the keys and values of T tokens to a layer, and lets their queries read what the view lets them.
+
+        Returns what was read, the layer's new entry, and the attention mass of each group where it is asked for, else None; see
+        `pallas_kernels.attention.decode_attention`.
+        """
+
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
+        """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
+        return self.layers
+
+    def filled(self, layers: tuple[Any, ...], n: Int[Array, "B"]) -> Self:
+        """The cache of these layers, whose rows hold n[b] tokens."""
+        return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))
+
+    def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
+        """The cache with these layers, every row `tokens` longer."""
+        return dataclasses.replace(self, layers=layers, lengths=longer(self.lengths, tokens))
+
+    def rollback(self, lengths: Lengths) -> Self:
+        """The cache at earlier lengths. Nothing is moved: what lies beyond is masked and later overwritten."""
+        return dataclasses.replace(self, lengths=lengths)
+
+    def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, chosen: Int[Array, "B"]) -> tuple[Self, Int[Array, "B"]]:
+        """Ends a round that began at these lengths: the first kept[b] of the tokens fed since stay, and rows that are due are flushed.
+
+        chosen: token ids that come of the round's last pass; they make the flush wait for it. Returns the cache, and 1 for each row that
+        was flushed, else 0.
+        """
+        # Ids are never negative. Unless the flush depends on something that the pass computed last, XLA may flush before the last layer
+        # has read its cache, and copies the cache for that (seen in jax 0.10).
+        kept = jnp.where(chosen >= 0, kept, 0)
+        return self.rollback(longer(lengths, kept)).flush()
+
+    def flush(self) -> tuple[Self, Int[Array, "B"]]:
+        """Quantizes the oldest group of every row that buffers 2G tokens; also returns 1 for each such row, else 0."""
+        due = self.schedule.due(self.lengths)
+        flushed = dataclasses.replace(self, layers=self.flushed_layers(due), lengths=self.schedule.flushed(self.lengths, due))
+        return flushed, due.astype(self.lengths.buffered.dtype)
+
+    @property
+    def draft_room(self) -> Int[Array, "B"]:
+        """How many drafts each row may verify in this round; see `Schedule.draft_room`."""
+        return self.schedule.draft_room(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for the layers."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+
+def no_tokens(batch: int) -> Lengths:
+    """The lengths of rows that hold nothing."""
+    return Lengths(jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def longer(lengths: Lengths, tokens: int | Int[Array, "B"]) -> Lengths:
+    """The lengths with `tokens` more in the buffer."""
+    return dataclasses.replace(lengths, buffered=lengths.buffered + tokens)

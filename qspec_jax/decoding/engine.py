@@ -1,0 +1,270 @@
+"""The engine: the compiled programs of decoding, whose arguments are assembled here and nowhere else.
+
+`generate`, `stream`, batches, evaluations and benchmarks prefill, run rounds and look at what is new through it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
+
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.cache import Cache
+from qspec_jax.decoding.compiled import Compiled, rounded_up
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.limits import Limits
+from qspec_jax.decoding.prefill import prefill
+from qspec_jax.decoding.processors import seen_in, seen_since
+from qspec_jax.decoding.round import begin, decode
+from qspec_jax.decoding.sampling import TARGET, Sampler
+from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, replace_rows, start, stopped
+from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket, padded
+from qspec_jax.models.viewed import ViewedModel
+
+
+class CacheChoice(Protocol):
+    """What says which cache is made, such as `CacheConfig`: hashable, since programs are compiled for it."""
+
+    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
+        """A cache without tokens; see `Cache.make`."""
+        ...
+
+
+def _prefilled(
+    target: ViewedModel,
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    *,
+    cache: CacheChoice,
+    capacity: int,
+    max_new_tokens: int,
+    gamma: int,
+    logprobs: int | None,
+) -> DecodeState:
+    model = target.model
+    empty = cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype)
+    with jax.named_scope("prefill"):
+        wanted = 0 if draft is None else draft.prompt_queries
+        logits, filled, *queries = prefill(model, tokens, n, empty, queries=wanted)
+    draft_state = begin(draft, Prompt(tokens, n, filled, *queries))
+    seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
+    processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
+    first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
+    of_first = None if logprobs is None else Logprobs.of(logits[:, None], first[:, None], logprobs)
+    sizes = dict(max_new_tokens=max_new_tokens, gamma=gamma)
+    return start(filled, first, keys, limits, **sizes, draft=draft_state, seen=seen, logprobs=of_first)
+
+
+def _repeated(row: DecodeState, batch: int) -> DecodeState:
+    """A batch of rows like this one, which have all ended."""
+    rows = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
+    return dataclasses.replace(rows, status=jnp.full(batch, LENGTH, jnp.int32))
+
+
+def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], width: int) -> tuple[Array, Logprobs | None]:
+    """The columns from starts[b] on."""
+    take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width, 0))
+    return jax.tree.map(lambda x: take(x, starts), (tokens, logprobs))
+
+
+PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs"))
+DECODE = Compiled(decode, donate_argnames=("state",))
+REPEAT = Compiled(_repeated, static_argnames=("batch",))
+REPLACE = Compiled(replace_rows, donate_argnames=("state",))
+WINDOW = Compiled(_window, static_argnames=("width",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program with its arguments, or with their shapes."""
+
+    program: Compiled
+    args: tuple
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def compile(self) -> tuple[jax.stages.Compiled, float]:
+        """The executable, and the seconds that it took to make; see `Compiled.compile`."""
+        return self.program.compile(*self.args, **self.static)
+
+    def shapes(self) -> Any:
+        """Shapes of what the program returns."""
+        return self.program.shapes(*self.args, **self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class News:
+    """What came of the rows since the last look, on the host: new token ids, and with them log-probabilities where they are asked for.
+
+    counts: since each row began.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[Logprobs] | None
+    status: Int[np.ndarray, "B"]
+    counts: Counts
+
+
+class Engine:
+    """Decodes with a model and a draft; its programs are compiled for the sizes given here.
+
+    draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
+    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. compiling: entered
+    around every compilation, for those who keep the time.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        draft: Draft | None,
+        *,
+        cache: CacheChoice,
+        gamma: int,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        logprobs: int | None = None,
+        compiling: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self.target = ViewedModel(model, BOTH_PLANES)
+        self.draft = draft if gamma else None
+        self.gamma = gamma
+        new = bucket(max_new_tokens)
+        self.static = dict(cache=cache, capacity=bucket(prompt_tokens) + new, max_new_tokens=new, gamma=gamma, logprobs=logprobs)
+        self.compile_s = 0.0
+        self._compiling = compiling
+        self._executables: dict[Hashable, jax.stages.Compiled] = {}
+        self._unseen = 0  # the most new tokens of any row since the last look
+
+    @classmethod
+    def for_configs(
+        cls, model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], *, prompt_tokens: int, **settings: Any
+    ) -> Self:
+        """An engine with room for what any of these configs asks for; they share draft and cache. settings: see the class."""
+        most = lambda name: max(getattr(config, name) for config in configs)
+        longest = dataclasses.replace(configs[0], **{name: most(name) for name in ("max_new_tokens", "num_speculative_tokens")})
+        alternatives = [config.logprobs for config in configs if config.logprobs is not None]
+        return cls(
+            model,
+            draft,
+            cache=longest.cache_config,
+            gamma=most_drafts(model, longest),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=longest.max_new_tokens,
+            logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
+            **settings,
+        )
+
+    @functools.cached_property
+    def draft_in_loop(self) -> Draft | None:
+        """The draft as rounds run it. To be asked for after prefill, during which memory peaks."""
+        return None if self.draft is None else self.draft.in_loop()
+
+    # Calls, for those who compile and time them themselves --------------------------------------------------------------
+
+    def prefill_call(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> Call:
+        """Reads prompts; returns a `DecodeState`."""
+        return Call(PREFILL, (self.target, self.draft, *padded(prompts), sampler, keys, limits), self.static)
+
+    def rounds_call(
+        self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1, *, lazy: bool = False
+    ) -> Call:
+        """Runs rounds; returns a `DecodeState`, and takes the one given. lazy: compile for the draft's shapes, before it is made."""
+        draft = jax.eval_shape(lambda draft: draft and draft.in_loop(), self.draft) if lazy else self.draft_in_loop
+        return Call(DECODE, (self.target, draft, sampler, state, limits, jnp.int32(most), jnp.int32(least_running)))
+
+    # What they come to --------------------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
+        """The state after prompts, whose first tokens are chosen. The device may still be at work on it."""
+        call = self.prefill_call(prompts, sampler, keys, limits)
+        executable = self._executable("prefill", call, call.args[2].shape)
+        self._unseen += 1
+        return executable(*call.args)
+
+    def rounds(self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1) -> DecodeState:
+        """The state after rounds: at most so many, and until fewer than `least_running` rows run. The state given is used up."""
+        call = self.rounds_call(state, sampler, limits, most, least_running)
+        executable = self._executable("rounds", call, None)
+        self._unseen += most * (self.gamma + 1)
+        return executable(*call.args)
+
+    def run(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array) -> Any:
+        """What another loop over rounds returns, a function of target, draft, sampler, state, limits and more."""
+        call = Call(program, (self.target, self.draft_in_loop, sampler, state, limits, *more))
+        return call.compile()[0](*call.args)
+
+    def compile_prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> None:
+        """Makes what `prefill` needs, so that compiling is timed apart from running."""
+        call = self.prefill_call(prompts, sampler, keys, limits)
+        self._executable("prefill", call, call.args[2].shape)
+        jax.block_until_ready(self.draft)
+
+    def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
+        """Makes what `rounds` needs, so that compiling is timed apart from running."""
+        self._executable("rounds", self.rounds_call(state, sampler, limits), None)
+        jax.block_until_ready(self.draft_in_loop)
+
+    def batch_of(self, row: DecodeState, batch: int) -> DecodeState:
+        """A batch whose rows have all ended, to put rows like this one in."""
+        call = Call(REPEAT, (row,), dict(batch=batch))
+        return self._executable("repeat", call, batch)(row)
+
+    def replace(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
+        """The batch with another row in place of one of its own. The state given is used up."""
+        call = Call(REPLACE, (state, row, jnp.array([slot])))
+        return self._executable("replace", call, None)(*call.args)
+
+    def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
+        """The state in which these rows run no more."""
+        return stopped(state, jnp.asarray(rows))
+
+    def look(self, state: DecodeState, looked: Sequence[int]) -> News:
+        """What is new behind the first looked[b] new tokens of each row; nothing else is fetched.
+
+        A row that has ended may be looked at again and again; what more of it is returned then has no meaning.
+        """
+        columns = state.tokens.shape[1]
+        width = min(columns, rounded_up(min(self._unseen, columns)))
+        starts = np.minimum(looked, columns - width)
+        found = (state.tokens, state.logprobs)
+        if width < columns:
+            call = Call(WINDOW, (*found, jnp.asarray(starts, jnp.int32)), dict(width=width))
+            found = self._executable("window", call, width)(*call.args)
+        (tokens, logprobs), emitted, status, counts = jax.device_get((found, state.emitted, state.status, state.counts))
+        self._unseen = 0
+        new = [slice(begin - at, end - at) for begin, at, end in zip(looked, starts, emitted)]
+        rows = lambda x: [row[columns] for row, columns in zip(x, new)]
+        if logprobs is not None:
+            logprobs = [Logprobs(*parts) for parts in zip(*map(rows, (logprobs.tokens, logprobs.top, logprobs.top_ids)))]
+        return News([row.tolist() for row in rows(tokens)], logprobs, status, counts)
+
+    def _executable(self, name: str, call: Call, shape: Hashable) -> jax.stages.Compiled:
+        """The executable of a call, which differs from others of its name in nothing but this shape; to find that out from all arguments
+        takes milliseconds."""
+        if (name, shape) not in self._executables:
+            with self._compiling():
+                self._executables[name, shape], seconds = call.compile()
+            self.compile_s += seconds
+        return self._executables[name, shape]
+
+
+def most_drafts(model: Llama, config: GenerationConfig) -> int:
+    """How many drafts a round is compiled for: no more than could ever be eligible."""
+    if not config.speculative:
+        return 0
+    gamma = min(config.num_speculative_tokens, bucket(config.max_new_tokens))
+    return config.cache_config.schedule_for(model.config.head_dim).most_drafts(gamma)

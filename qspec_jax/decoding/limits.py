@@ -1,0 +1,74 @@
+"""What bounds each row of a batch, on the device."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from qspec_jax.decoding.compiled import rounded_up
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.processors import Processors, make_processors
+from qspec_jax.models.llama import Llama
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none).
+
+    stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
+    least_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
+    adaptive.py. None stands where no row has such a setting.
+    """
+
+    max_new_tokens: Int[Array, "B"]
+    num_speculative_tokens: Int[Array, "B"]
+    eos_token_ids: Int[Array, "E"]
+    stop: Int[Array, "B K L"] | None = None
+    processors: Processors | None = None
+    least_confidence: Float[Array, "B"] | None = None
+    draft_cost: Float[Array, "B"] | None = None
+
+    @property
+    def asks_what_was_seen(self) -> bool:
+        return self.processors is not None and self.processors.repetition_penalty is not None
+
+    def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
+        """Logits as tokens are chosen from them; see `Processors`."""
+        return logits if self.processors is None else self.processors(logits, new, since, self.eos_token_ids)
+
+
+def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
+    """The limits of rows with these configs, one for each row. EOS ids are the first one's."""
+    eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
+    column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
+    return Limits(
+        column("max_new_tokens", jnp.int32),
+        column("num_speculative_tokens", jnp.int32),
+        jnp.array(eos + (-1,) * (rounded_up(max(1, len(eos))) - len(eos)), jnp.int32),
+        _stop_sequences(configs),
+        make_processors(*configs),
+        column("min_draft_confidence", jnp.float32) if any(config.min_draft_confidence for config in configs) else None,
+        jnp.array([config.adaptive * config.draft_cost for config in configs], jnp.float32) if any(c.adaptive for c in configs) else None,
+    )
+
+
+def eos_ids(model: Llama, config: GenerationConfig) -> tuple[int, ...]:
+    """The end-of-sequence ids: the config's own, or the checkpoint's."""
+    return model.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+
+
+def _stop_sequences(configs: Sequence[GenerationConfig]) -> Int[Array, "B K L"] | None:
+    """Stop sequences as `Limits` wants them; None where no row has any."""
+    sequences = [config.stop_token_ids for config in configs]
+    lengths = [len(sequence) for of_row in sequences for sequence in of_row]
+    if not lengths:
+        return None
+    stop = np.full((len(configs), rounded_up(max(map(len, sequences))), rounded_up(max(lengths))), -1, np.int32)
+    for row, of_row in zip(stop, sequences):
+        for columns, sequence in zip(row, of_row):
+            columns[len(columns) - len(sequence) :] = sequence
+    return jnp.asarray(stop)

@@ -1,0 +1,97 @@
+"""Requests: prompts and settings, checked once, before any work."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+
+from jaxtyping import Array, Key
+
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.limits import eos_ids
+from qspec_jax.decoding.text import encoded
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, its settings, and the key of its random draws."""
+
+    tokens: Sequence[int]
+    config: GenerationConfig
+    key: Key[Array, ""]
+
+
+class CheckedTokens(list):
+    """Token ids of a prompt that were found good for a model with a config, and are not looked at again."""
+
+    def __init__(self, tokens: Sequence[int], model: Llama, config: GenerationConfig):
+        super().__init__(tokens)
+        self.checked_for = model.config, config
+
+
+def checked_prompts(
+    model: Llama, prompts: Sequence[str] | Sequence[Sequence[int]], config: GenerationConfig, tokenizer=None
+) -> list[CheckedTokens]:
+    """The token ids of each prompt. Raises InputError for whatever `generate` cannot continue."""
+    if isinstance(prompts, list) and prompts and all(getattr(row, "checked_for", None) == (model.config, config) for row in prompts):
+        return prompts
+    if isinstance(prompts, str) or not len(prompts):
+        raise InputError("prompts should be a list with at least one prompt")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise InputError("prompts are texts, so a tokenizer is needed")
+            prompt = encoded(tokenizer, prompt)
+        try:
+            row = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InputError(f"prompt {i} should be a text or a list of token ids") from None
+        if not row:
+            raise InputError(f"prompt {i} is empty; it should have at least one token")
+        if min(row) < 0 or max(row) >= model.config.vocab_size:
+            raise InputError(f"prompt {i} has a token id outside the vocabulary of {model.config.vocab_size}")
+        rows.append(row)
+    _check_lengths(model, rows, config)
+    _check_ids(model, config)
+    if config.stop and tokenizer is None:
+        raise InputError("stop strings need a tokenizer")
+    if special := set(config.stop) & set(getattr(tokenizer, "all_special_tokens", ())):
+        raise InputError(f"stop string {min(special)!r} is a special token, which is never in a text; stop at its id, as stop_token_ids")
+    return [CheckedTokens(row, model, config) for row in rows]
+
+
+def _check_ids(model: Llama, config: GenerationConfig) -> None:
+    size = model.config.vocab_size
+    sequences = (config.logit_bias, config.banned_token_ids, config.eos_token_ids or (), *config.stop_token_ids)
+    for token in (token for sequence in sequences for token in sequence):
+        if not 0 <= token < size:
+            raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
+    forbidden = {*config.banned_token_ids, *(token for token, bias in config.logit_bias.items() if bias == -math.inf)}
+    eos = eos_ids(model, config) if config.min_new_tokens and not config.ignore_eos else ()
+    if len(forbidden.union(eos)) >= size:
+        raise InputError("no token is left that may be generated: fewer should be banned")
+    if config.top_logprobs > size:
+        raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")
+
+
+def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
+    most, short = model.config.max_length, model.config.short_length
+    for i, row in enumerate(rows):
+        if len(row) + config.max_new_tokens > most:
+            room = most - len(row)
+            advice = (
+                f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - config.max_new_tokens)} tokens"
+            )
+            raise InputError(
+                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
+            )
+        # The last new token is never fed back.
+        if short is not None and len(row) <= short < len(row) + config.max_new_tokens - 1:
+            raise InputError(
+                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones cross the {short} tokens behind which the model "
+                f"turns to its long RoPE factors, which is not supported; ask for at most {short - len(row) + 1} new tokens, or give a "
+                f"prompt of more than {short}"
+            )

@@ -1,0 +1,160 @@
+"""What every draft is: three functions that the decode loop calls, and the state that they pass on.
+
+    state                   = draft.begin(prompt)                   after prefill
+    proposal, state, cache  = draft.propose(state, cache, round)    in every round
+    state                   = draft.commit(state, verified, cache)  when the round has ended
+
+All three run inside one jitted program, for a whole batch at once. Whatever a draft does, the output is exactly the target's, as long as
+the distributions in its proposal are those that its drafts were drawn from, and depend on nothing that a rejected draft left behind.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from qspec_jax.caches.cache import Cache
+from qspec_jax.models.viewed import Step
+
+State = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What a draft begins with: n[b] tokens in each row, padded on the right, and the target's cache that holds them.
+
+    queries: for each layer the target's queries after RoPE of the last tokens of each prompt, as many as the draft's `prompt_queries`, the
+    last token's in the last row and zeros before a prompt's first; empty where none are asked for.
+    """
+
+    tokens: Int[Array, "B S"]
+    n: Int[Array, "B"]
+    cache: Cache
+    queries: tuple[Float[Array, "B Q N H"], ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What a draft proposes: tokens, what the sampler knows of the distributions that they were drawn from, and how many of them a row may
+    use."""
+
+    tokens: Int[Array, "B gamma"]
+    distributions: Float[Array, "B gamma W"]
+    eligible: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What became of a round.
+
+    tokens[b, :count[b]] came out of it: the accepted drafts and the target's own token after them; 0 in a row that had ended before.
+    accepted: how many drafts the target took. flushed: 1 where a group left the buffer. masses: for each layer the attention mass that each
+    group of the cache got from the round's query tokens, of which the first is the pending token; 0 for queries that were rejected. Empty
+    where the draft does not observe.
+    """
+
+    tokens: Int[Array, "B gamma+1"]
+    count: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    flushed: Int[Array, "B"]
+    masses: tuple[Float[Array, "B K T C"], ...] = ()
+
+
+class Round(Protocol):
+    """What a draft is told of the round that it proposes for; `qspec_jax.decoding.round.CurrentRound`.
+
+    pending: each row's last token, whose keys and values are not cached yet. position: that token's. gamma: the most drafts of any row.
+    eligible: how many drafts each row may use.
+    """
+
+    pending: Int[Array, "B"]
+    position: Int[Array, "B"]
+    eligible: Int[Array, "B"]
+    gamma: int
+
+    def choose(self, i: Array, logits: Float[Array, "B V"], drafts: Int[Array, "B gamma"], eligible: Array) -> tuple[Array, Array, Array]:
+        """Draft i of each row, what the sampler knows of its distribution, and how many drafts the row may use now.
+
+        drafts: those chosen so far, in the columns before i.
+        """
+        ...
+
+    def certain(self, tokens: Int[Array, "B gamma"], vocab_size: int) -> Float[Array, "B gamma W"]:
+        """The distributions of tokens that were not drawn but given: all probability is theirs."""
+        ...
+
+    def below(self) -> "Round":
+        """This round one level deeper, with random draws of its own, for a draft that itself proposes and verifies."""
+        ...
+
+    def after(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> "Round":
+        """The round once the first count[b] of these tokens were emitted too; in a row with 0 nothing changes."""
+        ...
+
+    def distributions(self, logits: Float[Array, "B T V"], drafts: Int[Array, "B T-1"]) -> Float[Array, "B T W"]:
+        """What the sampler knows of the distributions after the pending token and each draft, from a model's logits there."""
+        ...
+
+    def verify(self, logits: Float[Array, "B T V"], proposal: Proposal) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        """How many of a proposal's drafts are accepted by a model with these logits, and its own token after them."""
+        ...
+
+
+class Draft(abc.ABC):
+    """The protocol of a draft. A subclass is a frozen dataclass of weights and settings, registered as a pytree.
+
+    What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
+    observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
+    wants.
+    """
+
+    observes: ClassVar[bool] = False
+    prompt_queries: ClassVar[int] = 0
+
+    def begin(self, prompt: Prompt) -> State:
+        """The state after prefill."""
+        return ()
+
+    @abc.abstractmethod
+    def propose(self, state: State, cache: Cache, round: Round) -> tuple[Proposal, State, Cache]:
+        """Drafts for a round. The cache comes back with its valid region, bit for bit, and its lengths as they were."""
+
+    def commit(self, state: State, verified: Verified, cache: Cache) -> State:
+        """The state behind a round. cache: the target's, after the round's flush."""
+        return state
+
+    def in_loop(self) -> Self:
+        """The draft as the decode loop runs it. Made after prefill, during which memory peaks, and not kept."""
+        return self
+
+
+def propose_by_steps(step: Step, cache: Cache, round: Round) -> tuple[Proposal, Cache]:
+    """Drafts by single-token steps of a model over a cache, which comes back rolled back.
+
+    Stops early when no row may use another draft; the columns behind are zero.
+    """
+    B, gamma, lengths = round.pending.shape[0], round.gamma, cache.lengths
+
+    def propose(i, token, drafts, eligible, cache):
+        logits, cache = step(token[:, None], (round.position + i)[:, None], cache)
+        return *round.choose(i, logits[:, 0], drafts, eligible), cache
+
+    def one(carry):
+        i, token, drafts, distributions, eligible, cache = carry
+        token, distribution, eligible, cache = propose(i, token, drafts, eligible, cache)
+        put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
+        return i + 1, token, put(drafts, token), put(distributions, distribution), eligible, cache
+
+    drafts = jnp.zeros((B, gamma), jnp.int32)
+    _, distribution, *_ = jax.eval_shape(propose, jnp.int32(0), round.pending, drafts, round.eligible, cache)
+    distributions = jnp.zeros((B, gamma, distribution.shape[1]), distribution.dtype)
+    carry = (jnp.int32(0), round.pending, drafts, distributions, round.eligible, cache)
+    _, _, drafts, distributions, eligible, cache = lax.while_loop(lambda carry: carry[0] < carry[4].max(), one, carry)
+    return Proposal(drafts, distributions, eligible), cache.rollback(lengths)
