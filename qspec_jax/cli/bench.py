@@ -14,17 +14,13 @@ from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import drafts, plots
 from qspec_jax.bench import (
     attention,
-    attention_report,
     attention_tuning,
     batch,
     decode,
-    decode_report,
     decode_rows,
     end_to_end,
-    end_to_end_report,
     flush,
     matmul,
-    matmul_report,
     transformers_decode,
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
@@ -82,12 +78,12 @@ def bench_attention(
             show(report, attention_tuning.table, output, write, as_json=as_json)
         return
     if plot:
-        attention_report.check_plot(plot, output, shapes)
+        attention.check_plot(plot, output, shapes)
     with output_to(output) as write:
         report = attention.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
-        show(report, attention_report.table, output, write, as_json=as_json)
+        show(report, attention.table, output, write, as_json=as_json)
     if plot:
-        attention_report.plot(report, plot)
+        attention.plot(report, plot)
 
 
 @benchmarks.command("matmul")
@@ -116,9 +112,9 @@ def bench_matmul(
         plots.check(plot, output)
     with output_to(output) as write:
         report = matmul.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
-        show(report, matmul_report.table, output, write, as_json=as_json)
+        show(report, matmul.table, output, write, as_json=as_json)
     if plot:
-        matmul_report.plot(report, plot)
+        matmul.plot(report, plot)
 
 
 @benchmarks.command("flush")
@@ -228,9 +224,9 @@ def bench_decode(
             seed=seed,
             progress=False if as_json else None,
         )
-        show(report, decode_report.table, output, write, as_json=as_json)
+        show(report, decode.table, output, write, as_json=as_json)
     if plot:
-        decode_report.plot(report, plot)
+        decode.plot(report, plot)
 
 
 @benchmarks.command("batch")
@@ -361,9 +357,9 @@ def bench_end_to_end(
             seed=seed,
             progress=False if as_json else None,
         )
-        show(report, end_to_end_report.table, output, write, as_json=as_json)
+        show(report, end_to_end.table, output, write, as_json=as_json)
     if plot:
-        end_to_end_report.plot(report, plot)
+        end_to_end.plot(report, plot)
 
 
 def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) -> list[int]:

@@ -26,11 +26,11 @@ from safetensors.flax import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from qspec_jax.bench.rows import Run, this_run
 from qspec_jax.errors import InputError
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.provenance import Run, this_run
 from qspec_jax.training import corpus, embedded_model
 from qspec_jax.training.pretraining import (
     HeldOut,
