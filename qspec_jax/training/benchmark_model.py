@@ -149,7 +149,7 @@ def run(
         raise InputError(f"--output {directory}: holds a model that is none of these runs; give another directory")
     with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        # Fails before the minutes of training, not after them.
+        # Before the minutes of training, and not after.
         with tempfile.TemporaryFile(dir=directory):
             pass
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -347,7 +347,7 @@ def _written(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise InputError(f"--output {directory}: cannot be written ({one_line(error)})") from None
+        raise InputError(f"--output {directory}: cannot be written ({' '.join(str(error).split())})") from None
 
 
 @contextlib.contextmanager

@@ -258,5 +258,4 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_b
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
