@@ -12,7 +12,7 @@ import rich.console
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import DenseView
-from qspec_jax.bench import attention, attention_tuning, flush, peers, rows, timing
+from qspec_jax.bench import attention, attention_tuning, flush, kernels, peers, timing
 from qspec_jax.bench.attention_shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
 
 pytestmark = pytest.mark.optimized
@@ -25,7 +25,7 @@ attend = jax.jit(decode_attention)
 @pytest.fixture(autouse=True)
 def bandwidth(monkeypatch):
     """The read bandwidth is measured in one test alone, and short batches will do."""
-    monkeypatch.setattr(rows, "read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr(kernels, "read_bandwidth", lambda *, repeats: 20.0)
     monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
     monkeypatch.setattr(timing, "LOOP_TRIPS", (2, 2))
 
@@ -260,7 +260,7 @@ def test_large_shapes_need_a_gpu(run):
 
 def trial(config: dict, shape: str, microseconds: float, error: float = 1e-3) -> attention_tuning.Trial:
     timing_ = timing.Timing(microseconds, microseconds, microseconds, 1, 1, 2, "")
-    row = attention.Row(shape, "mosaic_gpu", False, "measured", "", 1, timing=timing_, relative_error=error)
+    row = kernels.KernelRow(shape, "mosaic_gpu", False, "measured", "", 1, timing=timing_, relative_error=error)
     return attention_tuning.Trial("attention.mosaic_gpu", {"planes": 1}, config, False, row)
 
 
@@ -271,7 +271,7 @@ def test_the_configuration_that_is_best_over_all_shapes_is_chosen():
     # The fastest is wrong, or failed on a shape.
     wrong = [*trials, trial(c, "short", 1, error=0.5), trial(c, "long", 1)]
     assert [t.config for t in attention_tuning.choose(wrong) if t.chosen] == [b, b]
-    failed = dataclasses.replace(trial(a, "short", 1), row=attention.Row("short", "mosaic_gpu", False, "failed", "no room", 1))
+    failed = dataclasses.replace(trial(a, "short", 1), row=kernels.KernelRow("short", "mosaic_gpu", False, "failed", "no room", 1))
     assert not any(t.chosen for t in attention_tuning.choose([failed]))
 
 

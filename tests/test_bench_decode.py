@@ -194,7 +194,7 @@ def test_json(run, one_layer):
 
 def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     def measured(model, drafts, cases, prompts, *args, **settings):
-        return [decode_rows.Row(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
+        return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     flags = ["--gamma", 1, "--context", 64, "--methods", "autoregressive,quantspec", "--simulate-acceptance", 0.9, "--json"]
@@ -243,7 +243,7 @@ def test_transformers_beside(run, monkeypatch):
 
     monkeypatch.setattr(transformers_decode, "check", lambda: None)
     monkeypatch.setattr(transformers_decode.subprocess, "run", start)
-    baseline = decode_rows.Row("autoregressive", 200, 0, "measured", ms_per_token=2.0)
+    baseline = decode_rows.DecodeRow("autoregressive", 200, 0, "measured", ms_per_token=2.0)
     monkeypatch.setattr(decode, "measure", lambda *args, **settings: [baseline])
     flags = ["--context", 200, "--methods", "autoregressive", "--transformers", "--json"]  # twice the same context
     for code, status, note in (0, "measured", ""), (1, "failed", "RuntimeError: no room"), (-9, "failed", "killed by signal 9"):
@@ -297,13 +297,15 @@ def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
 def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
-    steps = {name: decode_rows.Step(timed, 1000, 0.5) for name in ("target", "draft")} | {"sampling": decode_rows.Step(timed, 0, 0.0)}
+    steps = {name: decode_rows.StepTiming(timed, 1000, 0.5) for name in ("target", "draft")} | {
+        "sampling": decode_rows.StepTiming(timed, 0, 0.0)
+    }
 
     def measured(model, drafts, cases, prompts, *args, rate, **settings):
         figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, flushes=2, acceptance_ratio=0.8)
         figures |= dict(tokens_per_second=200.0, ms_per_token=5.0, cache_bytes=1000, peak_memory_bytes=2000, steps=steps)
         simulated = dict(simulated_rate=rate, simulated_ratio=ratio_of_rate(rate, 3))
-        return [decode_rows.Row(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
+        return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "measured", **simulated, **figures) for case in cases]
 
     monkeypatch.setattr(decode, "measure", measured)
     path = tmp_path / "decode.png"

@@ -11,8 +11,8 @@ from checkpoints import hf_config, write_checkpoint
 from safetensors.numpy import load_file
 
 from qspec_jax import demo, drafts
-from qspec_jax.bench import decode, end_to_end, end_to_end_report
-from qspec_jax.bench.decode_rows import Row
+from qspec_jax.bench import decode, end_to_end
+from qspec_jax.bench.decode_rows import DecodeRow
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import prompt_keys
@@ -44,13 +44,13 @@ def stream(directory, file) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def report(directory, stream) -> end_to_end.Report:
+def report(directory, stream) -> end_to_end.EndToEndReport:
     model = loading.load_model(directory, progress=False)
     settings = dict(max_new_tokens=NEW, texts=2, calibrate=False, progress=False)
     return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], **settings)
 
 
-def named(rows: list[Row]) -> list[tuple]:
+def named(rows: list[DecodeRow]) -> list[tuple]:
     return [(row.context, row.temperature, row.method, row.gamma) for row in rows]
 
 
@@ -130,11 +130,11 @@ def test_table(report, run, directory, file):
 def test_plot(report, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "speed.png"
-    end_to_end_report.plot(report, path)
+    end_to_end.plot(report, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     baseline = dataclasses.replace(report, rows=report.rows[:1])
     with pytest.raises(InputError, match="nothing was measured"):
-        end_to_end_report.plot(baseline, path)
+        end_to_end.plot(baseline, path)
 
 
 def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
@@ -157,7 +157,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
     def fail(*args, **settings):
         raise MemoryError("out of memory")
 
-    measured = lambda self, *args: Row(self.method.name, self.context, self.gamma, "measured")
+    measured = lambda self, *args: DecodeRow(self.method.name, self.context, self.gamma, "measured")
     monkeypatch.setattr(decode._Measured, "row", measured)
     monkeypatch.setattr(end_to_end.drafts, "quantspec", fail)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--temperature", 0, "--max-new-tokens", NEW]

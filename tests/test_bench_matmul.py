@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.formats.weights import dequantize_weight
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, mosaic_gpu, triton
-from qspec_jax.bench import matmul, matmul_report, peers, rows, timing
+from qspec_jax.bench import kernels, matmul, peers, timing
 from qspec_jax.bench.matmul_shapes import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
 
 FAST = ["bench", "matmul", "--shape", "tiny-down", "--repeats", "2"]
@@ -19,7 +19,7 @@ FAST = ["bench", "matmul", "--shape", "tiny-down", "--repeats", "2"]
 @pytest.fixture(autouse=True)
 def bandwidth(monkeypatch):
     """The read bandwidth is not measured, and short batches will do."""
-    monkeypatch.setattr(rows, "read_bandwidth", lambda *, repeats: 20.0)
+    monkeypatch.setattr(kernels, "read_bandwidth", lambda *, repeats: 20.0)
     monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
 
 
@@ -62,7 +62,7 @@ def test_the_kernels_take_every_shape(monkeypatch, implementation):
 
 
 def test_a_whole_name_is_no_beginning():
-    select = lambda *names: [shape.name for shape in rows.select_shapes(names, (), LARGE)]
+    select = lambda *names: [shape.name for shape in kernels.select_shapes(names, (), LARGE)]
     assert select("llama-3.1-8b-o-M1") == ["llama-3.1-8b-o-M1"]
     assert select("llama-3.1-8b-o-M16", "llama-3.1-8b-o") == [f"llama-3.1-8b-o-M{m}" for m in (1, 4, 7, 16)]
 
@@ -132,7 +132,7 @@ def test_a_wrong_weight_is_seen():
     shape = SHAPES["tiny-qkv-M1"]
     peer = matmul.xla()
     out = peer(activations(shape), bf16_problem(shape, 1)[1])
-    assert rows.relative_error(out, matmul._wide_product(*bf16_problem(shape, 0))) > 0.5
+    assert kernels.relative_error(out, matmul._wide_product(*bf16_problem(shape, 0))) > 0.5
 
 
 def test_a_failure_is_a_row(monkeypatch):
@@ -207,10 +207,10 @@ def test_plot(run, tmp_path):
 def test_plot_of_all_shapes_where_some_have_no_figures(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     timed = timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, "")
-    found = [rows.Row(shape.name, "mosaic_gpu", False, "measured", "", 1, timed) for shape in LARGE[:5]]
-    found += [rows.Row(shape.name, "xla", True, "failed", "no room", 1) for shape in LARGE]
+    found = [kernels.KernelRow(shape.name, "mosaic_gpu", False, "measured", "", 1, timed) for shape in LARGE[:5]]
+    found += [kernels.KernelRow(shape.name, "xla", True, "failed", "no room", 1) for shape in LARGE]
     path = tmp_path / "times.svg"
-    matmul_report.plot(rows.Report("a GPU", "2026-01-01", {}, 1.0, 1, {shape.name: shape for shape in LARGE}, found), path)
+    matmul.plot(kernels.KernelReport("a GPU", "2026-01-01", {}, 1.0, 1, {shape.name: shape for shape in LARGE}, found), path)
     assert "</svg>" in path.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: speed depends on shapes alone."""
+"""Models of known shapes with random weights, for figures that depend on shapes alone."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Weight
-from qspec_jax.quantization.weights import weight_group_size
+from qspec_jax.quantization.weights import is_linear, weight_group_size
 
 
 def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -42,14 +42,14 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> LlamaConfig:
-    """Raises InputError for an unknown name."""
+    """The configuration of a known shape. Raises InputError for an unknown name."""
     if name not in ARCHITECTURES:
         raise InputError(f"no architecture {name!r}; there are {', '.join(ARCHITECTURES)}")
     return LlamaConfig.from_hf(ARCHITECTURES[name], source=name)
 
 
 def random_model(config: LlamaConfig, *, seed: int = 0) -> Llama:
-    """A model in bfloat16 whose matrices are small and random and whose norms are 1."""
+    """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1."""
     keys = iter(jax.random.split(jax.random.key(seed), 16 * config.num_layers + 16))
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
@@ -59,12 +59,12 @@ def random_model(config: LlamaConfig, *, seed: int = 0) -> Llama:
 
 
 def random_int4(model: Llama, *, seed: int = 1) -> Llama:
-    """The model with linear layers of random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
+    """Replaces the linear layers by random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
     weights = model.weights()
     keys = iter(jax.random.split(jax.random.key(seed), 16 * model.config.num_layers + 16))
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return _random_int4(next(keys), shape, model.dtype) if path.endswith("_proj.weight") else weights[path]
+        return _random_int4(next(keys), shape, model.dtype) if is_linear(path) else weights[path]
 
     return Llama(model.config, make)
 

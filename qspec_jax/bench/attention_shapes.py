@@ -16,9 +16,9 @@ SPARE_ROWS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One problem, in bfloat16. context: tokens cached in each row, the T of the queries among them; rows are ragged where they differ.
+    """One problem, in bfloat16. context: tokens cached in each row, the T query tokens among them; the batch is ragged where rows differ.
 
-    planes: 1 (INT4), 2 (INT8), or None (a bfloat16 cache).
+    planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache).
     """
 
     name: str
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def quantized(self) -> tuple[int, ...]:
-        """Tokens in the quantized region of each row: whole groups, of which a row that is long enough leaves G to 2G - 1 tokens out."""
+        """Tokens in the quantized region of each row: whole groups, with the last G to 2G - 1 tokens of the row left out."""
         if self.planes is None:
             return (0,) * self.batch
         G = self.group_size
@@ -56,7 +56,7 @@ class Shape:
         return tuple(tokens - old for tokens, old in zip(self.context, self.quantized))
 
     def shortened(self, most: int) -> "Shape":
-        """The same problem with at most that many tokens in a row, and as ragged."""
+        """The same problem with at most that many tokens in a row, whose rows differ in the same proportions."""
         longest = max(self.context)
         if longest <= most:
             return self
@@ -83,7 +83,7 @@ LARGE = (
     *(_uniform(f"int8-T1-mha-{k}k", 2, 1, 32, 32, k) for k in (64, 128, 256)),
     *(_uniform(f"bf16-T1-mha-{k}k", None, 1, 32, 32, k) for k in (64, 128, 256)),
 )
-# What a CPU does in a second.
+# Small enough for a CPU to take a second.
 TINY = (
     *(Shape(f"tiny-int4-T1-{n - 32}", 1, 1, 4, 2, (n,), head_dim=64, group_size=64) for n in (288, 544)),
     Shape("tiny-int8-T3-ragged", 2, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
@@ -121,7 +121,7 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
     def planes(*codes: int) -> Planes:
         lead = (B, K, max(1, max(shape.quantized) // G))
         upper, lower = (jax.random.bits(next(keys), (*lead, *codes), jnp.uint8) for _ in range(2))
-        # Codes 0..15 stand for -2 to 2, give or take a tenth.
+        # Codes 0 to 15 stand for -2 to 2; scales and zeros vary by a tenth.
         tenth = lambda: jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
         scale, zero = ((middle * tenth()).astype(jnp.bfloat16) for middle in (4 / 15, -2.0))
         return Planes(upper, lower, scale, zero)

@@ -16,24 +16,26 @@ from pallas_kernels import tuning
 from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import Shape, random_problem
-from qspec_jax.bench.rows import Row, Run, this_run
+from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.errors import InputError
+from qspec_jax.provenance import Run, this_run
 
-# Of a result, against the reference: more is a wrong one.
+# The largest relative error, against the reference, of a right result.
 MAX_ERROR = 1e-2
-# Contexts that errors are measured at: long enough for every warp to use its part of shared memory several times.
+# Tokens in a row that errors are measured at: long enough for every warp to use its part of shared memory several times.
 ERROR_TOKENS = 32768
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One configuration on one shape. problem: what the kernel says that the best configuration depends on. chosen: it is kept for that."""
+    """One configuration on one shape. problem: what the best configuration depends on, as the kernel says. default: whether it is what the
+    kernel would choose itself; chosen: whether it is kept for its problem."""
 
     kernel: str
     problem: dict[str, int | None]
     config: dict[str, int]
     default: bool
-    row: Row
+    row: KernelRow
     chosen: bool = False
 
     @property
@@ -43,7 +45,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport(Run):
-    """One sweep: where the chosen configurations went, every trial, and what cannot run here and why."""
+    """One sweep. file: where the chosen configurations went. not_tuned: what cannot run here, and why."""
 
     file: str
     trials: list[Trial]
@@ -63,7 +65,7 @@ def check() -> None:
 
 
 def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
-    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: see `rows.run`.
+    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: see `kernels.run`.
 
     The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
     """
@@ -102,7 +104,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
 
 
 def choose(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials of one problem, those of its best configuration marked."""
+    """Marks the trials of the best configuration among the trials of one problem."""
     configs = defaultdict(list)
     for trial in trials:
         if trial.valid:

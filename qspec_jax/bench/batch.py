@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax.bench.rows import Run, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import BatchStats, Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -20,13 +19,15 @@ from qspec_jax.drafts.cached_model import Step
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
+from qspec_jax.provenance import Run, this_run
 
 WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """All prompts, one way; for the rates see `BatchStats.rates`. same_tokens: share of the prompts whose tokens are the first way's."""
+class BatchRow:
+    """Figures of all prompts, decoded in one way; for the rates see `BatchStats.rates`. same_tokens: share of the prompts whose tokens are
+    those of the first way."""
 
     way: str
     stats: BatchStats
@@ -37,8 +38,9 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(Run):
-    """speedup: tokens/s refilled over fixed, of the whole run; decode_speedup: of decoding alone."""
+class BatchReport(Run):
+    """The same prompts in several ways. speedup: tokens/s of the refilled batch over those of fixed batches; decode_speedup: the ratio of
+    their seconds of decoding alone. prompt_tokens: in all prompts together."""
 
     model: str
     prompts: int
@@ -46,7 +48,7 @@ class Report(Run):
     gamma: int
     prompt_tokens: int
     simulated_rate: float | None
-    rows: list[Row]
+    rows: list[BatchRow]
     speedup: float
     decode_speedup: float
 
@@ -54,7 +56,7 @@ class Report(Run):
 def make_requests(
     sources: Sequence[Sequence[int]], prompts: int, lengths: tuple[int, int], new: tuple[int, int], config: GenerationConfig, *, seed: int
 ) -> list[Request]:
-    """Prompts cut from token streams, and how many tokens to add to each: both lengths log-uniform in their bounds.
+    """Cuts prompts from token streams and draws how many tokens to add to each; both lengths are log-uniform in their bounds.
 
     Raises InputError where no stream is as long as the longest prompt.
     """
@@ -82,16 +84,16 @@ def run(
     ways: Sequence[str],
     rate: float | None,
     progress: bool | None,
-) -> Report:
-    """Each way once, after every program has run once.
+) -> BatchReport:
+    """Decodes all requests once in each way, after every program has run once.
 
-    rate: accept each draft with this chance, given those before it, whatever it is (simulated).
+    rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
     """
 
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
 
-    batch_size = min(batch_size, len(requests))  # of the warm-up too, which has more requests
+    batch_size = min(batch_size, len(requests))  # the warm-up, which has more requests, runs at this size too
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
     warm_up = list({bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
     short = [dataclasses.replace(request, config=dataclasses.replace(request.config, max_new_tokens=1)) for request in warm_up]
@@ -104,9 +106,9 @@ def run(
         bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
         results = {result.index: result.token_ids for result in bar}
         first = first or results
-        rows.append(Row(way, batch.stats, **batch.stats.rates, same_tokens=sum(results[i] == first[i] for i in first) / len(first)))
+        rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=sum(results[i] == first[i] for i in first) / len(first)))
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
-    return Report(
+    return BatchReport(
         **this_run(),
         model=name,
         prompts=len(requests),
@@ -120,8 +122,8 @@ def run(
     )
 
 
-def table(report: Report) -> Group:
-    """A line for every way."""
+def table(report: BatchReport) -> Group:
+    """A table with a line for every way, and the speed-ups."""
     head = Text.assemble((f"{report.prompts} prompts, {report.model} on {report.device}", "bold"), f", {report.date}\n")
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     grid.add_column("")

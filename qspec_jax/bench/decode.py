@@ -1,26 +1,31 @@
 """`qspec bench decode`: a whole decode, its steps one by one, and how near each is to the bytes it must read.
 
-The byte model: a step reads its weights and what is cached, once, at the read bandwidth that is measured in the same run. Random
-weights say nothing of acceptance: with a simulated rate the loop runs as in `generate`, but for which drafts the target takes.
+The byte model: a step reads its weights and what is cached, once, at the read bandwidth that is measured in the same run. The drafts of
+random weights are accepted by chance; with a simulated rate the loop runs as in `generate`, except for which drafts the target accepts.
 """
 
 import dataclasses
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels.formats.kv_cache import Lengths
+from qspec_jax import plots
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
-from qspec_jax.bench.decode_rows import Case, Method, Report, Row, Step, compared
+from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
 from qspec_jax.bench.hlo import large_operations
-from qspec_jax.bench.rows import one_line, this_run
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
@@ -30,9 +35,21 @@ from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import Counts, DecodeState
 from qspec_jax.drafts.cached_model import CachedModel, in_loop
+from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
+from qspec_jax.provenance import Run, this_run
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeReport(Run):
+    """Whole decodes: a row for every method, gamma and context, and the rows of other programs."""
+
+    read_bandwidth_gb_per_s: float
+    model: str
+    max_new_tokens: int
+    rows: list[DecodeRow]
 
 
 def run(
@@ -45,16 +62,16 @@ def run(
     *,
     max_new_tokens: int,
     rates: Mapping[int, float] | None,
-    beside: Sequence[Row] = (),
+    beside: Sequence[DecodeRow] = (),
     repeats: int = 20,
     seed: int = 0,
     progress: bool | None = None,
-) -> Report:
+) -> DecodeReport:
     """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
-    drafts(int4): the draft's model. rates: simulated acceptance at each context; None verifies for real. beside: rows of others, to
-    compare. progress: a bar on standard error; None where that is a terminal. A method that fails, for want of memory say, is a row that
-    says so.
+    drafts(int4): the draft's model. rates: simulated acceptance at each context; None verifies for real. beside: rows of other programs,
+    to compare with. progress: a bar on standard error; None where that is a terminal. A method that fails (for want of memory, say) gets a
+    row that says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -72,7 +89,7 @@ def run(
                 bar.set_description(f"{context:,} tokens")
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
-    return Report(
+    return DecodeReport(
         **this_run(),
         read_bandwidth_gb_per_s=bandwidth,
         model=name,
@@ -92,8 +109,8 @@ def measure(
     seed: int = 0,
     bandwidth: float | None = None,
     repeats: int = 20,
-) -> Iterator[Row]:
-    """Each case's row, after these prompts of one length; where it fails, for want of memory say, a row that says so.
+) -> Iterator[DecodeRow]:
+    """Measures each case after these prompts of one length, and yields its row; a case that fails (for want of memory, say) gets a row too.
 
     First the drafts are made, which all stay; then all programs are compiled, side by side. rate: simulated acceptance; None verifies for
     real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
@@ -108,19 +125,19 @@ def measure(
             for case, draft in zip(cases, made)
         ]
         pool.shutdown()
-    except BaseException:  # an interrupt, say
+    except BaseException:  # such as an interrupt
         pool.shutdown(cancel_futures=True)
         raise
     for case in cases:
         measured = begun.pop(0)
         row = measured if isinstance(measured, Exception) else _attempt(measured.row, bandwidth, repeats)
         if isinstance(row, Exception):  # one row of many
-            row = Row(case.method.name, len(prompts[0]), case.gamma, "failed", one_line(row), case.temperature)
+            row = DecodeRow(case.method.name, len(prompts[0]), case.gamma, "failed", named(row), case.temperature)
         yield row
 
 
 def _attempt(function: Callable, *args, **settings):
-    """What the function returns or raises."""
+    """Calls a function and returns its result, or the exception that it raised."""
     try:
         return function(*args, **settings)
     except Exception as error:
@@ -128,7 +145,7 @@ def _attempt(function: Callable, *args, **settings):
 
 
 class _Measured:
-    """One method after prompts of one length. Its programs begin to be compiled as it is made."""
+    """One method after prompts of one length. Making the object begins to compile its programs; `row` runs them."""
 
     def __init__(
         self,
@@ -179,14 +196,15 @@ class _Measured:
             for step in self._steps(state.cache.lengths, draft, bandwidth):
                 self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs), step.trips
 
-    def row(self, bandwidth: float | None, repeats: int) -> Row:
-        # All of them now: to fail before minutes of decoding.
+    def row(self, bandwidth: float | None, repeats: int) -> DecodeRow:
+        """Decodes every prompt; where the read bandwidth (GB/s) is given, also times the steps, `repeats` times each."""
+        # Waits for all of them first: what cannot be compiled fails before minutes of decoding.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.draft))
         state = jax.block_until_ready(prepare(*self.inputs[0]))  # to warm up
         draft = in_loop(self.draft)
-        row = Row(
+        row = DecodeRow(
             self.method.name,
             self.context,
             self.gamma,
@@ -212,18 +230,18 @@ class _Measured:
         return dataclasses.replace(row, steps=self._measured_steps(loops, state.cache.rollback(lengths), draft, bandwidth, repeats))
 
     def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: CachedModel | None) -> int:
-        """Of prefill, beside which the draft is held, or of decode, with what the draft is there; shared arrays count once."""
+        """The larger of what prefill and decode hold, with the draft as each of them has it; shared arrays count once."""
         held = lambda draft: _bytes_of((self.target, draft)) - _bytes_of(self.target)
         return max(_working_bytes(prepare) + held(self.draft), _working_bytes(decode) + held(in_decode) - _bytes_of(in_decode))
 
     def _large(self, cache: Cache) -> int:
-        """Bytes of the cache's smallest array of codes, keys or values; of two sets of logits, where that is more."""
+        """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
         arrays = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
         logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
     def _decoded(self, step: Callable, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
-        """A whole decode, whose first rounds warm up, and the state after it."""
+        """Decodes to the end, the first rounds as a warm-up; also returns the state after it."""
         state = jax.block_until_ready(step(state, self.limits, jnp.int32(2)))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: step(state, self.limits, jnp.int32(np.iinfo(np.int32).max)))
@@ -232,7 +250,7 @@ class _Measured:
         return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
     def _steps(self, lengths: Lengths, draft: CachedModel | None, bandwidth: float) -> list["_Work"]:
-        """Each step alone, on a filled cache of these lengths."""
+        """The steps of a round, each to be timed alone on a filled cache of these lengths."""
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
         keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
@@ -269,26 +287,28 @@ class _Measured:
                 work.append(_Work(name, flush, (at,), seconds))
         return work
 
-    def _measured_steps(self, loops: dict, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int) -> dict[str, Step]:
-        """loops: the program of each step, and its trips. The cache is spent: a step writes over what the one before wrote, and flushes
-        move its buffer."""
+    def _measured_steps(
+        self, loops: dict, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int
+    ) -> dict[str, StepTiming]:
+        """Times every step. loops: the program of each step and its trips. The cache is spent: a step overwrites what the one before wrote,
+        and flushes move its buffer."""
         carry = jnp.zeros((1, self.gamma + 1), jnp.int32), cache
         steps = {}
         for work in self._steps(jax.tree.map(jnp.copy, cache.lengths), draft, bandwidth):
             timing, carry = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
-            steps[work.name] = Step(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
+            steps[work.name] = StepTiming(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
         return steps
 
     def step_bytes(self, model: CachedModel, width: int) -> int:
-        """What a step must read: its weights, and the cache with its own tokens."""
+        """The bytes that a step must read: its weights, and the cache with the tokens that it appends."""
         planes = None if self.method.cache == "full" else model.planes
         return weight_bytes(model.model) + cache_bytes_read(self.model, self.context + width, width, planes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A step, tokens and cache = function(tokens, cache, *inputs); about so many seconds, and the bytes that it must read (0: not
-    counted)."""
+    """A step to be timed: tokens, cache = function(tokens, cache, *inputs). seconds: about how long it takes. bytes: what it must read (0:
+    not counted)."""
 
     name: str
     function: Callable
@@ -303,7 +323,7 @@ class _Work:
 
 @dataclasses.dataclass(frozen=True)
 class _Decode:
-    """One prompt's: decode_s, new_tokens and counts are behind the warm-up; tokens are all that it emitted."""
+    """The decode of one prompt. decode_s, new_tokens and counts leave the warm-up out; tokens are all that it emitted."""
 
     prefill_s: float
     decode_s: float
@@ -312,8 +332,8 @@ class _Decode:
     tokens: list[int]
 
 
-def _totalled(row: Row, runs: Sequence[_Decode]) -> Row:
-    """The row with the figures of these decodes together."""
+def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
+    """The row with the totals, means and rates of these decodes."""
     total = lambda figure: sum(map(figure, runs))
     decode_s, new, drafted = total(lambda run: run.decode_s), total(lambda run: run.new_tokens), total(lambda run: run.counts.drafted)
     return dataclasses.replace(
@@ -331,7 +351,7 @@ def _totalled(row: Row, runs: Sequence[_Decode]) -> Row:
 
 
 def weight_bytes(model: Llama) -> int:
-    """Of the weights that a step reads; of an embedding that is not the head too it reads a row."""
+    """Bytes of the weights that a step reads: all but an embedding that is not also the head, of which it reads a row for each token."""
     weights = dict(model.weights())
     if model.head is not None:
         weights.pop("embedding")
@@ -339,7 +359,8 @@ def weight_bytes(model: Llama) -> int:
 
 
 def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """Of all layers of a cache of this many tokens, for queries of `width` more."""
+    """Bytes that a step reads of the cache in all layers. context: tokens cached, the `width` query tokens among them. planes: those that
+    are read; None is a full cache."""
     c = model.config
     group = GenerationConfig().cache_config.group_size_for(c.head_dim)
     shape = Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group)
@@ -347,18 +368,124 @@ def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None)
 
 
 def _timed(function: Callable):
+    """The function's result, ready on the device, and the seconds that it took."""
     began = time.perf_counter()
     result = jax.block_until_ready(function())
     return result, time.perf_counter() - began
 
 
 def _bytes_of(tree) -> int:
-    """Of its arrays, each counted once."""
+    """Bytes of the arrays in a tree, each counted once."""
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def _working_bytes(executable: jax.stages.Compiled) -> int:
-    """Arguments, results and temporaries; what is given back in place counts once."""
+    """Bytes of a program's arguments, results and temporaries; what is given back in place counts once."""
     m = executable.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+def table(report: DecodeReport) -> Group:
+    """Two tables: whole decodes, and their steps."""
+    simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
+    head = Text.assemble(
+        (f"Decode of {report.model} on {report.device}", "bold"),
+        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
+        simulated,
+    )
+    whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("context", "method", "gamma", "accepted", "tokens/s", "ms/token", "speed-up", "byte limit", "of it"):
+        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=True)
+    for label in ("prefill s", "compile s", "cache GB", "peak GB", "copies"):
+        whole.add_column(label, justify="right")
+    whole.add_column("")
+    steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("context", "method", "step", "us", "quartiles", "MB", "of its floor"):
+        steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
+    for row in report.rows:
+        name = f"{row.context:,}", row.method
+        if row.status != "measured":
+            whole.add_row(*name, str(row.gamma), *["-"] * 11, f"{row.status}: {row.note}")
+            continue
+        number = lambda x, form: "-" if x is None else format(x, form)
+        accepted = number(row.acceptance_ratio, ".3f") + ("" if row.simulated_rate is None else " (sim.)")
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        figures = [number(row.tokens_per_second, ",.1f"), number(row.ms_per_token, ",.2f"), speedup]
+        figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
+        gigabytes = lambda size: "-" if size is None else f"{size / 1e9:.2f}"
+        figures += [gigabytes(row.cache_bytes), gigabytes(row.peak_memory_bytes)]
+        copies = "-" if row.cache_bytes is None else str(len(row.large_operations))
+        whole.add_row(*name, str(row.gamma), accepted, *figures, copies)
+        for step, found in row.steps.items():
+            t = found.timing
+            floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
+            steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
+    others = {f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}
+    notes = [
+        "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
+        "byte limit: the speed-up if every step took as long as reading its weights and cache.",
+        "peak: weights, cache and what prefill or decode need besides. copies: operations of the size of a cache or more in the loop.",
+        "of its floor: time over that of reading the bytes.",
+        *sorted(others),
+    ]
+    return Group(head, whole, Text(), steps, Text("\n" + " ".join(notes), "dim"))
+
+
+def plot(report: DecodeReport, path: Path) -> None:
+    """Three panels against context, with each method's best gamma: speed-up, the time of a quantspec round by its steps, and memory.
+
+    Raises InputError if nothing was measured, or the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report.rows if row.status == "measured"]
+    if not rows:
+        raise InputError(f"--plot {path}: nothing was measured")
+    best = {}
+    for row in sorted(rows, key=lambda row: row.tokens_per_second):
+        best[row.method, row.context] = row
+    lines = defaultdict(list)
+    for row in best.values():
+        lines[row.method].append(row)
+    contexts = sorted({row.context for row in rows})
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    speed, time, memory = figure.subplots(1, 3)
+    for axes in (speed, memory):
+        plots.context_axis(axes, contexts)
+    for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]):
+        found = sorted(lines.get(name, []), key=lambda row: row.context)
+        style = dict(color=f"C{number}", marker="o", label=name)
+        if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
+            speed.plot(*zip(*speedups), **style)
+            if limits := [(row.context, row.byte_limit) for row in found if row.byte_limit]:
+                speed.plot(*zip(*limits), color=f"C{number}", linestyle=":")
+        if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
+            memory.plot(*zip(*peaks), **style)
+    speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
+    memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
+    rounds = sorted(lines.get("quantspec", []), key=lambda row: row.context)
+    bottom = [0.0] * len(rounds)
+    for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
+        heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
+        time.bar([f"{row.context:,}\n{row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
+    for axes in (speed, time, memory):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    simulated = "; acceptance SIMULATED" if _simulated(report) else ""
+    figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
+    plots.save(figure, path)
+
+
+def _simulated(report: DecodeReport) -> list[str]:
+    """How acceptance was simulated: a phrase for each rate."""
+    contexts, ratios = defaultdict(set), defaultdict(set)
+    for row in report.rows:
+        if row.simulated_rate is not None:
+            contexts[row.simulated_rate].add(row.context)
+            ratios[row.simulated_rate].add(row.simulated_ratio)
+    where = lambda rate: "" if len(contexts) == 1 else f" at {', '.join(f'{context:,}' for context in sorted(contexts[rate]))} tokens"
+    mean = lambda rate: f", in the mean {min(ratios[rate]):.3f} of those drafted" if len(ratios[rate]) == 1 else ""
+    return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}" for rate in contexts]

@@ -1,10 +1,9 @@
-"""What `qspec bench decode` reports: methods, rows of figures, and what the baseline and the byte model make of them."""
+"""Methods of decoding and the rows of figures that `bench decode`, `bench end-to-end` and transformers report of them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from qspec_jax.bench.rows import Run
 from qspec_jax.bench.timing import Timing
 from qspec_jax.errors import InputError
 
@@ -13,7 +12,8 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """cache: of draft and target, "full" or "int8", of which a draft reads the upper plane. int4: the draft has INT4 weights."""
+    """A method of decoding. cache: what draft and target read, "full" or "int8" (a draft reads its upper plane). int4: whether the draft
+    has INT4 weights."""
 
     name: str
     cache: str
@@ -37,7 +37,7 @@ METHODS = {
 
 
 class Case(NamedTuple):
-    """gamma: 0 for methods that do not draft."""
+    """A method with the settings to measure it at. gamma: drafts in a round, 0 for methods that do not draft."""
 
     method: Method
     gamma: int
@@ -45,8 +45,8 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """Microseconds of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth they take."""
+class StepTiming:
+    """Time of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth it reaches with them."""
 
     timing: Timing
     bytes: int
@@ -54,17 +54,19 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One method at one context, of one prompt or of several one after the other. Seconds of decode_s are of `new_tokens`, after a
-    warm-up; prefill_s is a prompt's.
+class DecodeRow:
+    """Figures of one method at one context, over one prompt or several that were decoded one after the other.
 
-    steps: "target" (of all drafts and one token more), "draft", "sampling", "flush due", "flush not due". simulated_rate: of each draft,
-    given those before it, None where nothing is simulated; simulated_ratio: accepted over drafted tokens that it gives in the mean.
-    acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's, as in evaluate/acceptance.py. speedup: over the
-    autoregressive row of this context and temperature. byte_limit: the same by the byte model, if every step took no longer than its
-    bytes; share_of_limit: speedup over it. peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the
-    draft. large_operations: of the size of a cache or more, in the compiled loop; there should be none. compile_s: until prefill and
-    decode are compiled, from when all programs of a context begin to be, side by side.
+    decode_s: seconds of all prompts together, for `new_tokens`, after a warm-up; prefill_s: seconds for one prompt. compile_s: seconds from
+    when all programs of a context begin to be compiled, side by side, until prefill and decode are.
+    steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
+    simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_ratio: accepted over
+    drafted tokens that this rate gives in the mean; acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's,
+    as in evaluate/acceptance.py.
+    speedup: over the autoregressive row of the same context and temperature. byte_limit: the speed-up by the byte model, if every step took
+    no longer than reading its bytes; share_of_limit: speedup over byte_limit.
+    peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the draft. large_operations: operations of the
+    size of a cache or more in the compiled loop; there should be none.
     """
 
     method: str
@@ -88,24 +90,14 @@ class Row:
     speedup: float | None = None
     byte_limit: float | None = None
     share_of_limit: float | None = None
-    steps: dict[str, Step] = dataclasses.field(default_factory=dict)
+    steps: dict[str, StepTiming] = dataclasses.field(default_factory=dict)
     cache_bytes: int | None = None
     peak_memory_bytes: int | None = None
     large_operations: list[str] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class Report(Run):
-    """A row for every method, gamma and context, and rows of others."""
-
-    read_bandwidth_gb_per_s: float
-    model: str
-    max_new_tokens: int
-    rows: list[Row]
-
-
 def select_methods(names: Iterable[str]) -> list[Method]:
-    """These methods; without any, the baseline and quantspec. Raises InputError for an unknown one."""
+    """The methods of these names; without any, the baseline and quantspec. Raises InputError for an unknown one."""
     names = list(names)
     for name in names:
         if name not in METHODS:
@@ -113,11 +105,11 @@ def select_methods(names: Iterable[str]) -> list[Method]:
     return [METHODS[name] for name in dict.fromkeys(names)] or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
     """The rows of one context and temperature with what the baseline makes of them; with the byte model's limit, if steps were measured."""
     baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
 
-    def compared(row: Row) -> Row:
+    def compared(row: DecodeRow) -> DecodeRow:
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)

@@ -17,21 +17,22 @@ from tqdm import tqdm
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import ITEM_BYTES, Shape, random_problem
-from qspec_jax.bench.rows import Run, one_line, this_run
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, named
+from qspec_jax.provenance import Run, this_run
 
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Microseconds for `layers` layers. due: every row of the batch flushes; not_due: none does, and only the question costs.
+class FlushRow:
+    """Time of flushing a cache of `layers` layers. due: every row of the batch flushes; not_due: none does, and only the question costs.
 
-    bytes: read and written when all rows are due. attention_us: of a round of gamma drafts, all layers together. share_of_round: what
-    flushing takes of that in the mean, if every draft is accepted, which flushes most often. error: why there are no figures.
+    bytes: read and written when all rows are due. attention_us: microseconds of attention in a round of gamma drafts, all layers together.
+    share_of_round: mean time of flushing over attention_us if every draft is accepted, which flushes most often. error: why there are no
+    figures, if there are none.
     """
 
     shape: str
@@ -46,44 +47,47 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(Run):
-    """A row for each shape."""
+class FlushReport(Run):
+    """What flushing costs: a row for each shape."""
 
-    rows: list[Row]
+    rows: list[FlushRow]
 
 
 def select_shapes(names: Sequence[str]) -> list[Shape]:
-    """As `attention.select_shapes`, of the shapes with a hierarchical cache; raises InputError where none is left."""
+    """The shapes of `attention.select_shapes` that have a hierarchical cache; raises InputError where none is left."""
     shapes = [shape for shape in attention.select_shapes(names or DEFAULT_SHAPES) if shape.planes]
     if not shapes:
         raise InputError(f"{', '.join(names)}: nothing is flushed in a bf16 cache; there are int4, int8 and tiny-int shapes")
     return shapes
 
 
-def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> Report:
-    """Measures caches of these shapes' sizes. progress: a bar on standard error; None where that is a terminal."""
+def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> FlushReport:
+    """Measures caches of these shapes, `layers` layers each, and the attention over them.
+
+    progress: a bar on standard error; None where that is a terminal.
+    """
     rows = []
     bar = tqdm(shapes, leave=False, disable=None if progress is None else not progress)
     for shape in bar:
         bar.set_description(f"{shape.name}: {layers} layers")
-        row = Row(shape.name, layers, gamma, layers * bytes_moved(shape))
+        row = FlushRow(shape.name, layers, gamma, layers * bytes_moved(shape))
         try:
             rows.append(_measured(row, shape, repeats))
         except Exception as error:  # one row of many
-            rows.append(dataclasses.replace(row, error=one_line(error)))
-    return Report(**this_run(), rows=rows)
+            rows.append(dataclasses.replace(row, error=named(error)))
+    return FlushReport(**this_run(), rows=rows)
 
 
 def bytes_moved(shape: Shape) -> int:
-    """Of a layer in which every row is due: the buffer is read, all but G of its rows are written, and a group of codes."""
+    """Bytes moved in a layer whose rows are all due: the buffer is read, all but G of its rows are written, and a group of codes."""
     buffer = jax.eval_shape(lambda: random_problem(shape, 0))[1].buffer
     rows, G, H = buffer.keys.shape[2], shape.group_size, shape.head_dim
     codes, parameters = 2 * G * H, 2 * ITEM_BYTES * (G + H)
     return shape.batch * shape.kv_heads * (2 * (2 * rows - G) * H * ITEM_BYTES + codes + parameters)
 
 
-def table(report: Report) -> Group:
-    """A row for each shape."""
+def table(report: FlushReport) -> Group:
+    """A table with a line for each shape."""
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     grid.add_column("shape")
     for label in ("layers", "due us", "a layer", "MB", "not due us", "gamma", "attention us", "of a round"):
@@ -101,7 +105,7 @@ def table(report: Report) -> Group:
     return Group(head, grid, Text(f"\n{notes}", "dim"))
 
 
-def _measured(row: Row, shape: Shape, repeats: int) -> Row:
+def _measured(row: FlushRow, shape: Shape, repeats: int) -> FlushRow:
     G, B = shape.group_size, shape.batch
 
     def flushed(buffered: int, seconds: float) -> Timing:
@@ -115,7 +119,7 @@ def _measured(row: Row, shape: Shape, repeats: int) -> Row:
 
     def attention_us(planes: int, tokens: int) -> float:
         step = dataclasses.replace(shape, planes=planes, tokens=tokens)
-        # As the dispatch does: the first that can run.
+        # The first that can run, as the dispatch chooses.
         names = [*attention.select_implementations([]), "reference"]
         name = next(name for name in names if not attention.unsupported(step, name))
         measured = attention.measure(step, name, repeats=repeats)

@@ -1,18 +1,21 @@
-"""What a compiled module does inside its loops: whether it copies anything large there."""
+"""Finds the large arrays that a compiled module makes inside its loops, where it should copy nothing large."""
 
 import math
 import re
 
 BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}
 INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\]\S*) ([\w\-]+)\((.*)$")
-# These name memory that there is already, and those write part of their first operand in place (where XLA cannot, it puts a copy
-# before them, which is found). What a kernel makes besides counts among the temporaries.
+# NOTHING_NEW only names memory that exists already. IN_PLACE writes part of the first operand in place (where XLA cannot, it puts a
+# copy before, which is found). What a kernel makes besides counts among the temporaries.
 NOTHING_NEW = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier"}
 IN_PLACE = {"dynamic-update-slice", "scatter", "custom-call"}
 
 
 def large_operations(hlo: str, least: int) -> list[str]:
-    """Operations inside the loops of a compiled module that make an array of at least so many bytes."""
+    """Finds the operations inside the loops of a compiled module that make an array of at least `least` bytes.
+
+    hlo: the module's text. Returns each operation with the shape that it makes.
+    """
     computations: dict[str, list[re.Match]] = {}
     entry = body = None
     for line in hlo.splitlines():
@@ -39,7 +42,7 @@ def large_operations(hlo: str, least: int) -> list[str]:
             callers = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=(\{.*?\}|[^\s,]+)", rest)
             called = re.findall(r"[\w.\-]+", " ".join(callers))
             if operation == "fusion":
-                # What it makes, one by one: a root that is a tuple makes several.
+                # What the fusion makes: several arrays if its root is a tuple.
                 inside = {inner[2]: inner for inner in computations[called[0]]}
                 root = next(inner for inner in inside.values() if inner[1])
                 names = re.findall(r"%?([\w.\-]+)(?=[,)])", root[5]) if root[4] == "tuple" else [root[2]]

@@ -15,7 +15,7 @@ ITEM_BYTES = 2  # bfloat16: activations, scales, zeros, full weights
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One layer of a model: M rows of activations times weights that share their input. outputs: of each weight."""
+    """One layer of a model: M rows of activations times weights that share their input. outputs: output size of each weight."""
 
     model: str
     layer: str
@@ -29,12 +29,12 @@ class Shape:
 
     @property
     def int4_bytes(self) -> int:
-        """Of codes, a nibble each, and of the scale and zero of every group."""
+        """Bytes of the INT4 weights: codes, a nibble each, and the scale and zero of every group."""
         return sum(self.outputs) * (self.inputs // 2 + 2 * ITEM_BYTES * self.inputs // GROUP_SIZE)
 
     @property
     def bf16_bytes(self) -> int:
-        """Of the same weights in bfloat16."""
+        """Bytes of the same weights in bfloat16."""
         return sum(self.outputs) * self.inputs * ITEM_BYTES
 
 
@@ -44,13 +44,13 @@ LAYERS = (
     ("llama-3.1-8b", "o", 4096, (4096,)),
     ("llama-3.1-8b", "gate_up", 4096, (14336, 14336)),
     ("llama-3.1-8b", "down", 14336, (4096,)),
-    # Its o is the one above.
+    # Its o has the shape of the one above.
     ("llama-2-7b", "qkv", 4096, (4096, 4096, 4096)),
     ("llama-2-7b", "gate_up", 4096, (11008, 11008)),
     ("llama-2-7b", "down", 11008, (4096,)),
 )
 LARGE = tuple(Shape(model, layer, rows, inputs, outputs) for model, layer, inputs, outputs in LAYERS for rows in ROWS)
-# What a CPU does in a second.
+# Small enough for a CPU to take a second.
 TINY = (Shape("tiny", "qkv", 1, 256, (64, 32, 32)), Shape("tiny", "down", 7, 512, (48,)))
 SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
 
@@ -66,11 +66,11 @@ def bf16_problem(shape: Shape, seed: int) -> tuple[Float[Array, "M in"], Float[A
 
 
 def activations(shape: Shape) -> Float[Array, "M in"]:
-    """Of every problem of a shape."""
+    """The activations that all problems of a shape share: normal, in bfloat16."""
     return jax.random.normal(jax.random.key(0), (shape.rows, shape.inputs), jnp.bfloat16)
 
 
-# Functions of what is the same for every M, so that they compile once for all.
+# These take only what every M shares, so that they compile once for all.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _weights(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> tuple[Int4Weight, ...]:
     keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 2 * len(outputs)))

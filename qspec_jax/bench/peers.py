@@ -1,4 +1,4 @@
-"""Attention over a bfloat16 cache by other libraries, each called in the way that is best for it.
+"""Attention over a bfloat16 cache by other libraries, each called in its fastest way.
 
 A peer that has no mask for the last T tokens, or none for ragged rows, is run without: it does no more work than with one, and its note
 says so.
@@ -28,8 +28,8 @@ class Unavailable(Exception):
 class Peer:
     """One library's function, here attention for one shape.
 
-    convert: query [B, T, N, H], keys and values [B, K, S, H] to what `compute` takes. compute: to an output like its query. restore: that
-    output as a JAX array [B, T, N, H]. exact: whether it computes what decode_attention does, masks included.
+    convert: makes what `compute` takes from query [B, T, N, H], keys and values [B, K, S, H]. compute: returns an output shaped like its
+    query. restore: turns that output into a JAX array [B, T, N, H]. exact: whether it computes what decode_attention does, with its masks.
     """
 
     compute: Callable
@@ -50,7 +50,7 @@ class Peer:
 
 
 def cudnn(shape: Shape) -> Peer:
-    """cuDNN through jax.nn.dot_product_attention, over a cache stored with tokens before heads, as it takes it."""
+    """cuDNN through jax.nn.dot_product_attention, over a cache stored with tokens before heads, as it expects."""
     _need_gpu()
     lengths = jnp.array(shape.context, jnp.int32) if shape.ragged else None
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", key_value_seq_lengths=lengths)
@@ -120,7 +120,7 @@ def flashinfer(shape: Shape) -> Peer:
         attend = functools.partial(flashinfer.single_prefill_with_kv_cache, causal=True, kv_layout="HND")
         query, restore = lambda q: q[0], lambda out: to_jax(out)[None]
     else:
-        # On tensor cores a group of query heads shares what is read.
+        # On tensor cores the query heads of a KV head share what is read.
         use_tensor_cores = shape.heads != shape.kv_heads
         attend = functools.partial(flashinfer.single_decode_with_kv_cache, kv_layout="HND", use_tensor_cores=use_tensor_cores)
         query, restore = lambda q: q[0, 0], lambda out: to_jax(out)[None, None]
@@ -147,6 +147,7 @@ def _need_installed(package: str) -> None:
 
 
 def torch_with_cuda():
+    """Imports torch. Raises Unavailable where it is not installed or has no GPU."""
     _need_installed("torch")
     _need_gpu()
     import torch
@@ -157,13 +158,14 @@ def torch_with_cuda():
 
 
 def to_torch(*arrays: Array) -> tuple:
-    """The same memory, not a copy."""
+    """torch tensors over the memory of these arrays, without a copy."""
     import torch
 
     return tuple(torch.from_dlpack(x) for x in jax.block_until_ready(arrays))
 
 
 def to_jax(tensor) -> Array:
+    """A JAX array over a torch tensor's memory, once torch is done with it; a copy where the tensor is not contiguous."""
     import torch
 
     torch.cuda.synchronize()

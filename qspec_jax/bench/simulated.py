@@ -1,4 +1,4 @@
-"""Simulated acceptance, for models whose drafts mean nothing: which drafts are accepted is drawn at random, all else is done."""
+"""Simulated acceptance, for models with random weights: which drafts are accepted is drawn at random; all other work is done."""
 
 import dataclasses
 
@@ -12,27 +12,27 @@ from qspec_jax.decoding.sampling import ACCEPT, Greedy, draw_keys
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SimulatedGreedy(Greedy):
-    """Greedy decoding in which each draft is accepted with probability `rate`, given that all before it were."""
+    """Greedy decoding in which each draft is accepted with probability `rate`, given that all before it in the round were."""
 
-    rate: Float[Array, "*B"]  # of every row, or of each
+    rate: Float[Array, "*B"]  # one for all rows, or one each
 
     def verify(self, logits, drafts, proposals, eligible, keys, positions):
         if drafts.shape[1] == 0:
             return super().verify(logits, drafts, proposals, eligible, keys, positions)
         tokens = jnp.argmax(logits[:, :-1], -1).astype(jnp.int32)
         chances = jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(keys, positions[:, :-1], ACCEPT))
-        # What the target would have chosen, or anything else.
+        # The target's own choice, which is accepted, or another token.
         drafts = jnp.where(chances < self.rate.reshape(-1, 1), tokens, tokens ^ 1)
         return super().verify(logits, drafts, proposals, eligible, keys, positions)
 
 
 def ratio_of_rate(rate: float, gamma: int) -> float:
-    """Accepted over drafted tokens, in the mean, of rounds with gamma drafts."""
+    """The mean of accepted over drafted tokens in rounds of gamma drafts, each accepted at this rate given those before it."""
     return sum(rate**i for i in range(1, gamma + 1)) / gamma
 
 
 def rate_of_ratio(ratio: float, gamma: int) -> float:
-    """The rate that gives this ratio."""
+    """The rate at which `ratio_of_rate` gives this ratio."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

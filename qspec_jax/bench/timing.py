@@ -1,8 +1,9 @@
 """Time of a kernel on its device, without the host's launches, and the device's read bandwidth.
 
-A program calls the kernel once on each of several inputs, so that none is in the L2 cache from the call before, and each call's query is
-the output of the one before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs are
-enqueued without waiting; what a batch of one takes is subtracted, and with it the host's time to launch the first and to see the last end.
+A program calls the kernel once on each of several inputs, so that no input is in the L2 cache from the call before. Each call's query is
+the output of the call before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs
+are enqueued without waiting. The time of a batch of one is subtracted, and with it the host's time to launch the first program and to see
+the last one end.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ from jax import lax
 
 from qspec_jax.decoding.compiled import Compiled
 
-# All inputs of a program together: many times any L2.
+# Bytes of all inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9
-# What a program reads of them, one lap after the other: long enough to hide the launch of the next, with hundreds of arguments.
+# Bytes that a program reads in several laps over its inputs: enough to hide the launch of the next, which has hundreds of arguments.
 LAPPED_BYTES = 2e10
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
@@ -48,7 +49,7 @@ class Timing:
 
 
 def input_count(size: int) -> int:
-    """How many inputs of `size` bytes to rotate over: 2 to 64."""
+    """The number of inputs of `size` bytes to rotate over: 2 to 64."""
     if jax.default_backend() == "cpu":
         return 2
     return max(2, min(MAX_INPUTS, math.ceil(ROTATED_BYTES / size)))
@@ -78,9 +79,9 @@ def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, rep
 
 
 def calls(function: Callable, laps: int) -> Callable:
-    """The program of x and inputs that calls function(x, *inputs[i]) for each, one after the other, and that so many times."""
+    """A program of (x, inputs) that calls function(x, *inputs[i]) for each input, one after the other, `laps` times over."""
     call = jax.jit(function)
-    # Or XLA's graphs run several at once, for which none waits for another.
+    # Otherwise XLA's graphs run several calls at once, as none needs another's result.
     one_by_one = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
 
     @functools.partial(jax.jit, compiler_options=one_by_one)
@@ -88,12 +89,12 @@ def calls(function: Callable, laps: int) -> Callable:
         def lap(_, carry):
             x, outs = carry[0], []
             for values in inputs:
-                # Or XLA may merge calls, whose x is the same, or do part of their work before the loop.
+                # Otherwise XLA may merge calls, whose x is the same, or do part of their work before the loop.
                 x, values, outs[-1:] = lax.optimization_barrier((x, values, outs[-1:]))
                 outs.append(call(x, *values))
             return x, outs
 
-        # Zeros, for of a first lap outside the loop XLA leaves out what a second one replaces.
+        # Zeros instead of a first lap outside the loop: XLA would leave that lap out, as the next replaces its results.
         outs = [jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, *values)) for values in inputs]
         return lax.fori_loop(0, laps, lap, (x, outs))
 
@@ -101,26 +102,26 @@ def calls(function: Callable, laps: int) -> Callable:
 
 
 def _laps(inputs: Sequence[tuple]) -> int:
-    """How often a program goes through these inputs: until it has read enough to hide the launch of the next, with all its arguments."""
+    """How often a program goes through these inputs: until it has read enough to hide the launch of the next program."""
     if jax.default_backend() == "cpu":
         return 2
     return math.ceil(LAPPED_BYTES / sum(array.nbytes for array in jax.tree.leaves(inputs)))
 
 
 def loop(function: Callable, trips: int) -> Compiled:
-    """The program (carry, inputs) -> carry that does carry = function(*carry, *inputs) so many times, in place."""
+    """A program (carry, inputs) -> carry that does carry = function(*carry, *inputs) `trips` times, in place."""
     program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
     return Compiled(program, donate_argnums=0)
 
 
 def loop_trips(seconds: float) -> int:
-    """How long a loop should be whose trips take about so many seconds."""
+    """How many trips a loop should make, each of which takes about so many seconds."""
     least, most = LOOP_TRIPS
     return min(most, max(least, math.ceil(LOOP_SECONDS / seconds)))
 
 
 def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: int) -> tuple[Timing, object]:
-    """Times a trip of a program of `loop`; also returns the last carry."""
+    """Times one trip of a program that `loop` made; also returns the last carry."""
 
     def batch(programs: int) -> float:
         nonlocal carry
@@ -135,7 +136,8 @@ def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: i
 
 
 def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: int, chained: bool = True) -> Timing:
-    """Times function(query, *inputs[i]) on torch's current CUDA stream. chained: it returns the next query, and any tensor if not."""
+    """Times function(query, *inputs[i]) on torch's current CUDA stream. chained: whether it
+    returns the next query; if not, any tensor."""
     import torch
 
     def batch(programs: int) -> float:
@@ -155,7 +157,7 @@ def time_torch(function: Callable, query, inputs: Sequence[tuple], *, repeats: i
 
 
 def _enqueued(program: Callable, *args) -> Callable[[int], float]:
-    """The seconds of n programs."""
+    """A function that gives the seconds of n programs, enqueued one after the other."""
 
     def batch(programs: int) -> float:
         began = time.perf_counter()
@@ -168,19 +170,19 @@ def _enqueued(program: Callable, *args) -> Callable[[int], float]:
 
 
 def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int], float]:
-    """The seconds of n programs, without the time that the host adds to a batch of any size: milliseconds, where a program has a
-    whole model as its arguments. It holds where the device takes longer for a program than the host for its launch."""
+    """A function that gives the seconds of n programs without what the host adds to a batch of any size: milliseconds, where a whole model
+    is among the arguments. It is right where the device takes longer for a program than the host for its launch."""
     batch(1)  # compiles
-    # The shortest, for a hiccup of the host would make others look too fast.
+    # The shortest: a hiccup of the host in this one would make others look too fast.
     one = min(batch(1) for _ in range(repeats))
     return lambda programs: batch(programs + 1) - one
 
 
 def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: str, *, inputs: int | None = None) -> Timing:
-    """batch(n): seconds of n programs of so many calls, over as many inputs unless said."""
+    """Times a call. batch(n) gives the seconds of n programs, each of `calls` calls over `inputs` inputs (by default one for each call)."""
     batch(1)  # compiles
     programs = 1
-    # Until a batch is long enough: a warm-up too.
+    # Doubles until a batch is long enough, which warms up too.
     while (seconds := batch(programs)) < BATCH_SECONDS:
         programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / max(seconds, BATCH_SECONDS / 100)))
     each = np.array([batch(programs) for _ in range(repeats)]) / (programs * calls) * 1e6
@@ -189,15 +191,16 @@ def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: st
 
 
 def read_bandwidth(*, repeats: int) -> float:
-    """GB/s (1e9) at which the default device reads 4 GB of bfloat16 to sum its rows: the best of several row lengths. A CPU: 32 MB."""
+    """GB/s (1e9) at which the default device reads 4 GB of bfloat16 to sum its rows: the best of several row lengths. A CPU
+    reads 32 MB."""
     cpu = jax.default_backend() == "cpu"
-    size = 1 << (24 if cpu else 31)  # two of these
+    size = 1 << (24 if cpu else 31)  # bytes of each of the two inputs
     best = 0.0
     for columns in (16384,) if cpu else (4096, 16384, 65536):
         rows = size // 2 // columns
         keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in range(2)]
         inputs = [(jax.random.normal(key, (rows, columns), jnp.bfloat16),) for key in keys]
-        # The sums before enter these, as the queries of an attention kernel would.
+        # The sums of the call before enter, as a query would.
         total = lambda before, x: x.sum(1, dtype=jnp.float32) + 0 * before
         timing = time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats)
         best = max(best, size / timing.median_us / 1e3)

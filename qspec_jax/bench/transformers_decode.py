@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.bench.decode_rows import Row
-from qspec_jax.bench.rows import one_line
-from qspec_jax.errors import InputError
+from qspec_jax.bench.decode_rows import DecodeRow
+from qspec_jax.errors import InputError, named
 
 NAME = "transformers"
 NEW_TOKENS, REPEATS = 128, 3
@@ -31,11 +30,11 @@ def check() -> None:
         raise InputError("--transformers needs torch: pip install torch")
 
 
-def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, seed: int = 0) -> Row:
-    """The row of a context, with a static cache and, on a GPU, compiled; where it fails, one that says so.
+def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, seed: int = 0) -> DecodeRow:
+    """Measures generate at one context, with a static cache and, on a GPU, compiled; where it fails, the row says so.
 
-    source: the settings of a config.json, for random weights, or a checkpoint directory. The figures are of REPEATS runs of NEW_TOKENS
-    each: medians of prefill and of the time between two tokens.
+    source: the settings of a config.json, for random weights, or a checkpoint directory. The figures are medians over REPEATS runs of
+    NEW_TOKENS tokens each: of prefill, and of the time between two tokens.
     """
     shape = {"config": source} if isinstance(source, dict) else {"directory": str(source.resolve())}
     request = json.dumps(shape | {"context": context, "dtype": dtype, "seed": seed})
@@ -43,25 +42,26 @@ def measure(source: dict[str, Any] | Path, context: int, *, dtype: str, seed: in
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True, text=True, env=environment, check=False)
     if done.returncode < 0:
-        return Row(NAME, context, 0, "failed", f"killed by signal {-done.returncode}")
+        return DecodeRow(NAME, context, 0, "failed", f"killed by signal {-done.returncode}")
     if done.returncode:
-        return Row(NAME, context, 0, "failed", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return Row(NAME, context, 0, **json.loads(done.stdout))
+        return DecodeRow(NAME, context, 0, "failed", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return DecodeRow(NAME, context, 0, **json.loads(done.stdout))
 
 
 def main() -> None:
-    # What libraries print is not to come between.
+    """Answers the request on standard input: the figures, or why there are none, on standard output."""
+    # What libraries print goes to standard error.
     output, sys.stdout = sys.stdout, sys.stderr
     request = json.load(sys.stdin)
     try:
         found = _figures(load(request.get("config") or request["directory"], request["dtype"]), request["context"], request["seed"])
     except Exception as error:
-        found = {"status": "failed", "note": one_line(error)}
+        found = {"status": "failed", "note": named(error)}
     json.dump(found, output)
 
 
 def load(source: dict[str, Any] | str, dtype: str, device: str | None = None):
-    """A model in torch, by default on the GPU if there is one: with random weights, or of a checkpoint directory."""
+    """Makes a model with random weights, or loads one from a checkpoint directory, in torch; by default on the GPU if there is one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

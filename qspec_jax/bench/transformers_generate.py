@@ -6,12 +6,12 @@ Needs torch, which the project itself does not: pip install torch. Tokens per se
 """
 
 import argparse
-import importlib.resources
 import json
 import statistics
 
 import jax
 
+from qspec_jax import demo
 from qspec_jax.bench import transformers_decode
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.config import GenerationConfig
@@ -20,7 +20,7 @@ from qspec_jax.training import corpus
 
 
 def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
-    """Tokens per second of each run, and the tokens."""
+    """Decodes with qspec-jax: tokens per second of each run, and the tokens."""
     model = loading.load_model(directory, dtype=dtype, progress=False)
     config = GenerationConfig(method="autoregressive", max_new_tokens=new_tokens, ignore_eos=True)
     runs = [generate(model, [prompt], config=config) for _ in range(repeats + 1)][1:]
@@ -28,15 +28,16 @@ def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats
 
 
 def theirs(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
-    """Tokens per second of each run, and the tokens."""
+    """Decodes with transformers: tokens per second of each run, and the tokens."""
     model = transformers_decode.load(directory, dtype, "cpu")
     runs = [transformers_decode.decode_times(model, prompt, new_tokens, static=False) for _ in range(repeats + 1)][1:]
     return [len(intervals) / sum(intervals) for _, intervals, _ in runs], runs[-1][2]
 
 
 def main() -> None:
+    """Runs both and prints their rates, and how many leading tokens are the same, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(importlib.resources.files("qspec_jax.demo") / "model"))
+    parser.add_argument("--model", default=str(demo.MODEL))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=128)

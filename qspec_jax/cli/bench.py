@@ -14,17 +14,13 @@ from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import drafts, plots
 from qspec_jax.bench import (
     attention,
-    attention_report,
     attention_tuning,
     batch,
     decode,
-    decode_report,
     decode_rows,
     end_to_end,
-    end_to_end_report,
     flush,
     matmul,
-    matmul_report,
     transformers_decode,
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
@@ -59,13 +55,13 @@ def bench_attention(
     ] = None,
     implementation: Annotated[
         list[str] | None,
-        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
+        typer.Option(help="One of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
     repeats: Repeats = 20,
     output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latency against context to this file (.png, .pdf or .svg).")] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels; keep the best for this GPU.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels and keep the best for this GPU.")] = False,
     as_json: Json = False,
 ):
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
@@ -82,12 +78,12 @@ def bench_attention(
             show(report, attention_tuning.table, output, write, as_json=as_json)
         return
     if plot:
-        attention_report.check_plot(plot, output, shapes)
+        attention.check_plot(plot, output, shapes)
     with output_to(output) as write:
         report = attention.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
-        show(report, attention_report.table, output, write, as_json=as_json)
+        show(report, attention.table, output, write, as_json=as_json)
     if plot:
-        attention_report.plot(report, plot)
+        attention.plot(report, plot)
 
 
 @benchmarks.command("matmul")
@@ -101,7 +97,7 @@ def bench_matmul(
     ] = None,
     implementation: Annotated[
         list[str] | None,
-        typer.Option(help="Of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
+        typer.Option(help="One of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure bfloat16 matmuls of XLA and torch too.")] = True,
     repeats: Repeats = 20,
@@ -116,19 +112,21 @@ def bench_matmul(
         plots.check(plot, output)
     with output_to(output) as write:
         report = matmul.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
-        show(report, matmul_report.table, output, write, as_json=as_json)
+        show(report, matmul.table, output, write, as_json=as_json)
     if plot:
-        matmul_report.plot(report, plot)
+        matmul.plot(report, plot)
 
 
 @benchmarks.command("flush")
 def bench_flush(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="As in `bench attention`, with a quantized cache: three large ones, if not given."),
+        typer.Option(
+            help="A shape of `bench attention` with a quantized cache; may be given several times: three large ones, if not given."
+        ),
     ] = None,
     num_speculative_tokens: Gamma = 6,
-    layers: Annotated[int, typer.Option(min=1, help="Of the cache.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the cache.")] = 32,
     repeats: Repeats = 20,
     output: Output = None,
     as_json: Json = False,
@@ -145,18 +143,20 @@ def bench_flush(
 def bench_decode(
     arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory in Hugging Face format, in place of --arch.")] = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096, if not given.")
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method",
             "--methods",
-            help=f"Of {', '.join(decode_rows.METHODS)}, several with commas between them: the baseline and quantspec, if not given.",
+            help=f"One of {', '.join(decode_rows.METHODS)}, or several with commas between them: the baseline and quantspec, if not given.",
         ),
     ] = None,
     num_speculative_tokens: Gammas = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Of --model, read the shape alone. --arch has no others.")
+        bool, typer.Option("--random-weights", help="Read only the shape of --model; --arch always has random weights.")
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     simulate_acceptance: Annotated[
@@ -166,7 +166,7 @@ def bench_decode(
         ),
     ] = None,
     simulate_ratio: Annotated[
-        list[float] | None, typer.Option(min=0, max=1, help="The same, by the mean of accepted over drafted tokens that it is to give.")
+        list[float] | None, typer.Option(min=0, max=1, help="Simulate acceptance so that this is the mean of accepted over drafted tokens.")
     ] = None,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
@@ -185,7 +185,7 @@ def bench_decode(
     methods = decode_rows.select_methods(name for names in method or [] for name in names.split(","))
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
-        raise InputError("--simulate-ratio is of one --gamma; with several give --simulate-acceptance")
+        raise InputError("--simulate-ratio goes with one --gamma; with several give --simulate-acceptance")
     contexts = list(dict.fromkeys(context or [4096]))
     simulated = simulate_acceptance or [rate_of_ratio(ratio, gammas[0]) for ratio in simulate_ratio or []]
     if len(simulated) not in (0, 1, len(contexts)):
@@ -201,7 +201,7 @@ def bench_decode(
     shape = huggingface.load_config(model) if arch is None else architecture(arch)
     with output_to(output) as write:
         if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
-            log.warning("random weights: what acceptance comes of them says nothing; --simulate-ratio draws one")
+            log.warning("random weights: their acceptance means nothing; --simulate-ratio simulates one")
         beside = []
         if transformers:  # before jax takes the GPU's memory
             dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
@@ -228,9 +228,9 @@ def bench_decode(
             seed=seed,
             progress=False if as_json else None,
         )
-        show(report, decode_report.table, output, write, as_json=as_json)
+        show(report, decode.table, output, write, as_json=as_json)
     if plot:
-        decode_report.plot(report, plot)
+        decode.plot(report, plot)
 
 
 @benchmarks.command("batch")
@@ -241,14 +241,14 @@ def bench_batch(
         list[Path] | None,
         typer.Option(help="With --model, a text that prompts are cut from; may be given several times: the demo's held-out files."),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
-    prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of a prompt, log-uniform.")] = "64-2048",
-    new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Of its continuation, log-uniform.")] = "16-512",
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at a time.")] = 8,
+    prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Tokens of a prompt, log-uniform.")] = "64-2048",
+    new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="New tokens after a prompt, log-uniform.")] = "16-512",
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     simulate_ratio: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Accept so many of the drafts, in the mean, whatever they are.")
+        float | None, typer.Option(min=0, max=1, help="Accept this share of the drafts in the mean, whatever they are.")
     ] = None,
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
     seed: Seed = 0,
@@ -260,7 +260,7 @@ def bench_batch(
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     if simulate_ratio is not None and temperature:
-        raise InputError("--simulate-ratio is of greedy decoding; it does not go with --temperature")
+        raise InputError("--simulate-ratio simulates greedy decoding; it does not go with --temperature")
     if arch is not None and (file or dtype):
         raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
@@ -295,6 +295,7 @@ def bench_batch(
 
 
 def _bounds(flag: str, text: str, least: int) -> tuple[int, int]:
+    """Reads LEAST-MOST. Raises InputError for any other text, and for a bound below `least`."""
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and least <= int(low) <= int(high)):
         raise InputError(f"{flag} {text} should be the least, {least} or more, a hyphen, and the most, as 64-2048")
@@ -304,11 +305,11 @@ def _bounds(flag: str, text: str, least: int) -> tuple[int, int]:
 @benchmarks.command("pretrain")
 def bench_pretrain(
     output: Annotated[Path, typer.Option(help="Directory of the run, which in the end is a checkpoint; it takes 8 GB.")],
-    minutes: Annotated[float, typer.Option(min=0, max=10_000, help="Of all training steps; what compiles and saves comes on top.")] = 10,
+    minutes: Annotated[float, typer.Option(min=0, max=10_000, help="Time of all training steps; compiling and saving come on top.")] = 10,
     segment_minutes: Annotated[
-        float, typer.Option(min=0, max=10_000, help="Of this call, all in all; call again until it is completed.")
+        float, typer.Option(min=0, max=10_000, help="Time of this call, all in all; call again until it is completed.")
     ] = 7.5,
-    steps: Annotated[int, typer.Option(min=0, help="Exactly so many steps, whatever they take; 0 goes by --minutes.")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Train exactly so many steps, however long they take; 0 goes by --minutes.")] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
 ):
@@ -335,7 +336,7 @@ def bench_end_to_end(
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     num_speculative_tokens: Gammas = None,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
-    texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is not so much text.")] = 4,
+    texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is less text.")] = 4,
     calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
     seed: Seed = 0,
     output: Output = None,
@@ -361,13 +362,16 @@ def bench_end_to_end(
             seed=seed,
             progress=False if as_json else None,
         )
-        show(report, end_to_end_report.table, output, write, as_json=as_json)
+        show(report, end_to_end.table, output, write, as_json=as_json)
     if plot:
-        end_to_end_report.plot(report, plot)
+        end_to_end.plot(report, plot)
 
 
 def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) -> list[int]:
-    """Those asked for, each once. Raises InputError for one that the kernels cannot verify, or that leaves no four rounds."""
+    """The numbers of drafts asked for, each once.
+
+    Raises InputError for one that the kernels cannot verify, or that leaves fewer than four rounds.
+    """
     gammas = list(dict.fromkeys(given or otherwise))
     for gamma in gammas:
         _check_gamma(gamma)
@@ -377,5 +381,6 @@ def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) 
 
 
 def _check_gamma(gamma: int) -> None:
+    """Raises InputError for more drafts than the kernels verify at once."""
     if not 1 <= gamma < MAX_TOKENS:
         raise InputError(f"--gamma {gamma} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")

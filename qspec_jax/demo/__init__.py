@@ -9,6 +9,6 @@ MODEL = Path(str(importlib.resources.files(__name__) / "model"))
 
 
 def dtype() -> str | None:
-    """What to load it as; None is as stored."""
+    """The dtype to load the embedded model in; None is as stored."""
     # A CPU has no bfloat16 arithmetic to speak of.
     return "float32" if jax.default_backend() == "cpu" else None

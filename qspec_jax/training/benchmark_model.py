@@ -1,8 +1,8 @@
 """`qspec bench pretrain`: trains a Llama large enough for memory to bind (419 M parameters, MHA) on the demo's corpus, on one GPU or more.
 
-In segments: each trains until its time is over and saves parameters, optimizer state and step in one file, from which the next goes on
-as if nothing had come between. Most steps are at a short context; the last ones are as long as any text that `qspec bench end-to-end`
-reads. Several GPUs take as many times the rows in each step. Needs the extra `train`.
+It trains in segments: each trains until its time is over and saves parameters, optimizer state and step in one file, from which the next
+goes on as if nothing had come between. Most steps are at a short context; the last ones are as long as any text that `qspec bench
+end-to-end` reads. Every GPU adds the same number of rows to each step. Needs the extra `train`.
 """
 
 import contextlib
@@ -26,11 +26,12 @@ from safetensors.flax import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from qspec_jax.bench.rows import Run, this_run
-from qspec_jax.errors import InputError
+from qspec_jax import demo
+from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.provenance import Run, this_run
 from qspec_jax.training import corpus, embedded_model
 from qspec_jax.training.pretraining import (
     HeldOut,
@@ -47,14 +48,14 @@ from qspec_jax.training.pretraining import (
 )
 from qspec_jax.training.tokenizer import encode, save_tokenizer
 
-TOKENIZER = Path(embedded_model.__file__).parent / "model" / "tokenizer.json"
-SAVE_SECONDS = 30  # set aside at the end of a segment, for a state of 3.3 GB
+TOKENIZER = demo.MODEL / "tokenizer.json"
+SAVE_SECONDS = 30  # set aside at the end of a segment to save a state of 3.3 GB
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """model: its config.json. short, long: settings of the first steps and of the last, `long_share` of them; the optimizer and the
-    schedule of the learning rate are those of `short`."""
+    """What is trained, and how. model: its config.json. short: settings of the first steps; long: those of the last `long_share` of the
+    steps. The optimizer and the schedule of the learning rate are those of `short`."""
 
     model: dict[str, Any]
     short: Settings
@@ -62,12 +63,12 @@ class Recipe:
     long_share: float
 
     def across(self, devices: int) -> "Recipe":
-        """The same rows on each of several devices."""
+        """The recipe for several devices, each of which takes as many rows as one does here."""
         many = lambda s: dataclasses.replace(s, batch=devices * s.batch)
         return dataclasses.replace(self, short=many(self.short), long=many(self.long))
 
 
-# A step of Muon changes the spectral norm of a matrix by as much as in the embedded model: learning rate times square root of width.
+# Learning rate times square root of width is as in the embedded model, so that a step of Muon changes spectral norms by as much.
 _SHORT = Settings(context=8192, batch=8, muon_learning_rate=2e-3, adam_learning_rate=1e-3, evaluations=8, held_out_rows=64, timed_steps=6)
 RECIPE = Recipe(
     embedded_model.MODEL
@@ -97,7 +98,8 @@ SMOKE = Recipe(
 
 @dataclasses.dataclass
 class Progress:
-    """How far training has come. held_out: tokens seen and bits per byte of every evaluation. seconds: of steps, without compilation."""
+    """How far training has come. train_nats: mean nats per token of every step. held_out: tokens seen and bits per byte at every
+    evaluation. seconds: taken by steps, without compilation."""
 
     steps: int
     step: int = 0
@@ -111,9 +113,9 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report(Run):
-    """What a segment came to. nats_per_token: mean of the last 20 steps, on training text. tokens_per_second: of training steps alone.
-    held_out_bits_per_byte: by the context that the text is cut into; empty until training is completed."""
+class SegmentReport(Run):
+    """Where training stands after a segment. tokens_per_second: in training steps alone. nats_per_token: mean of the last 20 steps, on
+    training text. held_out_bits_per_byte: by the context that the text is cut into; empty until training is completed."""
 
     directory: str
     devices: int
@@ -131,11 +133,11 @@ class Report(Run):
 
 def run(
     directory: Path, *, minutes: float, segment_minutes: float, steps: int = 0, smoke: bool = False, progress: bool | None = None
-) -> Report:
+) -> SegmentReport:
     """Trains for one segment, which begins a run in this directory or goes on with it; the last one leaves a checkpoint there.
 
-    minutes: of all training steps; the first segment times some and settles how many there will be. steps: exactly so many instead.
-    segment_minutes: of this call, with all that it does before training. progress: a bar on standard error; None where that is a
+    minutes: time of all training steps; the first segment times some and settles how many there will be. steps: exactly so many instead.
+    segment_minutes: time of this call, with all that it does before training. progress: a bar on standard error; None where that is a
     terminal. Raises InputError where JAX finds no GPU, and for a directory that cannot be written or holds another run.
     """
     until = time.monotonic() + 60 * segment_minutes - SAVE_SECONDS
@@ -177,7 +179,7 @@ def run(
 
 
 class Trainer:
-    """A run in the device's memory: parameters, optimizer state and progress. `begin` it or `load` it, then `train`."""
+    """A training run in the device's memory: parameters, optimizer state and progress. `begin` it or `load` it, then `train`."""
 
     params: Params
     progress: Progress
@@ -191,27 +193,30 @@ class Trainer:
         self.compiled: dict[Settings, Callable] = {}
 
     def begin(self, *, seconds: float, steps: int = 0) -> None:
-        """Initial parameters, and so many steps, or as many as take this long."""
+        """Starts from initial parameters. seconds: time of all training steps, which are timed to settle their number. steps: exactly so
+        many instead."""
         self.params = initial_params(self.config, self.recipe.short.seed)
         self.state = self.optimizer.init(self.params)
         self.progress = Progress(steps or self._steps_in(seconds))
 
     def _steps_in(self, seconds: float) -> int:
+        """The number of steps, short and long, that take this long."""
         short, long = map(self._seconds_of_a_step, (self.recipe.short, self.recipe.long))
         self.state = self.optimizer.init(self.params)
         share = self.recipe.long_share
         return max(1, int(seconds / ((1 - share) * short + share * long)))
 
     def _seconds_of_a_step(self, s: Settings) -> float:
+        """Times a few steps, which leave the parameters as they are."""
         starts = next(batches(len(self.stream), s))
         for i in range(1 + s.timed_steps):
             if i == 1:
                 began = time.monotonic()
-            self._step(s, starts, 0.0)  # leaves the parameters as they are
+            self._step(s, starts, 0.0)
         return (time.monotonic() - began) / s.timed_steps
 
     def train(self, until: float, evaluate: Callable[[Params], float], bar: tqdm) -> None:
-        """Steps to the last, or until this time (time.monotonic()), but at least one. evaluate(params): bits per byte."""
+        """Takes steps to the last, or until a time (of time.monotonic()), but at least one. evaluate(params) gives bits per byte."""
         p, current = self.progress, None
         every = max(1, p.steps // self.recipe.short.evaluations)
         bar.update(p.step)
@@ -247,7 +252,7 @@ class Trainer:
         return before * self.recipe.short.batch * self.recipe.short.context + taken * s.batch * s.context
 
     def _step(self, s: Settings, starts: np.ndarray, scale: float) -> float:
-        """Takes a step, at `scale` times the learning rate; mean nats per token before it."""
+        """Takes a step at `scale` times the learning rate; returns the mean nats per token before it."""
         step = self._compile(s)
         self.params, self.state, nats = step(self.params, self.state, self.stream, starts, np.float32(scale))
         return float(nats)
@@ -276,13 +281,14 @@ class Trainer:
                     raise InputError(f"{path}: is of a run with other settings, or on another number of GPUs; give another --output")
                 tensors = [jnp.asarray(file.get_tensor(name)) for name in _named(wanted)]
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a whole safetensors file ({' '.join(str(error).split())})") from None
+            raise InputError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
         self.params, self.state = jax.tree.unflatten(jax.tree.structure(wanted), tensors)
         self.progress = Progress(**json.loads(metadata["progress"]))
 
-    def report(self, directory: Path) -> Report:
+    def report(self, directory: Path) -> SegmentReport:
+        """Figures so far, without those of a completed run."""
         p = self.progress
-        return Report(
+        return SegmentReport(
             **this_run(),
             directory=str(directory),
             devices=len(self.devices),
@@ -299,8 +305,8 @@ class Trainer:
         )
 
 
-def table(report: Report) -> Table:
-    """A segment's figures, one to a line."""
+def table(report: SegmentReport) -> Table:
+    """A table of a segment's figures, one to a line."""
     grid = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     state = "completed" if report.completed else "not completed: run it again to go on"
     grid.add_row("model", f"{report.directory}: {report.parameters / 1e6:,.1f} M parameters, {state}")
@@ -317,7 +323,10 @@ def table(report: Report) -> Table:
 
 
 def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple[np.ndarray, dict[str, Any]]:
-    """The corpus as one stream of tokens, and what it is; read once and kept beside the run, whose segments must not differ in it."""
+    """The corpus as one stream of tokens, and its description.
+
+    It is read once and kept beside the run, whose segments must not differ in it.
+    """
     name = "smoke" if smoke else "corpus"
     path, about = directory / f"{name}.npy", directory / f"{name}.json"
     if not path.exists():

@@ -2,9 +2,9 @@
 
 Training text is the running interpreter's standard library and installed distributions under permissive licences, without tests,
 vendored packages, generated files, data and near-duplicates (line de-duplication in the manner of Lee et al., arXiv 2107.06499,
-by whole lines). Held out by name: HELD_OUT_MODULES and HELD_OUT_DISTRIBUTIONS, and every file that copies from them.
+by whole lines). HELD_OUT_MODULES and HELD_OUT_DISTRIBUTIONS are held out, and so is every file that copies from them.
 
-Needs nothing but the standard library, so that the demo and the evaluation can ask for `held_out_files()` anywhere.
+Needs nothing but the standard library, so that the demo, evaluations and benchmarks can ask for `held_out_files()` anywhere.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-# The demo prompts with the first.
+# The first is the demo's prompt.
 HELD_OUT_MODULES = ("argparse", "tarfile", "statistics", "difflib", "shlex", "textwrap", "configparser", "heapq", "dataclasses", "zipfile")
 HELD_OUT_DISTRIBUTIONS = ("typer", "click", "jaxtyping", "safetensors", "tqdm")
 
-# MIT, BSD, Apache-2.0, PSF and the like; each licence is checked again where the corpus is read. In order of preference: of two
-# near-duplicates the first is kept.
+# Under MIT, BSD, Apache-2.0, PSF and similar licences, each of which is checked again where the corpus is read. The first of two
+# near-duplicates is kept.
 DISTRIBUTIONS = (
     *("numpy", "scipy", "pandas", "matplotlib", "scikit-learn", "statsmodels", "sympy", "mpmath", "networkx", "xarray"),
     *("scikit-image", "rich", "pytest", "Pygments", "aiohttp", "anyio", "httpx", "httpcore", "requests", "urllib3", "werkzeug"),
@@ -74,7 +74,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training documents, files of one folder side by side, and what was read and left out (for training.json)."""
+    """Training documents, files of one folder side by side. description: what was read and left out (for training.json)."""
 
     documents: list[Document]
     description: dict[str, Any]
@@ -86,7 +86,7 @@ def held_out_files() -> list[Path]:
 
 
 def held_out_by_name() -> dict[str, list[Path]]:
-    """Held-out module or distribution -> its source files, in the order of the constants; names that this machine lacks are left out."""
+    """The held-out source files by module or distribution, in the order of the constants; what this machine lacks is left out."""
     root, found = Path(sysconfig.get_path("stdlib")), {}
     for name in HELD_OUT_MODULES:
         found[name] = [root / f"{name}.py"] if (root / f"{name}.py").exists() else _python_files(root / name)
@@ -98,7 +98,7 @@ def held_out_by_name() -> dict[str, list[Path]]:
 def read_corpus(distributions: Sequence[str] = DISTRIBUTIONS, *, seed: int = 0, most_bytes: int = CORPUS_BYTES) -> Corpus:
     """Reads, cleans and de-duplicates the standard library and these distributions; folders are shuffled, files are not.
 
-    most_bytes: folders beyond it are left out. Distributions that are missing here, or whose metadata names no permissive
+    most_bytes: the size from which further folders are left out. Distributions that are missing here, or whose metadata names no permissive
     licence, are logged and skipped.
     """
     sources: dict[str, dict[str, Any]] = {STANDARD_LIBRARY: {"version": sysconfig.get_python_version(), "licence": "PSF-2.0"}}
@@ -135,7 +135,8 @@ def read_corpus(distributions: Sequence[str] = DISTRIBUTIONS, *, seed: int = 0, 
 
 
 class _Filter:
-    """Accepts a file once, if it is source code that was written by hand and is held out nowhere. Counts what it turns away."""
+    """Accepts each file of hand-written source code that shares little with the held-out files and with those before it. Counts what it
+    turns away, by reason."""
 
     def __init__(self):
         self.left_out: Counter[str] = Counter()
@@ -207,7 +208,7 @@ def _wanted(files: Iterable[tuple[Path, Path]]) -> list[Path]:
 
 
 def _shuffled_folders(paths: list[Path], rng: random.Random) -> list[Path]:
-    """Folders in random order, files of a folder in order: a source too large for its limit is sampled by folder."""
+    """Shuffles folders and keeps the order within each, so that a source too large for its limit is sampled by folder."""
     folders: dict[Path, list[Path]] = {}
     for path in paths:
         folders.setdefault(path.parent, []).append(path)

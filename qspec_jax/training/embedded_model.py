@@ -1,4 +1,4 @@
-"""Trains the embedded model: a small Llama on Python source, in a few minutes on one H100.
+"""Trains the embedded model, a small Llama, on Python source in a few minutes on one H100.
 
     python -m qspec_jax.training.embedded_model --output DIR
 
@@ -70,7 +70,8 @@ SMOKE = Settings(context=256, batch=4, evaluations=2, held_out_rows=4, timed_ste
 
 @dataclasses.dataclass
 class History:
-    """What training.json and the picture tell: nats per token of every step, and [tokens, bits per byte] of every evaluation."""
+    """The course of a training run. train_nats: nats per token of every step. held_out: tokens seen and bits per byte of every evaluation.
+    completed: whether the learning rate reached 0."""
 
     steps: int
     train_nats: list[float]
@@ -81,7 +82,8 @@ class History:
 
 
 def train(config: LlamaConfig, s: Settings, stream: np.ndarray, held_out: HeldOut, *, seconds: float, deadline: float, steps: int = 0):
-    """Trains for about `seconds` (or exactly `steps` steps), ending in any case by `deadline` (time.monotonic); params and History.
+    """Trains for about `seconds` (or exactly `steps` steps), ending in any case by `deadline` (time.monotonic); returns params and
+    History.
 
     The first steps are timed and decide how many there are, so that the learning rate reaches 0 at the end of the time.
     """
@@ -103,7 +105,7 @@ def train(config: LlamaConfig, s: Settings, stream: np.ndarray, held_out: HeldOu
 
     step, total = 0, max(steps, s.timed_steps)
     while step < total:
-        # The length is not known in the timed steps; any length gives them the same warm-up, if it is longer than this.
+        # During the timed steps the length is not known yet; any larger length gives them the same warm-up.
         scale = learning_rate_scale(s, step, steps or history.steps or max(2000, total))
         params, state, nats = step_function(params, state, on_device, next(starts), np.float32(scale))
         losses.append(nats)
@@ -132,7 +134,7 @@ def train(config: LlamaConfig, s: Settings, stream: np.ndarray, held_out: HeldOu
 
 
 def draw_loss_curve(path: Path, history: History, tokens_per_step: int, bytes_per_token: float) -> None:
-    """Bits per byte against tokens: training text (running mean) and held-out files."""
+    """Draws bits per byte against tokens seen, for training text (running mean) and for held-out files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -159,7 +161,7 @@ def draw_loss_curve(path: Path, history: History, tokens_per_step: int, bytes_pe
 
 
 class _Stages:
-    """Seconds of each stage of the run, printed as they end."""
+    """Seconds of each stage of the run, logged as it ends."""
 
     def __init__(self):
         self.start = self.last = time.monotonic()
@@ -175,9 +177,9 @@ class _Stages:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--seconds", type=float, default=390, help="of training, without compilation (default 390)")
-    parser.add_argument("--total-seconds", type=float, default=515, help="training is shortened to end by then (default 515)")
-    parser.add_argument("--steps", type=int, default=0, help="exactly so many steps, whatever they take (to repeat a run)")
+    parser.add_argument("--seconds", type=float, default=390, help="seconds of training, without compilation (default 390)")
+    parser.add_argument("--total-seconds", type=float, default=515, help="seconds of the whole run, which shorten training (default 515)")
+    parser.add_argument("--steps", type=int, default=0, help="train exactly so many steps, however long they take (to repeat a run)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a tiny corpus, to see that everything works")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -2,7 +2,7 @@
 
 The matrices are trained with Muon (Jordan et al. 2024; scaled and decayed as in Liu et al., arXiv 2502.16982) on a warm-up, constant,
 linear-decay schedule (Hu et al., arXiv 2404.06395): orthogonalized updates leave weights and activations without the outliers that
-4-bit rounding suffers from. Nothing in training knows of quantization. Needs the extra `train`.
+4-bit rounding suffers from. The loss knows nothing of quantization. Needs the extra `train`.
 """
 
 import dataclasses
@@ -26,28 +26,29 @@ from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.checkpoints.tensor_names import places
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.weights import is_linear
 from qspec_jax.training import corpus
 from qspec_jax.training.tokenizer import encode, token_bytes
 
 Params = dict[str, Array]
-EVALUATED_TOKENS = 32768  # at once, if a row is no longer
+EVALUATED_TOKENS = 32768  # evaluated at once, unless a single row is longer
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One training run."""
+    """Settings of one training run."""
 
     context: int = 8192  # tokens
     batch: int = 16  # sequences of `context` tokens per step
-    muon_learning_rate: float = 5e-3  # matrices; the update's root mean square is 0.2 times this
-    adam_learning_rate: float = 3e-3  # embedding and norms
-    weight_decay: float = 0.1  # matrices, times the learning rate
+    muon_learning_rate: float = 5e-3  # for the matrices; the update's root mean square is 0.2 times this
+    adam_learning_rate: float = 3e-3  # for the embedding and the norms
+    weight_decay: float = 0.1  # of the matrices, times the learning rate
     warmup: float = 0.02  # shares of the steps
     decay: float = 0.45
     clip: float = 1.0  # global gradient norm
     z_loss: float = 1e-4  # times mean log(Z)^2
     evaluations: int = 25
-    held_out_rows: int = 32  # of `context` tokens, per evaluation while training; the last one reads all
+    held_out_rows: int = 32  # rows of `context` tokens in an evaluation while training; the last evaluation reads all
     timed_steps: int = 20
     seed: int = 0
 
@@ -56,7 +57,7 @@ class Settings:
 
 
 class _Trunk(Llama):
-    """Llama up to its last norm, in bfloat16 over a float32 embedding, whose gradient adds up too many tokens for bfloat16."""
+    """Llama up to its last norm, in bfloat16. Its embedding stays in float32: that gradient sums over too many tokens for bfloat16."""
 
     def embed(self, tokens):
         return super().embed(tokens).astype(jnp.bfloat16)
@@ -67,7 +68,7 @@ class _Trunk(Llama):
 
 @dataclasses.dataclass(frozen=True)
 class CausalAttention:
-    """The cache that caches nothing: attention within the call's own tokens."""
+    """A cache that keeps nothing: causal attention within the tokens of the call."""
 
     kv_heads: int
 
@@ -81,7 +82,7 @@ class CausalAttention:
 
 
 def initial_params(config: LlamaConfig, seed: int, std: float = 0.02) -> Params:
-    """Float32 weights by path: normal, smaller by sqrt(2 L) where a matrix writes to the residual stream (GPT-2); norms 1."""
+    """Initial float32 weights by path: normal, smaller by sqrt(2 L) where a matrix writes to the residual stream (GPT-2); norms 1."""
     rng = np.random.default_rng(seed)
 
     def make(path: str, shape: tuple[int, ...]) -> Array:
@@ -108,7 +109,7 @@ def log_probabilities(config: LlamaConfig, params: Params, rows: Int[Array, "B T
 
 @jax.custom_vjp
 def _head(hidden: Float[Array, "B T D"], embedding: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """Float32 logits of bfloat16 operands, whose derivative stays on the bfloat16 matrix units too."""
+    """Logits in float32 from bfloat16 operands; the derivative is computed on the bfloat16 matrix units too."""
     return jnp.einsum("BTD,VD->BTV", hidden, embedding, preferred_element_type=jnp.float32)
 
 
@@ -124,9 +125,9 @@ _head.defvjp(lambda hidden, embedding: (_head(hidden, embedding), (hidden, embed
 
 
 def make_optimizer(s: Settings) -> optax.GradientTransformation:
-    """Muon for the layers' matrices (stored [out, in]), AdamW without decay for the embedding and the norms."""
+    """Muon for the matrices of the layers (stored [out, in]), AdamW without decay for the embedding and the norms."""
     out_in = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    matrices = lambda params: {path: out_in if path.endswith("_proj.weight") else None for path in params}
+    matrices = lambda params: {path: out_in if is_linear(path) else None for path in params}
     return optax.chain(
         optax.clip_by_global_norm(s.clip),
         muon(
@@ -141,13 +142,13 @@ def make_optimizer(s: Settings) -> optax.GradientTransformation:
 
 
 def learning_rate_scale(s: Settings, step: int, steps: int) -> float:
-    """Warm-up, constant, linear decay to 0."""
+    """The factor on the learning rate at a step: linear warm-up, constant, linear decay to 0."""
     progress = (step + 1) / steps
     return min(1.0, progress / s.warmup, (1 - step / steps) / s.decay)
 
 
 def over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Where arrays lie when every device takes its share of a step's rows: whole on each of them, and cut along the first axis."""
+    """Shardings for when every device takes its share of a step's rows: whole on each device, and cut along the first axis."""
     mesh = jax.make_mesh((len(devices),), ("rows",), axis_types=(AxisType.Auto,), devices=devices)
     return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rows"))
 
@@ -155,9 +156,9 @@ def over(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
 def make_step(
     config: LlamaConfig, s: Settings, optimizer: optax.GradientTransformation, devices: Sequence[jax.Device] | None = None
 ) -> Callable:
-    """step(params, state, stream [tokens], starts [B], scale) -> params, state, mean nats per token; params and state are donated.
+    """Makes step(params, state, stream [tokens], starts [B], scale) -> params, state, mean nats per token; params and state are donated.
 
-    Each of the devices, by default the first that there is, takes an equal share of the rows, whose number must be a multiple of theirs.
+    Each device (by default only the first) takes an equal share of the rows, whose number must be a multiple of the devices'.
     """
     whole, by_row = over(devices or jax.devices()[:1])
 
@@ -178,7 +179,10 @@ def make_step(
 
 
 def batches(tokens: int, s: Settings) -> Iterator[np.ndarray]:
-    """Starts [B] of each step's windows in a stream of tokens: every epoch cuts it at another offset and shuffles the windows."""
+    """Yields the starts [B] of each step's windows in a stream of tokens. Every epoch cuts it at another offset and shuffles the windows.
+
+    Raises ValueError for a stream shorter than a window.
+    """
     left = np.empty(0, np.int32)
     for epoch in range(1 << 30):
         rng = np.random.default_rng((s.seed, epoch))
@@ -192,7 +196,7 @@ def batches(tokens: int, s: Settings) -> Iterator[np.ndarray]:
 
 
 class HeldOut:
-    """The held-out files as rows of context + 1 tokens, and the model's bits per byte on them."""
+    """The held-out files as rows of context + 1 tokens, on which a model's bits per byte are measured."""
 
     def __init__(self, config: LlamaConfig, s: Settings, tokenizer: Any):
         names, texts = [], []
@@ -204,7 +208,7 @@ class HeldOut:
         owner = np.concatenate([np.full(len(d), self.names.index(name)) for name, d in zip(names, documents)])
         stream = np.concatenate(documents).astype(np.int32)
         count = math.ceil((len(stream) - 1) / s.context)
-        # The last row is filled up with targets that count nothing.
+        # The last row is padded with targets that do not count.
         padding = count * s.context + 1 - len(stream)
         stream, owner = np.pad(stream, (0, padding)), np.pad(owner, (0, padding), constant_values=-1)
         window = np.arange(count)[:, None] * s.context + np.arange(s.context + 1)
@@ -215,18 +219,18 @@ class HeldOut:
         self.chunk = max(1, min(4, EVALUATED_TOKENS // s.context, len(self.sample)))
 
     def nats(self, params: Params, rows: np.ndarray) -> np.ndarray:
-        """Nats of each target of these rows (indices), [rows, T]."""
+        """Nats of each target in the rows with these indices, [rows, T]."""
         filled = np.resize(rows, math.ceil(len(rows) / self.chunk) * self.chunk)  # one shape, compiled once
         chunks = [self.log_p(params, self.rows[filled[i : i + self.chunk]]) for i in range(0, len(filled), self.chunk)]
         return -np.concatenate([np.asarray(c) for c in chunks])[: len(rows)]
 
     def sampled_bits_per_byte(self, params: Params) -> float:
-        """Over the rows of an evaluation while training: evenly spaced ones."""
+        """Bits per byte over evenly spaced rows, for an evaluation while training."""
         nats, counts = self.nats(params, self.sample), self.owner[self.sample] >= 0
         return float(nats[counts].sum() / math.log(2) / self.bytes[self.sample][counts].sum())
 
     def bits_per_byte_by_name(self, params: Params) -> dict[str, dict[str, float]]:
-        """Over all rows: name -> bytes and bits per byte, and "all"."""
+        """Bytes and bits per byte over all rows, for each held-out name and for "all"."""
         nats = self.nats(params, np.arange(len(self.rows)))
         wanted = {"all": self.owner >= 0} | {name: self.owner == i for i, name in enumerate(self.names)}
         totals = {name: (nats[mask].sum() / math.log(2), int(self.bytes[mask].sum())) for name, mask in wanted.items()}
@@ -237,7 +241,10 @@ class HeldOut:
 
 
 def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_bytes: int | None = None) -> int:
-    """Writes config.json, generation_config.json and model.safetensors in bfloat16; the latter's bytes. ValueError if it has too many."""
+    """Writes config.json, generation_config.json and model.safetensors (bfloat16), and returns the bytes of the last.
+
+    Raises ValueError if those are more than most_bytes.
+    """
     ids = {"bos_token_id": model["bos_token_id"], "eos_token_id": model["eos_token_id"]}
     write_json(directory / "config.json", model)
     write_json(directory / "generation_config.json", ids)
