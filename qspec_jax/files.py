@@ -1,31 +1,38 @@
-"""What commands read and write: files or standard input, results that appear whole or not at all, JSON."""
+"""What commands read and write: files or standard input, files and folders that appear whole or not at all, JSON."""
 
 import contextlib
+import glob
 import io
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, reading, writing
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 STANDARD_INPUT = Path("-")
+UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
+OLD = "old"  # a folder in that one: what stood in the place of a directory
 
 
 def read_bytes(path: Path) -> bytes:
     """All of a file, or of standard input where the path is `-`. Raises InputError where it cannot be read."""
-    try:
+    with reading(name_of(path)):
         if path != STANDARD_INPUT:
             return path.read_bytes()
         if sys.stdin is None:
             raise InputError("standard input: cannot be read (it is closed)")
         return sys.stdin.buffer.read()
-    except OSError as error:
-        raise InputError(f"{name_of(path)}: cannot be read ({error.strerror})") from None
 
 
 def read_text(path: Path) -> str:
@@ -72,32 +79,113 @@ def _is_standard_output(path: Path) -> bool:
 def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins.
 
-    A symbolic link stays, and the file that it names is replaced. Until all is written nothing lies on the disk: a process that is killed
-    leaves nothing.
+    Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises InputError where nothing can be written.
     """
     if path is None or _is_standard_output(path):
         yield sys.stdout.write
         return
-    try:
+    with writing(path):
         if not is_replaced(path):
             with path.open("w", encoding="utf-8") as device:
                 yield device.write
             return
-        path = real(path)
-        # In place of an old file with its permissions, or with those of any new one.
-        if path.exists():
-            path.open("a").close()
-        tempfile.TemporaryFile(dir=path.parent).close()  # may something be written there?
+        check_writable(path)
         text = io.StringIO()
         yield text.write
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            draft = Path(folder) / path.name
+        with whole_file(path) as draft:
             draft.write_text(text.getvalue(), encoding="utf-8")
-            if path.exists():
-                draft.chmod(path.stat().st_mode & 0o777)
-            draft.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError where `whole_file` could not put a file in this place, and InputError for a loop of symbolic links."""
+    path = real(path)
+    if path.exists():
+        path.open("a").close()
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields where to write what becomes this file when the block ends: the file appears whole, or stays as it was.
+
+    A symbolic link stays, and the file that it names is replaced. A file that was there leaves its permissions to the new one; otherwise
+    those are of any new file. A pipe or a device, which nothing can replace, is itself what is yielded. Raises OSError where the file
+    cannot be written, and InputError for a loop of symbolic links.
+    """
+    if not is_replaced(path):
+        yield path
+        return
+    check_writable(path)
+    path = real(path)
+    _remove_unfinished(path)
+    with _folder_beside(path) as folder:
+        ordinary = (folder / UNFINISHED).stat().st_mode
+        draft = folder / path.name
+        yield draft
+        mode = (path.stat().st_mode if path.exists() else ordinary) & 0o777
+        if draft.stat().st_mode & 0o777 != mode:  # some file systems have no permissions to change
+            draft.chmod(mode)
+        os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def whole_folder(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """Yields an empty folder, which becomes this one when the block ends: the directory is whole, or what it was. It is resolved.
+
+    Killed just as the new folder takes the place of an old one, it is absent until the next call puts the old one back. check: raises an
+    exception unless what is there may be replaced; it is asked before anything is written, and again when all is. Raises OSError where
+    the directory cannot be written.
+    """
+    _remove_unfinished(directory)
+    check()
+    with _folder_beside(directory) as folder:
+        draft = folder / directory.name
+        draft.mkdir()
+        yield draft
+        check()
+        if directory.exists():
+            (folder / OLD).mkdir()
+            os.replace(directory, folder / OLD / directory.name)
+        os.replace(draft, directory)
+
+
+@contextlib.contextmanager
+def _folder_beside(place: Path) -> Iterator[Path]:
+    """A new folder beside a place, gone at the end, with a marker in it that is locked until this process ends, however it does."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".unfinished", dir=place.parent))
+    try:
+        with (folder / UNLOCKED).open("w") as marker:
+            if fcntl:
+                with contextlib.suppress(OSError):  # a file system without locks; there nothing that is left is removed
+                    fcntl.flock(marker, fcntl.LOCK_EX)
+            (folder / UNLOCKED).rename(folder / UNFINISHED)
+            yield folder
+    finally:
+        _remove(folder, place)
+
+
+def _remove(folder: Path, place: Path) -> None:
+    """Puts back what was in the place before, if the new one is not. The marker goes last: what is left stays marked."""
+    draft, old = folder / place.name, folder / OLD / place.name
+    if old.exists() and draft.exists():
+        os.replace(old, place)  # fails where something has come there
+    if draft.is_file():
+        with contextlib.suppress(OSError):
+            draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(folder / OLD, ignore_errors=True)
+    if {path.name for path in folder.iterdir()} <= {UNFINISHED, UNLOCKED}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unfinished(place: Path) -> None:
+    """Removes what writing to this place has left that was killed, and is not under way."""
+    for path in place.parent.glob(f".{glob.escape(place.name)}.????????.unfinished") if fcntl else ():
+        with contextlib.suppress(OSError):  # another's, or no directory of ours, or locked
+            if not path.is_symlink():
+                with (path / UNFINISHED).open("r+") as marker:
+                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(path, place)
 
 
 def real(path: Path) -> Path:
@@ -106,6 +194,12 @@ def real(path: Path) -> Path:
     if found.is_symlink():
         raise InputError(f"{path}: cannot be written (a loop of symbolic links)")
     return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of indented JSON, whole or not at all. Raises OSError."""
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def to_json(value: Any) -> str:
@@ -126,10 +220,10 @@ def _finite(value: Any) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; InputError when it cannot be read or is no object."""
+    with reading(path):
+        content = path.read_bytes()
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        value = json.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):

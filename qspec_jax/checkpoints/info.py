@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.registry import empty_cache
-from qspec_jax.checkpoints import loading, tensor_names
+from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
@@ -18,7 +19,8 @@ from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_we
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Sizes in bytes are of one sequence of `context` tokens, in the checkpoint's dtype."""
+    """What a checkpoint is, and what it takes: bytes of its weights in the dtype that it is loaded in, of what an INT4 draft adds to them,
+    and of the hierarchical cache and a full one for one sequence of `context` tokens."""
 
     architecture: str
     dtype: str
@@ -42,8 +44,9 @@ class ModelInfo:
 
 
 def model_info(directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None) -> ModelInfo:
-    """Reads config.json and the tensors' headers. Raises InputError as loading would, and for a context below 1."""
-    config, dtype = loading.checked(directory)
+    """What a checkpoint is, from its config.json and its tensors' headers. context: tokens to size the caches for; None is the model's
+    longest sequence. Raises InputError as loading would, and for a context below 1."""
+    config, dtype = config_and_dtype(directory)
     dtype = jnp.dtype(dtype)
     context = config.max_length if context is None else context
     if context < 1:
@@ -53,7 +56,7 @@ def model_info(directory: str | Path, *, context: int | None = None, cache: Cach
 
 
 def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig) -> ModelInfo:
-    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in tensor_names.weight_shapes(config).items()}
+    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in weight_shapes(config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 

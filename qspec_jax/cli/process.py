@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class _Output(_Stream):
     def _failed(self, error: OSError) -> None:
         if error.errno == errno.EPIPE:
             raise SystemExit(128 + signal.SIGPIPE) from None
-        raise InputError(f"standard output: cannot be written ({error.strerror})") from None
+        raise InputError(f"standard output: cannot be written ({one_line(error)})") from None
 
 
 class _Messages(_Stream):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, flat
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class _Reader:
         self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
 
     def error(self, what: str) -> InputError:
-        return InputError(f"{self.source}: {' '.join(what.split())}")
+        return InputError(f"{self.source}: {flat(what)}")
 
     def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0):
         value = (self.raw if of is None else of).get(name, default)
@@ -333,7 +333,7 @@ class _Reader:
 
 
 def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
+    """The end-of-sequence ids of a config, one or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
         raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")

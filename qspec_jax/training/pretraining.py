@@ -6,7 +6,6 @@ linear-decay schedule (Hu et al., arXiv 2404.06395): orthogonalized updates leav
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,8 +23,10 @@ from safetensors.flax import save_file
 
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.checkpoints.tensor_names import places
+from qspec_jax.files import whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.weights import is_linear
 from qspec_jax.training import corpus
 from qspec_jax.training.tokenizer import encode, token_bytes
 
@@ -126,7 +127,7 @@ _head.defvjp(lambda hidden, embedding: (_head(hidden, embedding), (hidden, embed
 def make_optimizer(s: Settings) -> optax.GradientTransformation:
     """Muon for the layers' matrices (stored [out, in]), AdamW without decay for the embedding and the norms."""
     out_in = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-    matrices = lambda params: {path: out_in if path.endswith("_proj.weight") else None for path in params}
+    matrices = lambda params: {path: out_in if is_linear(path) else None for path in params}
     return optax.chain(
         optax.clip_by_global_norm(s.clip),
         muon(
@@ -243,12 +244,8 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_b
     write_json(directory / "generation_config.json", ids)
     path = directory / "model.safetensors"
     names = places(LlamaConfig.from_hf(model))
-    save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, path, metadata={"format": "pt"})
-    path.chmod(0o644)
+    with whole_file(path) as draft:
+        save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, draft, metadata={"format": "pt"})
     if most_bytes is not None and path.stat().st_size > most_bytes:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {most_bytes}")
     return path.stat().st_size
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
