@@ -22,6 +22,7 @@ from qspec_jax.cli.options import (
     Seed,
     SensitiveLayers,
     load,
+    megabytes,
     with_settings,
 )
 from qspec_jax.decoding.config import GenerationConfig
@@ -140,10 +141,6 @@ def _print_stream(pieces: Stream) -> Generation:
     return pieces.generation
 
 
-def _megabytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:
     table = Table("", *results, box=None, header_style="bold", padding=(0, 3, 0, 0))
 
@@ -163,5 +160,5 @@ def _stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = Non
     row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
     row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
     against = lambda s: f" ({s.cache_bytes / bf16_bytes:.0%} of bfloat16)" if bf16_bytes else ""
-    row("KV cache", lambda s: _megabytes(s.cache_bytes) + against(s))
+    row("KV cache", lambda s: megabytes(s.cache_bytes) + against(s))
     return table

@@ -10,11 +10,7 @@ from rich.table import Table
 
 from qspec_jax.caches.config import CacheConfig
 from qspec_jax.checkpoints.info import ModelInfo, model_info
-from qspec_jax.cli.generate import _megabytes
-from qspec_jax.cli.options import (
-    GroupSize,
-    Json,
-)
+from qspec_jax.cli.options import GroupSize, Json, megabytes
 from qspec_jax.files import to_json
 
 
@@ -42,8 +38,8 @@ def _info_table(found: ModelInfo) -> Table:
         "vocabulary": f"{found.vocab_size:,}, embeddings {'tied' if found.tie_word_embeddings else 'not tied'}",
         "positions": f"{found.max_length:,}, rope {found.rope_type}",
         "EOS ids": ", ".join(map(str, found.eos_token_ids)) or "none",
-        "weights": f"{_megabytes(found.weight_bytes)} target, {_megabytes(found.draft_weight_bytes)} more for the INT4 draft",
-        f"KV cache, {found.context:,} tokens": f"{_megabytes(found.cache_bytes)} hierarchical, {_megabytes(found.full_cache_bytes)} full",
+        "weights": f"{megabytes(found.weight_bytes)} target, {megabytes(found.draft_weight_bytes)} more for the INT4 draft",
+        f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} hierarchical, {megabytes(found.full_cache_bytes)} full",
     }
     for label, value in rows.items():
         table.add_row(label, value)

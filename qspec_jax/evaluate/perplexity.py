@@ -10,14 +10,19 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
+from qspec_jax import plots
 from qspec_jax.caches.config import CacheConfig
 from qspec_jax.caches.registry import Cache, empty_cache
 from qspec_jax.decoding import prefill
@@ -28,11 +33,11 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
-FULL = "bf16"  # in the model's own precision, whatever that is
+FULL = "bf16"  # the cache in the model's own precision, whatever that is
 PLANES = {FULL: 2, "int8": 2, "int4": 1}
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
-ROWS = 8  # of a batch, at most
-BUCKETS = 8  # of distances behind the prompt
+ROWS = 8  # the most texts of a batch
+BUCKETS = 8  # the most parts that distances behind the prompt are cut into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,7 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of N tokens in each of B rows, through C caches.
+    """How well N tokens in each of B rows were predicted through C caches.
 
     logprobs: natural logarithm of the probability of the real token, at temperature 1. divergence: KL(first cache || this one), in nats.
     agrees: whether the likeliest token is that of the first cache.
@@ -59,7 +64,8 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over all tokens. kl: from the full cache, nats a token. perplexity_change: over that of the full cache, less 1."""
+    """Means over all tokens. kl: divergence from the full cache, nats a token. perplexity_change: the perplexity over that of the full
+    cache, less 1."""
 
     perplexity: float
     perplexity_change: float
@@ -80,7 +86,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFigures(Figures):
-    """Of one cache, a key of `PLANES`, and by distance from the prompt."""
+    """The figures of one cache, a key of `PLANES`, over all tokens and by distance from the prompt."""
 
     cache: str
     by_distance: list[Part]
@@ -95,8 +101,9 @@ class TooShort:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """A row for each cache. tokens, bytes: scored, of all texts together. width: tokens of a block."""
+class PerplexityReport:
+    """What `qspec eval perplexity` measured. results: a row for each cache. tokens, bytes: what was scored, in all texts together. width:
+    tokens of a block."""
 
     model: str
     device: str
@@ -139,7 +146,7 @@ def score(
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
-    What stands behind a shorter one has no meaning. Raises InputError as `token_logprobs` does.
+    The scores behind the end of a shorter one have no meaning. Raises InputError as `token_logprobs` does.
     """
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
@@ -288,7 +295,7 @@ def cache_view(model: Llama, cache: str, *, scheme: str = CacheConfig.scheme, gr
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
-    """Of one cache, by its place in the scores, whose first is the full cache. scored_bytes: of the text that was scored."""
+    """The figures of one cache. cache: its place in the scores, whose first is the full cache. scored_bytes: bytes of the scored text."""
     loss = -scores.logprobs.mean((1, 2))
     total_bits = loss[cache] * scores.logprobs[cache].size / math.log(2)
     return Figures(
@@ -301,7 +308,7 @@ def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
 
 
 def by_distance(scores: Scores, cache: int) -> list[Part]:
-    """Of one cache, in at most BUCKETS parts."""
+    """The figures of one cache by distance from the prompt, in at most BUCKETS parts. cache: its place in the scores."""
     tokens = scores.logprobs.shape[2]
     edges = np.linspace(0, tokens, min(BUCKETS, tokens) + 1).astype(int)
     part = lambda a, b: Part(
@@ -312,7 +319,7 @@ def by_distance(scores: Scores, cache: int) -> list[Part]:
 
 def count_bytes(tokenizer, texts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Bytes, in UTF-8, of the last `max_new_tokens` tokens of the texts."""
-    # Not of those tokens alone: some tokenizers drop a space that a text begins with.
+    # Those tokens alone may decode to less: some tokenizers drop a space that a text begins with.
     size = lambda ids: len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
     return sum(size(text) - size(text[:-max_new_tokens]) for text in texts)
 
@@ -329,7 +336,7 @@ def run(
     scheme: str = CacheConfig.scheme,
     group_size: int | None = None,
     progress: bool | None = None,
-) -> Report:
+) -> PerplexityReport:
     """Perplexity and divergence through each of these caches, keys of `PLANES`, after prompts of `prompt_tokens` tokens.
 
     texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, and as
@@ -346,7 +353,7 @@ def run(
         for i, cache in enumerate(names)
         if cache in caches
     ]
-    return Report(
+    return PerplexityReport(
         model=name,
         device=jax.devices()[0].device_kind,
         dtype=model.dtype.name,
@@ -379,3 +386,73 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
             f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); ask for fewer"
         )
     return chosen, [TooShort(name, len(text)) for name, text in texts.items() if len(text) < length]
+
+
+def table(report: PerplexityReport) -> Group:
+    """A line for each cache."""
+    grid = grid_of("cache", "perplexity", "change", "bits per byte", "KL, nats a token", "top-1 agreement")
+    for row in report.results:
+        figures = f"{row.perplexity:.4f}", f"{row.perplexity_change:+.3%}", f"{row.bits_per_byte:.4f}", f"{row.kl:.2e}"
+        grid.add_row(row.cache, *figures, f"{row.top1_agreement:.2%}")
+    notes = [
+        scored_text(report),
+        f"Groups of {report.group_size} tokens, scheme {report.scheme}. change, KL, agreement: from a cache in the model's own precision.",
+        *left_out(report.too_short),
+    ]
+    return Group(heading("Perplexity through decode", report), grid, *(Text(note, "dim") for note in notes))
+
+
+def plot(report: PerplexityReport, path: Path) -> None:
+    """Two panels against the distance from the prompt: perplexity, and divergence from the full cache; a line for each cache.
+
+    Raises InputError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    loss, divergence = figure.subplots(1, 2)
+    for number, row in enumerate(report.results):
+        middles = [(part.first + part.last) / 2 for part in row.by_distance]
+        style = dict(color=f"C{number}", marker="o", label=f"{row.cache} ({row.perplexity:.3f}, KL {row.kl:.1e})")
+        loss.plot(middles, [part.perplexity for part in row.by_distance], **style)
+        divergence.plot(middles, [part.kl for part in row.by_distance], **style)
+    # Not logarithmic all the way: the full cache's is 0.
+    divergence.set_yscale("symlog", linthresh=1e-7)
+    loss.set(ylabel="perplexity", title="Perplexity")
+    divergence.set(ylabel="nats a token", title="KL from the full cache")
+    for axes in (loss, divergence):
+        axes.set_xlabel("tokens behind the prompt")
+        axes.grid(alpha=0.3)
+    loss.legend(fontsize=8)
+    figure.suptitle(f"{report.model}: {report.texts} texts, prompts of {report.prompt_tokens:,} tokens", fontsize=11)
+    plots.save(figure, path)
+
+
+def grid_of(*labels: str) -> Table:
+    """A table with these columns: names at the left, figures at the right."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in labels:
+        grid.add_column(label, justify="left" if label in ("cache", "quantizer", "keys by", "values by", "scheme", "read by") else "right")
+    return grid
+
+
+def heading(title: str, report) -> Text:
+    """The first line of a report on a model: what was measured, and on which device."""
+    return Text.assemble((f"{title} of {report.model}", "bold"), f" in {report.dtype} on {report.device}\n")
+
+
+def scored_text(report) -> str:
+    """A note on how much text was scored."""
+    return (
+        f"\n{report.tokens:,} tokens ({report.bytes:,} bytes): {report.max_new_tokens:,} behind {report.prompt_tokens:,} of each of "
+        f"{report.texts} texts."
+    )
+
+
+def left_out(texts: Sequence[TooShort]) -> list[str]:
+    """A note on the texts that were too short; none where there are none."""
+    if not texts:
+        return []
+    longest = max(texts, key=lambda text: text.tokens)
+    count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+    return [f"{count} left out, too short; the longest of them is {longest.name}, {longest.tokens:,} tokens."]
