@@ -83,7 +83,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
-    if not compared:  # otherwise to load the source says it
+    if not compared:  # otherwise loading the source warns of it
         opened.warn_of_not_finite()
     if compared and not _same_bits(_logits(load_model(source, dtype=manifest.dtype, progress=False)), _logits(load_model(directory))):
         wrong.append("the logits differ")
@@ -102,14 +102,14 @@ def _logits(model: Llama) -> np.ndarray:
     return np.asarray(_prefilled(model, jnp.asarray(tokens)[None], cache))
 
 
-# One program for both, lest XLA choose its kernels anew.
+# Compiled once for both models, lest XLA choose other kernels for the second.
 @jax.jit
 def _prefilled(model: Llama, tokens: jax.Array, cache: Cache) -> jax.Array:
     return prefill(model, tokens, jnp.full(1, TOKENS), cache)[0]
 
 
 def _fits(source: Source, dtype: jnp.dtype) -> bool:
-    """Whether there is twice the room that the weights take, on the default device."""
+    """Whether the default device has twice the room that the weights take."""
     numbers = sum(place.size for place in source.places.values())
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else _free_on_the_host()

@@ -11,7 +11,10 @@ from qspec_jax.files import whole_folder
 
 
 def check_apart(source: Path, directory: Path) -> None:
-    """Raises InputError where one is within the other, or nothing can take the place of the directory. It is resolved."""
+    """Raises InputError where source and directory are one within the other, or nothing can take the place of the directory.
+
+    directory: resolved.
+    """
     outer = source.resolve()
     if directory == outer or outer in directory.parents or directory in outer.parents:
         raise InputError(f"{directory}: should be neither within {source} nor around it")

@@ -158,7 +158,7 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
             pieces = [memory[start : start + source.read_bytes(path)] for start, path in zip(starts, paths)]
             weights = dict(zip(paths, pool.map(read, paths, pieces)))
             bar.update(sum(map(len, pieces)))
-            target.add(weights)  # which waits for those before: then their memory can be read into
+            target.add(weights)  # waits for those before, whose memory can be read into then
             for saved in draft:
                 if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
                     saved.add(quantized)
@@ -205,7 +205,7 @@ class _Saved:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Makes an OSError of whatever Orbax and TensorStore make of a full disk, a quota, or a lost connection."""
+    """Turns what Orbax and TensorStore raise on a full disk, a quota, or a lost connection into an OSError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:

@@ -36,7 +36,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A text without its byte order mark. Raises InputError for what is no text file in UTF-8."""
+    """The text of a file, or of standard input, without its byte order mark. Raises InputError for what is no text file in UTF-8."""
     try:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
@@ -44,12 +44,14 @@ def read_text(path: Path) -> str:
 
 
 def read_texts(option: str, paths: Sequence[Path]) -> list[str]:
+    """The texts of several files. option: what gave them. Raises InputError as `read_text`, and where standard input is named twice."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError(f"{option} - stands there twice, and standard input can be read once")
     return [read_text(path) for path in paths]
 
 
 def name_of(path: Path) -> str:
+    """How messages call a file, or standard input."""
     return "standard input" if path == STANDARD_INPUT else str(path)
 
 
@@ -68,7 +70,7 @@ def is_replaced(path: Path) -> bool:
 
 
 def _is_standard_output(path: Path) -> bool:
-    """Whether this is the path of the file that standard output goes to, which has perhaps something before it already."""
+    """Whether standard output goes to this file, which may hold something already."""
     try:
         return path.is_file() and os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -77,9 +79,10 @@ def _is_standard_output(path: Path) -> bool:
 
 @contextlib.contextmanager
 def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins.
+    """Yields a function that writes the result: to standard output, or to a file that appears whole or not at all (see `whole_file`).
 
-    Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises InputError where nothing can be written.
+    Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises InputError where the file cannot be
+    written, before the work begins if that is known by then.
     """
     if path is None or _is_standard_output(path):
         yield sys.stdout.write
@@ -130,11 +133,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """Yields an empty folder, which becomes this one when the block ends: the directory is whole, or what it was. It is resolved.
+    """Yields an empty folder, which becomes this directory when the block ends: the directory is whole, or what it was.
 
-    Killed just as the new folder takes the place of an old one, it is absent until the next call puts the old one back. check: raises an
-    exception unless what is there may be replaced; it is asked before anything is written, and again when all is. Raises OSError where
-    the directory cannot be written.
+    Where the process is killed just as the new folder takes the place of an old one, the directory is absent until the next call puts the
+    old one back. directory: resolved. check: raises an exception unless what is there may be replaced; it is asked before anything is
+    written, and again when all is. Raises OSError where the directory cannot be written.
     """
     _remove_unfinished(directory)
     check()
@@ -151,7 +154,11 @@ def whole_folder(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _folder_beside(place: Path) -> Iterator[Path]:
-    """A new folder beside a place, gone at the end, with a marker in it that is locked until this process ends, however it does."""
+    """Yields a new folder beside a place, which is removed at the end.
+
+    A marker in it is locked until this process ends, however it does: `_remove_unfinished` leaves a folder alone while it is. The marker
+    has another name until it is locked, or a process that looks just then would take the folder for one that a killed process left.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".unfinished", dir=place.parent))
     try:
         with (folder / UNLOCKED).open("w") as marker:
@@ -165,7 +172,8 @@ def _folder_beside(place: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path, place: Path) -> None:
-    """Puts back what was in the place before, if the new one is not. The marker goes last: what is left stays marked."""
+    """Removes a folder beside a place; what stood in the place before goes back there, unless the new one took it. The marker goes last,
+    so that what cannot be removed stays marked."""
     draft, old = folder / place.name, folder / OLD / place.name
     if old.exists() and draft.exists():
         os.replace(old, place)  # fails where something has come there
@@ -179,7 +187,7 @@ def _remove(folder: Path, place: Path) -> None:
 
 
 def _remove_unfinished(place: Path) -> None:
-    """Removes what writing to this place has left that was killed, and is not under way."""
+    """Removes what processes that were killed while they wrote to this place have left; not what another process is writing now."""
     for path in place.parent.glob(f".{glob.escape(place.name)}.????????.unfinished") if fcntl else ():
         with contextlib.suppress(OSError):  # another's, or no directory of ours, or locked
             if not path.is_symlink():
@@ -189,7 +197,7 @@ def _remove_unfinished(place: Path) -> None:
 
 
 def real(path: Path) -> Path:
-    """What symbolic links lead to. Raises InputError for a loop of them."""
+    """The path that symbolic links lead to. Raises InputError for a loop of them."""
     found = Path(os.path.realpath(path))
     if found.is_symlink():
         raise InputError(f"{path}: cannot be written (a loop of symbolic links)")
@@ -203,7 +211,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """In one line. JSON has no infinities and no NaN, which become null: the log-probability of a token that cannot come is -inf."""
+    """A value as one line of JSON. Infinities and NaN, which JSON lacks, become null: a token that cannot come has a log-probability of
+    -inf."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -219,7 +228,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; InputError when it cannot be read or is no object."""
+    """The JSON object in a file. Raises InputError where it cannot be read, or is no object."""
     with reading(path):
         content = path.read_bytes()
     try:

@@ -125,7 +125,7 @@ def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple
 def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or sharded over a mesh.
 
-    shapes: by path, a ShapeDtypeStruct or an Int4Weight of them, of all weights or some; arrays are cast to their dtypes. Raises
+    shapes: for each wanted weight, by its path, a ShapeDtypeStruct or an Int4Weight of them; arrays are cast to their dtypes. Raises
     InputError where it cannot be read.
     """
     return dict(restored(directory, name, shapes, mesh, LOADED_BYTES))
@@ -158,7 +158,7 @@ def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh |
 
 @contextlib.contextmanager
 def for_orbax(directory: Path) -> Iterator[Path]:
-    """A path to the directory by which Orbax can read and write in it: by a link where its own has characters such as [ or ?.
+    """Yields a path by which Orbax can read and write in a directory: a link to it where its own path has characters such as [ or ?.
 
     directory: absolute. Raises InputError where the folder of temporary files has such a name too.
     """

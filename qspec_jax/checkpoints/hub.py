@@ -24,13 +24,13 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
     """The directory of a checkpoint: itself, or, for ORG/NAME or ORG/NAME@REVISION, what is fetched from the Hub.
 
-    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither.
+    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither a directory nor to be had.
     """
     directory = Path(checkpoint)
     with reading(checkpoint):
         if directory.is_dir():
             return directory
-        # Beside a folder that is there it is a path that is mistyped.
+        # In a folder that exists, a name that does not is a path that was mistyped.
         mistyped = directory.exists() or (directory.parent.is_dir() and "@" not in directory.name)
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
             raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
@@ -41,7 +41,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
         utils.disable_progress_bars()
     try:
         found = _fetched(str(checkpoint))
-        if not found.is_dir():  # any more
+        if not found.is_dir():  # it was removed since
             _fetched.cache_clear()
             found = _fetched(str(checkpoint))
         return found

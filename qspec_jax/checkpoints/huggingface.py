@@ -30,7 +30,7 @@ _EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 
 
 def load_config(directory: str | Path) -> LlamaConfig:
-    """The model's config, with the EOS ids of generation_config.json where it has them."""
+    """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`."""
     directory = local(directory)
     config = LlamaConfig.from_hf(directory / "config.json")
     generation = directory / "generation_config.json"
@@ -117,7 +117,7 @@ class Source:
             )
 
     def examine(self, path: str, weight: np.ndarray) -> None:
-        """Remembers the tensor of a weight, in the dtype that it is used in, if there is an infinity or a NaN among its numbers."""
+        """Remembers the tensor of a weight if there is an infinity or a NaN among its numbers, in the dtype that it is used in."""
         if not all_finite(weight):
             self.not_finite.add(self.places[path].name)
 

@@ -165,7 +165,7 @@ def is_right(answer: str, value: str) -> bool:
 
 
 def check(model: Llama, lengths: Sequence[int], depths: Sequence[float]) -> None:
-    """Raises InputError for what cannot be asked of this model."""
+    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1."""
     most = model.config.max_length - NEW_TOKENS
     for length in lengths:
         if not 1 <= length <= most:

@@ -1,7 +1,7 @@
 """How well a model predicts real text when it decodes with a quantized cache: perplexity, and divergence from a full-precision cache.
 
 Prefill attends in full precision, so what a cache costs shows only in decoding. So the tokens behind a prompt are fed through decode, a
-block at a time, by generation's schedule: a block ends where one-by-one decoding would flush. Through all caches at once, since whole
+block at a time, by generation's schedule: a block ends where one-by-one decoding would flush. All caches are fed at once, since whole
 distributions are compared and none is kept.
 """
 
@@ -263,7 +263,7 @@ def measure(
     parts = []
     with tqdm(total=len(texts), leave=False, disable=None if progress is None else not progress) as bar:
         for rows in batches(texts):
-            # Filled up, so that all batches are of one shape, which is compiled once.
+            # The last batch is filled up, so that all are of one shape, which is compiled once.
             full = rows + [rows[0]] * (len(batches(texts)[0]) - len(rows))
             prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
             parts.append(score(model, prompts, continuations, views, width=width))
@@ -389,7 +389,7 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
 
 
 def table(report: PerplexityReport) -> Group:
-    """A line for each cache."""
+    """A table with a line for each cache."""
     grid = grid_of("cache", "perplexity", "change", "bits per byte", "KL, nats a token", "top-1 agreement")
     for row in report.results:
         figures = f"{row.perplexity:.4f}", f"{row.perplexity_change:+.3%}", f"{row.bits_per_byte:.4f}", f"{row.kl:.2e}"
@@ -416,7 +416,7 @@ def plot(report: PerplexityReport, path: Path) -> None:
         style = dict(color=f"C{number}", marker="o", label=f"{row.cache} ({row.perplexity:.3f}, KL {row.kl:.1e})")
         loss.plot(middles, [part.perplexity for part in row.by_distance], **style)
         divergence.plot(middles, [part.kl for part in row.by_distance], **style)
-    # Not logarithmic all the way: the full cache's is 0.
+    # Linear near 0, which is the full cache's.
     divergence.set_yscale("symlog", linthresh=1e-7)
     loss.set(ylabel="perplexity", title="Perplexity")
     divergence.set(ylabel="nats a token", title="KL from the full cache")

@@ -206,7 +206,7 @@ SQUARES = Compiled(_squares, static_argnames=("quantizers", "group_size"))
 
 
 def table(report: QuantizersReport) -> Group:
-    """Two lines for each quantizer, as draft and as target."""
+    """A table with two lines for each quantizer, as a draft reads it and as the target does."""
     labels = "perplexity", "change", "KL, nats a token", "top-1 agreement", "error of keys", "of values", "accepted"
     grid = perplexity.grid_of("quantizer", "keys by", "values by", "scheme", "read by", *labels)
     for row in report.results:

@@ -18,8 +18,9 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Architecture:
     """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
 
-    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: `sliding_window` counts by itself.
-    nope: some layers have no RoPE, by `no_rope_layers`. only_longrope: the one rope type but the default, by whatever name.
+    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: whether `sliding_window` counts by itself,
+    without another key that switches it on. nope: whether some layers have no RoPE (`no_rope_layers`). only_longrope: whether longrope,
+    by whatever name, is the only rope type besides the default. defaults: what a key is where config.json lacks it.
     """
 
     qkv_bias: bool | str = False
@@ -113,7 +114,7 @@ class LlamaConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
-    nope_layers: tuple[int, ...] = ()  # without RoPE
+    nope_layers: tuple[int, ...] = ()  # the layers without RoPE
 
     @property
     def max_length(self) -> int:
