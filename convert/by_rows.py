@@ -1,4 +1,4 @@
-"""The draft's INT4 weights, some rows at a time: making them anew takes several float32 copies of a weight."""
+"""The draft's INT4 weights, quantized and compared some rows at a time, since that takes several float32 copies of the rows."""
 
 import operator
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import numpy as np
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax.quantization.weights import quantize_weight
 
-ROWS_SIZE = 1 << 22  # numbers at a time
+ROWS_SIZE = 1 << 22  # numbers of a weight at a time
 
 
 def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
-    """`quantize_weight`, in the host's memory."""
+    """Quantizes a weight as `quantize_weight` does, from the host's memory and into it."""
     parts = []
     for rows, part in _parts(weight):
         quantized = jax.device_get(quantize_weight(jnp.asarray(part)))
@@ -23,10 +23,11 @@ def quantize_by_rows(weight: np.ndarray) -> Int4Weight:
 
 
 def draft_error(stored: Int4Weight, weight: np.ndarray) -> float:
-    """The largest root mean square error of a row's group, as a share of what it may be: that of quantizing the weight again, one per
-    cent more, a thousandth of the group's range, and what rounds in float32, for XLA may add in another order.
+    """How far a stored INT4 weight is from the weight that it was made of, as a share of what is allowed; more than 1 is wrong.
 
-    A group of the weight that is not finite has none.
+    It is the largest over all groups of the root mean square error over the allowed one: 1.01 times that of quantizing the weight again,
+    a thousandth of the group's range, and float32's rounding, since XLA may add in another order. Groups of the weight that are not
+    finite do not count.
     """
     host = jax.tree.map(np.asarray, stored)
     worst = 0.0
@@ -44,7 +45,7 @@ def _largest_error(stored: Int4Weight, weight: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % size)), mode="edge").reshape(len(x), -1, size)
 
     groups = split(weight)
-    # In powers of two near the group's largest number, for squares may leave float32.
+    # Numbers are scaled by a power of two near the group's largest, since squares may leave float32.
     exponent = jnp.frexp(jnp.abs(groups).max(-1, keepdims=True))[1]
     scaled = lambda x: jnp.ldexp(x, -exponent)
     apart = lambda w: scaled(split(dequantize_weight(w, jnp.float32))) - scaled(groups)
@@ -58,7 +59,7 @@ def _largest_error(stored: Int4Weight, weight: jax.Array) -> jax.Array:
 
 
 def _parts(weight: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Some rows at a time, all parts of one size, for each size is compiled; rows do not depend on each other."""
+    """Yields some rows of a weight at a time, and which they are. All parts are padded to one size, since each size is compiled."""
     size = min(len(weight), max(1, ROWS_SIZE // weight.shape[1]))
     for first in range(0, len(weight), size):
         rows = slice(first, min(first + size, len(weight)))

@@ -23,13 +23,14 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_weight
 
-TOKENS = 64  # that the logits are compared after
+TOKENS = 64  # the length of the prompt behind which logits are compared
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """wrong: what differs, a sentence each; nothing where all is well. weights, drafted: how many were compared. draft_error: the largest
-    of `draft_error`, None where it is not finite. logits: whether they were compared too."""
+class VerificationReport:
+    """What was compared, and what differs. wrong: a sentence for each difference, none where all is well. weights, drafted: how many of
+    the target and of the draft were compared. draft_error: the largest of `by_rows.draft_error`, None where it is not finite. logits:
+    whether they were compared too."""
 
     source: str
     directory: str
@@ -40,13 +41,13 @@ class Report:
     wrong: list[str]
 
 
-def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> Report:
+def verify(source: str | Path, directory: str | Path, *, logits: bool | None = None, progress: bool | None = None) -> VerificationReport:
     """Compares a converted checkpoint with its source, a directory or ORG/NAME on the Hub, a few weights in memory at a time.
 
     Weights must be the source's, bit for bit, in the dtype of the conversion; the draft's may err as much as `draft_error` says.
-    logits: of some tokens, from either, if all else is the same; one model at a time is in memory for it, and None compares them where
-    there is room for two. progress: a bar on standard error; None shows it on a terminal. Raises InputError where one of them cannot be
-    read, or they are not of one model.
+    logits: whether to compare those after some tokens too, if all else is the same; one model at a time is in memory for it, and None
+    compares them where there is room for two. progress: a bar on standard error; None shows it on a terminal. Raises InputError where one
+    of the two cannot be read, or they are not of one model.
     """
     source, directory = local(source, progress=progress), Path(directory)
     if converted.is_converted(source):
@@ -82,12 +83,12 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
             if errors[-1] > 1:
                 wrong.append(f"the draft's {path} errs {errors[-1]:.3g} times as much as it may")
     compared = not wrong and (_fits(opened, dtype) if logits is None else logits)
-    if not compared:  # otherwise to load the source says it
+    if not compared:  # otherwise loading the source warns of it
         opened.warn_of_not_finite()
     if compared and not _same_bits(_logits(load_model(source, dtype=manifest.dtype, progress=False)), _logits(load_model(directory))):
         wrong.append("the logits differ")
     most = float(np.max(errors)) if errors and np.isfinite(errors).all() else None
-    return Report(str(source), str(directory), len(opened.places), len(errors), most, compared, wrong)
+    return VerificationReport(str(source), str(directory), len(opened.places), len(errors), most, compared, wrong)
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -101,14 +102,14 @@ def _logits(model: Llama) -> np.ndarray:
     return np.asarray(_prefilled(model, jnp.asarray(tokens)[None], cache))
 
 
-# One program for both, lest XLA choose its kernels anew.
+# Compiled once for both models, lest XLA choose other kernels for the second.
 @jax.jit
 def _prefilled(model: Llama, tokens: jax.Array, cache: Cache) -> jax.Array:
     return prefill(model, tokens, jnp.full(1, TOKENS), cache)[0]
 
 
 def _fits(source: Source, dtype: jnp.dtype) -> bool:
-    """Whether there is twice the room that the weights take, on the default device."""
+    """Whether the default device has twice the room that the weights take."""
     numbers = sum(place.size for place in source.places.values())
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else _free_on_the_host()
@@ -116,7 +117,7 @@ def _fits(source: Source, dtype: jnp.dtype) -> bool:
 
 
 def _free_on_the_host() -> int:
-    """Bytes, of which Linux alone tells; the page cache is free too."""
+    """Bytes of free memory, with the page cache, which is free too; 0 where the system is not Linux, which alone tells."""
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(found[1]) * 1024 if found else 0

@@ -4,20 +4,18 @@ import codecs
 from pathlib import Path
 
 from qspec_jax.checkpoints.hub import SMALL_FILES
-from qspec_jax.errors import InputError
+from qspec_jax.errors import reading
 
 
 def copy_small_files(source: Path, directory: Path) -> None:
-    """The config and the tokenizer's. Raises InputError where one cannot be read."""
+    """Copies the config and the tokenizer's files. Raises InputError where one cannot be read."""
     for name in SMALL_FILES:
         if (content := small_file(source, name)) is not None:
             (directory / name).write_bytes(content)
 
 
 def small_file(directory: Path, name: str) -> bytes | None:
-    """Its bytes, without the byte order mark that some editors begin a file with and many readers of JSON refuse; None where there is
-    none. Raises InputError where it cannot be read."""
-    try:
+    """The bytes of a file, without the byte order mark that some editors begin one with and many readers of JSON refuse; None where there
+    is no such file. Raises InputError where it cannot be read."""
+    with reading(directory / name):
         return (directory / name).read_bytes().removeprefix(codecs.BOM_UTF8) if (directory / name).is_file() else None
-    except OSError as error:
-        raise InputError(f"{directory / name}: cannot be read ({error.strerror})") from None

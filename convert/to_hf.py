@@ -15,16 +15,16 @@ from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import TARGET, Manifest
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.tensor_names import Place, places, weight_shapes
-from qspec_jax.errors import InputError
-from qspec_jax.files import read_json
+from qspec_jax.errors import InputError, writing
+from qspec_jax.files import read_json, write_json
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What was written."""
+class ExportReport:
+    """What was exported. directory: where to; bytes_written: of `files`, its safetensors, and all else in it."""
 
     source: str
     directory: str
@@ -33,7 +33,7 @@ class Report:
     files: list[str]
 
 
-def export(source: str | Path, directory: str | Path, *, progress: bool | None = None) -> Report:
+def export(source: str | Path, directory: str | Path, *, progress: bool | None = None) -> ExportReport:
     """Writes the target of a converted checkpoint as a Hugging Face directory, in shards of at most `SHARD_BYTES` (or of a tensor).
 
     Its tensors are, bit for bit, those that were converted, unless that changed their dtype. The draft is left out. progress: a bar on
@@ -47,11 +47,9 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
         if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
             raise InputError(f"{directory}: exists already; give another directory")
 
-    try:
+    with writing(directory, RuntimeError):  # a name that is too long, a loop of links
         directory = Path(directory).resolve()
         check()
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"{directory}: cannot be written ({error})") from None
     if not converted.is_converted(source):
         raise InputError(f"{source}: not a converted checkpoint; `qspec convert` makes one")
     manifest = converted.read_manifest(source)
@@ -77,17 +75,16 @@ def export(source: str | Path, directory: str | Path, *, progress: bool | None =
             _write_shard(source, unfinished / file, {name: tensors[name] for name in names}, manifest, bar)
         if len(shards) > 1:
             weight_map = {name: file for file, names in zip(files, shards) for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            write_json(unfinished / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
         copy_small_files(source, unfinished)
         raw = read_json(source / "config.json")
         raw |= dict.fromkeys(raw.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype)
-        (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    return Report(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
+        write_json(unfinished / "config.json", raw)
+    return ExportReport(str(source), str(directory), len(tensors), sum(path.stat().st_size for path in directory.iterdir()), files)
 
 
 def _write_shard(source: Path, file: Path, tensors: dict[str, list[tuple[str, Place]]], manifest: Manifest, bar: tqdm) -> None:
-    """A safetensors file: the length of the header, the header, the tensors one after the other."""
+    """Writes a safetensors file: the length of the header, the header, the tensors one after the other."""
     kind, written, header, end = jnp.dtype(manifest.dtype), manifest.written[TARGET], {"__metadata__": {"format": "pt"}}, 0
     for name, parts in tensors.items():
         shape = [sum(place.shape[0] for _, place in parts), *parts[0][1].shape[1:]]

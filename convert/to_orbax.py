@@ -28,19 +28,19 @@ from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import Source
 from qspec_jax.checkpoints.loading import stored_dtype
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json
 from qspec_jax.quantization.weights import is_linear
 
 DTYPES = ("bfloat16", "float32")
-FILE_BYTES = 1 << 26  # about, of a file that Orbax writes: several are written at once
+FILE_BYTES = 1 << 26  # about what Orbax writes into a file: several are written at once
 READERS = 4  # threads: one hashes more slowly than a disk writes
-ALIGNMENT = 8  # bytes: of the widest number
+ALIGNMENT = 8  # bytes of the widest number
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What was written. bytes_read: of tensors, in the source."""
+class ConversionReport:
+    """What was converted. tensors: how many weights; bytes_read: what they take in the source; bytes_written: all files of `directory`."""
 
     source: str
     directory: str
@@ -59,7 +59,7 @@ def convert(
     draft_bits: int = 16,
     overwrite: bool = False,
     progress: bool | None = None,
-) -> Report:
+) -> ConversionReport:
     """Converts a Hugging Face directory, or ORG/NAME on the Hub, to one that `qspec_jax.load` restores straight to devices.
 
     dtype: bfloat16 or float32; None is the checkpoint's own (float16 becomes bfloat16). draft_bits: 4 stores the draft's INT4 weights
@@ -72,13 +72,11 @@ def convert(
         raise InputError(f"draft bits {draft_bits} should be 4 or 16")
     folder = local(source, progress=progress)
     origin = str(source) if folder == Path(source) else f"{str(source).partition('@')[0]}@{folder.name}"
-    try:
+    with writing(directory, RuntimeError):  # a name that is too long, a loop of links
         directory = Path(directory).resolve()
         if converted.is_converted(folder):
             raise InputError(f"{source}: is converted already; a Hugging Face directory is needed")
         _check_places(folder, directory, overwrite)
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
-        raise InputError(f"{directory}: cannot be written ({error})") from None
     opened = Source(folder)
     wanted = dtype or stored_dtype(opened.config)
     if wanted not in DTYPES:
@@ -93,7 +91,7 @@ def convert(
         Manifest(origin, wanted, draft_bits, shapes, sha256, kept, converted.stored_files(unfinished), versions).write(unfinished)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     read = sum(opened.read_bytes(path) for path in opened.places)
-    return Report(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)
+    return ConversionReport(origin, str(directory), wanted, draft_bits, len(opened.places), read, size)
 
 
 def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
@@ -117,7 +115,7 @@ def _version(package: str) -> str:
 
 
 def _bytes_needed(source: Source, dtype: jnp.dtype, draft_bits: int) -> int:
-    """About, of the destination's weights."""
+    """About how many bytes the weights take in the destination."""
     sizes = {path: place.size for path, place in source.places.items()}
     drafted = sum(size for path, size in sizes.items() if is_linear(path)) if draft_bits == 4 else 0
     return sum(sizes.values()) * dtype.itemsize + drafted * 9 // 16
@@ -160,7 +158,7 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
             pieces = [memory[start : start + source.read_bytes(path)] for start, path in zip(starts, paths)]
             weights = dict(zip(paths, pool.map(read, paths, pieces)))
             bar.update(sum(map(len, pieces)))
-            target.add(weights)  # which waits for those before: then their memory can be read into
+            target.add(weights)  # waits for those before, whose memory can be read into then
             for saved in draft:
                 if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
                     saved.add(quantized)
@@ -177,7 +175,7 @@ class _Saved:
         self._directory, self._saving = directory, None
 
     def add(self, weights: dict[str, Any]) -> None:
-        """By their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
+        """Adds weights by their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
         from orbax.checkpoint import v1 as ocp
 
         self._wait()
@@ -201,15 +199,15 @@ class _Saved:
             with _writing():
                 ocp.partial.finalize(self._directory)
         else:
-            with contextlib.suppress(OSError):  # of what failed already
+            with contextlib.suppress(OSError):  # what failed has been reported already
                 self._wait()
 
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Makes an OSError of whatever Orbax and TensorStore make of a full disk, a quota, or a lost connection."""
+    """Turns what Orbax and TensorStore raise on a full disk, a quota, or a lost connection into an OSError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        code = re.search(r"os_error_code='(\d+)'", str(error))  # of TensorStore, after the names of many files
-        raise OSError(os.strerror(int(code[1])) if code else f"{type(error).__name__}: {error}") from None
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # TensorStore says it after the names of many files
+        raise OSError(os.strerror(int(code[1])) if code else with_type(error)) from None

@@ -1,35 +1,42 @@
-"""What commands read and write: files or standard input, results that appear whole or not at all, JSON."""
+"""What commands read and write: files or standard input, files and folders that appear whole or not at all, JSON."""
 
 import contextlib
+import glob
 import io
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, reading, writing
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 STANDARD_INPUT = Path("-")
+UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
+OLD = "old"  # a folder in that one: what stood in the place of a directory
 
 
 def read_bytes(path: Path) -> bytes:
     """All of a file, or of standard input where the path is `-`. Raises InputError where it cannot be read."""
-    try:
+    with reading(name_of(path)):
         if path != STANDARD_INPUT:
             return path.read_bytes()
         if sys.stdin is None:
             raise InputError("standard input: cannot be read (it is closed)")
         return sys.stdin.buffer.read()
-    except OSError as error:
-        raise InputError(f"{name_of(path)}: cannot be read ({error.strerror})") from None
 
 
 def read_text(path: Path) -> str:
-    """A text without its byte order mark. Raises InputError for what is no text file in UTF-8."""
+    """The text of a file, or of standard input, without its byte order mark. Raises InputError for what is no text file in UTF-8."""
     try:
         return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig").read()
     except UnicodeDecodeError:
@@ -37,12 +44,14 @@ def read_text(path: Path) -> str:
 
 
 def read_texts(option: str, paths: Sequence[Path]) -> list[str]:
+    """The texts of several files. option: what gave them. Raises InputError as `read_text`, and where standard input is named twice."""
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError(f"{option} - stands there twice, and standard input can be read once")
     return [read_text(path) for path in paths]
 
 
 def name_of(path: Path) -> str:
+    """How messages call a file, or standard input."""
     return "standard input" if path == STANDARD_INPUT else str(path)
 
 
@@ -61,7 +70,7 @@ def is_replaced(path: Path) -> bool:
 
 
 def _is_standard_output(path: Path) -> bool:
-    """Whether this is the path of the file that standard output goes to, which has perhaps something before it already."""
+    """Whether standard output goes to this file, which may hold something already."""
     try:
         return path.is_file() and os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -70,46 +79,140 @@ def _is_standard_output(path: Path) -> bool:
 
 @contextlib.contextmanager
 def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
-    """Where the result goes: standard output, or a file that appears whole or not at all. Fails before the work begins.
+    """Yields a function that writes the result: to standard output, or to a file that appears whole or not at all (see `whole_file`).
 
-    A symbolic link stays, and the file that it names is replaced. Until all is written nothing lies on the disk: a process that is killed
-    leaves nothing.
+    Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises InputError where the file cannot be
+    written, before the work begins if that is known by then.
     """
     if path is None or _is_standard_output(path):
         yield sys.stdout.write
         return
-    try:
+    with writing(path):
         if not is_replaced(path):
             with path.open("w", encoding="utf-8") as device:
                 yield device.write
             return
-        path = real(path)
-        # In place of an old file with its permissions, or with those of any new one.
-        if path.exists():
-            path.open("a").close()
-        tempfile.TemporaryFile(dir=path.parent).close()  # may something be written there?
+        check_writable(path)
         text = io.StringIO()
         yield text.write
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            draft = Path(folder) / path.name
+        with whole_file(path) as draft:
             draft.write_text(text.getvalue(), encoding="utf-8")
-            if path.exists():
-                draft.chmod(path.stat().st_mode & 0o777)
-            draft.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError where `whole_file` could not put a file in this place, and InputError for a loop of symbolic links."""
+    path = real(path)
+    if path.exists():
+        path.open("a").close()
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields where to write what becomes this file when the block ends: the file appears whole, or stays as it was.
+
+    A symbolic link stays, and the file that it names is replaced. A file that was there leaves its permissions to the new one; otherwise
+    those are of any new file. A pipe or a device, which nothing can replace, is itself what is yielded. Raises OSError where the file
+    cannot be written, and InputError for a loop of symbolic links.
+    """
+    if not is_replaced(path):
+        yield path
+        return
+    check_writable(path)
+    path = real(path)
+    _remove_unfinished(path)
+    with _folder_beside(path) as folder:
+        ordinary = (folder / UNFINISHED).stat().st_mode
+        draft = folder / path.name
+        yield draft
+        mode = (path.stat().st_mode if path.exists() else ordinary) & 0o777
+        if draft.stat().st_mode & 0o777 != mode:  # some file systems have no permissions to change
+            draft.chmod(mode)
+        os.replace(draft, path)
+
+
+@contextlib.contextmanager
+def whole_folder(directory: Path, check: Callable[[], None]) -> Iterator[Path]:
+    """Yields an empty folder, which becomes this directory when the block ends: the directory is whole, or what it was.
+
+    Where the process is killed just as the new folder takes the place of an old one, the directory is absent until the next call puts the
+    old one back. directory: resolved. check: raises an exception unless what is there may be replaced; it is asked before anything is
+    written, and again when all is. Raises OSError where the directory cannot be written.
+    """
+    _remove_unfinished(directory)
+    check()
+    with _folder_beside(directory) as folder:
+        draft = folder / directory.name
+        draft.mkdir()
+        yield draft
+        check()
+        if directory.exists():
+            (folder / OLD).mkdir()
+            os.replace(directory, folder / OLD / directory.name)
+        os.replace(draft, directory)
+
+
+@contextlib.contextmanager
+def _folder_beside(place: Path) -> Iterator[Path]:
+    """Yields a new folder beside a place, which is removed at the end.
+
+    A marker in it is locked until this process ends, however it does: `_remove_unfinished` leaves a folder alone while it is. The marker
+    has another name until it is locked, or a process that looks just then would take the folder for one that a killed process left.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".unfinished", dir=place.parent))
+    try:
+        with (folder / UNLOCKED).open("w") as marker:
+            if fcntl:
+                with contextlib.suppress(OSError):  # a file system without locks; there nothing that is left is removed
+                    fcntl.flock(marker, fcntl.LOCK_EX)
+            (folder / UNLOCKED).rename(folder / UNFINISHED)
+            yield folder
+    finally:
+        _remove(folder, place)
+
+
+def _remove(folder: Path, place: Path) -> None:
+    """Removes a folder beside a place; what stood in the place before goes back there, unless the new one took it. The marker goes last,
+    so that what cannot be removed stays marked."""
+    draft, old = folder / place.name, folder / OLD / place.name
+    if old.exists() and draft.exists():
+        os.replace(old, place)  # fails where something has come there
+    if draft.is_file():
+        with contextlib.suppress(OSError):
+            draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(folder / OLD, ignore_errors=True)
+    if {path.name for path in folder.iterdir()} <= {UNFINISHED, UNLOCKED}:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unfinished(place: Path) -> None:
+    """Removes what processes that were killed while they wrote to this place have left; not what another process is writing now."""
+    for path in place.parent.glob(f".{glob.escape(place.name)}.????????.unfinished") if fcntl else ():
+        with contextlib.suppress(OSError):  # another's, or no directory of ours, or locked
+            if not path.is_symlink():
+                with (path / UNFINISHED).open("r+") as marker:
+                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(path, place)
 
 
 def real(path: Path) -> Path:
-    """What symbolic links lead to. Raises InputError for a loop of them."""
+    """The path that symbolic links lead to. Raises InputError for a loop of them."""
     found = Path(os.path.realpath(path))
     if found.is_symlink():
         raise InputError(f"{path}: cannot be written (a loop of symbolic links)")
     return found
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of indented JSON, whole or not at all. Raises OSError."""
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def to_json(value: Any) -> str:
-    """In one line. JSON has no infinities and no NaN, which become null: the log-probability of a token that cannot come is -inf."""
+    """A value as one line of JSON. Infinities and NaN, which JSON lacks, become null: a token that cannot come has a log-probability of
+    -inf."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -125,11 +228,11 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; InputError when it cannot be read or is no object."""
+    """The JSON object in a file. Raises InputError where it cannot be read, or is no object."""
+    with reading(path):
+        content = path.read_bytes()
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        value = json.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, writing
+from qspec_jax.files import whole_file
 
 SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -25,7 +26,7 @@ def check(path: Path, output: Path | None) -> None:
 def context_axis(axes, contexts: Sequence[int]) -> None:
     """Makes the horizontal axis of a matplotlib plot one of these contexts, on a logarithmic scale."""
     axes.set_xscale("log")
-    # Shapes of attention have a few tokens more, which are buffered.
+    # A context may have a few tokens more, which are buffered.
     axes.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 <= n // 100 else f"{n:,}" for n in contexts])
     axes.minorticks_off()
     axes.set_xlabel("context (tokens)")
@@ -33,8 +34,6 @@ def context_axis(axes, contexts: Sequence[int]) -> None:
 
 
 def save(figure, path: Path) -> None:
-    """Writes a matplotlib figure. Raises InputError if the file cannot be written."""
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise InputError(f"--plot {path}: cannot be written ({error.strerror})") from None
+    """Writes a matplotlib figure, whole or not at all. Raises InputError if the file cannot be written."""
+    with writing(f"--plot {path}"), whole_file(path) as draft:
+        figure.savefig(draft, dpi=150)

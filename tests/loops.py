@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from qspec_jax.drafts.cached_model import CachedModel
 from runs import random_model
 
 from qspec_jax.bench.hlo import large_operations
@@ -13,7 +14,6 @@ from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState, start
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel
 
 CAPACITY = 1 << 16
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from checkpoints import hf_config
+from qspec_jax.drafts.cached_model import CachedModel, Step
 
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState, Limits
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel, Step
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded

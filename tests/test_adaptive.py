@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qspec_jax.drafts.cached_model import CachedModel
 
 from qspec_jax import GenerationConfig, demo, load
 from qspec_jax.caches.registry import empty_cache
 from qspec_jax.decoding.generate import make_limits
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel
 from qspec_jax.evaluate import acceptance
 from qspec_jax.training import corpus
 

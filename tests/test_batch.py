@@ -24,12 +24,12 @@ from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.decoding import batch
+from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import DECODE, generate
 from qspec_jax.decoding.jsonl import Journal, read_lines
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import Request, Result, run_batch
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)

@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_on_the_way(calls, source, tmp_path, monkeypatch):
 
 _LIMITED = """
 import resource, signal, sys
-from qspec_jax import converted
+from qspec_jax.checkpoints import converted
 from qspec_jax.cli import main
 converted.BATCH_BYTES = 30_000
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
@@ -139,7 +139,7 @@ def test_a_file_system_that_takes_no_more(most, source, tmp_path):
 _INTERRUPTED = """
 import gc, os, signal, sys, threading, time
 from orbax.checkpoint import v1 as ocp
-from qspec_jax import converted
+from qspec_jax.checkpoints import converted
 from qspec_jax.cli import main
 save, converted.BATCH_BYTES, when = ocp.partial.save_async, 30_000, sys.argv.pop(1)
 interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import one_bit, target_logits
+from qspec_jax.drafts.cached_model import CachedModel
 from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import softmax
 from scipy.stats import chisquare
@@ -18,7 +19,6 @@ from qspec_jax.decoding.generate import DECODE, generate, make_limits
 from qspec_jax.decoding.sampling import Greedy
 from qspec_jax.decoding.state import EOS, Limits
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel
 
 G = 4
 LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)

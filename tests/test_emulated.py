@@ -204,7 +204,7 @@ def test_eval_quantizers(run, directory, file, tmp_path):
     code, out, err = run(*command, "--json", "--plot", plot)
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert set(report) == {field.name for field in dataclasses.fields(quantizers.Report)}
+    assert set(report) == {field.name for field in dataclasses.fields(quantizers.QuantizersReport)}
     assert (report["texts"], report["tokens"], report["group_size"], report["gamma"]) == (1, 24, 8, 4)
     assert [text["name"] for text in report["too_short"]] == [str(short)]
     (row,) = report["results"]

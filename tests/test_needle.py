@@ -5,11 +5,11 @@ import json
 import pytest
 from rich.console import Console
 
-from qspec_jax import demo, plots
+from qspec_jax import demo, evaluate, plots
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.cli.needle import draw, table
+from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import Result, needle
+from qspec_jax.evaluate import needle
 
 
 @pytest.fixture(scope="module")
@@ -132,15 +132,15 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
     asked = [(method, length, depth) for method in needle.METHODS for length in (512, 1024) for depth in (0, 0.5)]
     cells = [needle.Cell(m.method, m.cache, length, depth, length - 2, i, 9) for i, (m, length, depth) in enumerate(asked)]
-    report = needle.Report("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
+    report = needle.NeedleReport("text", 0, "float32", cells, needle.Agreement(72, 35, 34))
     console = Console(width=150)
     with console.capture() as captured:
-        console.print(table(report))
+        console.print(needle.table(report))
     rows = [[word for word in line.split() if "/9" in word] for line in captured.get().splitlines() if "/9" in line]
     assert rows == [["0/9", "2/9"], ["1/9", "3/9"], ["4/9", "6/9"], ["5/9", "7/9"]]
     assert "6 of 36 right; some prompts are up to 2 tokens shorter" in captured.get()
     assert "Of 72 prompts, both gave the same tokens for 35 and the same score for 34." in captured.get()
-    draw(report, tmp_path / "needle.png")
+    needle.plot(report, tmp_path / "needle.png")
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
     # A row for each depth, a column for each length.
     images = [axes.images[0].get_array() * 9 for axes in figures[0].axes[:2]]
@@ -170,3 +170,10 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
 )
 def test_bad_flags(fails, directory, flags, word):
     fails(["eval", "needle", "--model", directory, "--lengths", "100", *flags], word)
+
+
+def test_a_batch_is_found_where_it_was():
+    with pytest.warns(DeprecationWarning, match=r"is qspec_jax\.decoding\.batch\.run_batch now"):
+        assert evaluate.run_batch is run_batch
+    with pytest.raises(AttributeError, match="no attribute 'run'"):
+        _ = evaluate.run

@@ -163,7 +163,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     code, out, err = run("eval", "perplexity", *files, "--model", directory, *SIZES, "--json", "--plot", plot)
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert set(report) == {field.name for field in dataclasses.fields(perplexity.Report)}
+    assert set(report) == {field.name for field in dataclasses.fields(perplexity.PerplexityReport)}
     assert (report["texts"], report["tokens"], report["group_size"], report["scheme"]) == (3, 72, 8, "int8_first")
     tokenizer = loading.load_tokenizer(directory)
     encoded = [tokenizer(path.read_text(), return_offsets_mapping=True) for path in files]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from markov import DRAFTS, TABLE, WRONG, V, counted, filtered, p_value
 from models import target_logits
+from qspec_jax.drafts.cached_model import CachedModel
 from runs import random_model, random_prompts, run_rounds
 from scipy.special import log_softmax
 
@@ -18,7 +19,6 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, p_value
+from qspec_jax.drafts.cached_model import CachedModel
 from runs import prepared, random_model
 from scipy.stats import chisquare
 
@@ -17,7 +18,6 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 from qspec_jax.drafts import quantspec
-from qspec_jax.drafts.cached_model import CachedModel
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 

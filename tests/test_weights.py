@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from qspec_jax.drafts.cached_model import CachedModel, in_loop
 from runs import random_model
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
@@ -16,7 +17,6 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import cached_model, quantspec
-from qspec_jax.drafts.cached_model import CachedModel, in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization import calibration

@@ -4,7 +4,6 @@ the source. What `convert` writes is read here."""
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import tempfile
@@ -19,25 +18,27 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.formats.weights import Int4Weight
-from qspec_jax.errors import InputError
-from qspec_jax.files import read_json
+from qspec_jax.errors import InputError, reading, with_type
+from qspec_jax.files import UNFINISHED, read_json, write_json
 
 Entry = TypeVar("Entry")
 
 MANIFEST = "qspec.json"
-UNFINISHED = "UNFINISHED"  # a file beside a directory that is being written
 FORMAT = 2
 TARGET, DRAFT = "target", "draft"
-BATCH_BYTES = 1 << 28  # that are read or written at once: fewer, and Orbax's own work takes longer than that
-LOADED_BYTES = 1 << 30  # that are on their way to the device at once
+BATCH_BYTES = 1 << 28  # read or written at once: fewer, and Orbax's own work takes longer than that
+LOADED_BYTES = 1 << 30  # on their way to the device at once
 _PLAIN = re.compile(r"[\w/.,=+@~ -]*")  # paths that Orbax takes as they are: it looks for files by patterns, and reads \ as /
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """source: the directory, or ORG/NAME@COMMIT, that was converted. dtype: of the weights. draft_bits: 4, or 16 where no draft is stored.
-    shapes and sha256: of each weight as the source has it, by its path in the model. written: hashes of what became of them (see `digest`),
-    by `TARGET` and `DRAFT`. files: sizes of what Orbax wrote. versions: of what wrote it."""
+    """What a converted checkpoint holds and came from.
+
+    source: the directory, or ORG/NAME@COMMIT, that was converted. dtype: what the weights are stored in. draft_bits: 4, or 16 where no
+    draft is stored. shapes, sha256: each weight as the source has it, by its path in the model. written: hashes of what became of them
+    (see `digest`), by `TARGET` and `DRAFT`. files: bytes of each file that Orbax wrote. versions: the packages that wrote it.
+    """
 
     source: str
     dtype: str
@@ -50,21 +51,21 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, directory: Path) -> None:
-        (directory / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Writes it into a directory. Raises OSError."""
+        write_json(directory / MANIFEST, dataclasses.asdict(self))
 
 
 def is_converted(directory: Path) -> bool:
-    """Raises InputError for one that is not finished."""
-    try:
+    """Whether a directory holds a conversion. Raises InputError for one that is not finished, or cannot be read."""
+    with reading(directory, RuntimeError):  # a loop of links is an OSError or a RuntimeError
         if (directory.resolve().parent / UNFINISHED).exists():
             raise InputError(f"{directory}: an unfinished conversion; convert again")
         return (directory / MANIFEST).exists()
-    except (OSError, RuntimeError) as error:  # a loop of links is either
-        raise InputError(f"{directory}: cannot be read ({' '.join(str(error).split())})") from None
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises InputError for one that this version cannot read, and where files that it names are not there whole."""
+    """The manifest of a converted checkpoint. Raises InputError for one that this version cannot read, and where files that it names are
+    not there whole."""
     raw = read_json(directory / MANIFEST)
     if not _is_manifest(raw):
         raise InputError(f"{directory / MANIFEST}: not a manifest of format {FORMAT}; convert the checkpoint again with this version")
@@ -95,7 +96,7 @@ def _is_manifest(raw: Mapping[str, Any]) -> bool:
 
 
 def digest(weight: Any) -> str:
-    """SHA-256 of its bytes; of an Int4Weight those of its codes, scale and zero."""
+    """SHA-256, in hexadecimal, of the bytes of a weight: an array's, or an Int4Weight's codes, scale and zero."""
     whole = hashlib.sha256()
     for part in jax.tree.leaves(weight):
         whole.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
@@ -103,14 +104,14 @@ def digest(weight: Any) -> str:
 
 
 def stored_files(directory: Path) -> dict[str, int]:
-    """Sizes of what Orbax wrote, in bytes."""
+    """Sizes in bytes of the files that Orbax wrote, by their paths in the directory."""
     folders = (found for name in (TARGET, DRAFT) for found in os.walk(directory / name, followlinks=True))
     paths = (Path(folder) / file for folder, _, files in folders for file in files)
     return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
 
 
 def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises InputError where these, of the config beside it, are not those that were converted."""
+    """Raises InputError where these shapes, which config.json asks for, are not those that were converted."""
     stored = {path: tuple(shape) for path, shape in manifest.shapes.items()}
     if wrong := sorted(path for path in stored.keys() | shapes.keys() if stored.get(path) != shapes.get(path)):
         path, more = wrong[0], f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -124,7 +125,7 @@ def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple
 def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
     """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or sharded over a mesh.
 
-    shapes: by path, a ShapeDtypeStruct or an Int4Weight of them, of all weights or some; arrays are cast to their dtypes. Raises
+    shapes: for each wanted weight, by its path, a ShapeDtypeStruct or an Int4Weight of them; arrays are cast to their dtypes. Raises
     InputError where it cannot be read.
     """
     return dict(restored(directory, name, shapes, mesh, LOADED_BYTES))
@@ -133,7 +134,7 @@ def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | 
 def restored(
     directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """What `restore` gives, one after the other; at most `most` bytes of them (None: BATCH_BYTES), or a weight, are read at once."""
+    """Yields what `restore` returns, one weight after the other. most: bytes to read at once, at least a weight; None is BATCH_BYTES."""
     size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
     for batch in batches(shapes.items(), size, most or BATCH_BYTES):
         yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
@@ -150,14 +151,14 @@ def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh |
         with context, for_orbax(directory.resolve()) as folder:  # Orbax takes no relative path
             found = ocp.load(folder / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
-        raise InputError(f"{directory / name}: cannot be restored ({type(error).__name__}: {' '.join(str(error).split())[:300]})") from None
+        raise InputError(f"{directory / name}: cannot be restored ({with_type(error)})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
     return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
 
 
 @contextlib.contextmanager
 def for_orbax(directory: Path) -> Iterator[Path]:
-    """A path to the directory by which Orbax can read and write in it: by a link where its own has characters such as [ or ?.
+    """Yields a path by which Orbax can read and write in a directory: a link to it where its own path has characters such as [ or ?.
 
     directory: absolute. Raises InputError where the folder of temporary files has such a name too.
     """
@@ -173,7 +174,7 @@ def for_orbax(directory: Path) -> Iterator[Path]:
 
 
 def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -> Iterator[list[Entry]]:
-    """Lists of them whose sizes are at most `most` together, or of one that is larger."""
+    """Groups entries, in order, into lists whose sizes are at most `most` together, or of one entry that is larger."""
     batch, filled = [], 0
     for entry in entries:
         if batch and filled + size(entry) > most:
@@ -186,8 +187,8 @@ def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -
 
 
 def weight_sharding(shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """On the default device, or on a mesh: there the first axis of a matrix is divided along the mesh's first, where it can be, and
-    everything else is on all devices."""
+    """Where a weight goes: to the default device, or over a mesh. There the first axis of a matrix is divided along the mesh's first,
+    where it can be, and everything else is on all devices."""
     if mesh is None:
         return jnp.zeros(()).sharding
     axis = mesh.axis_names[0]
@@ -204,5 +205,5 @@ def _as_weight(found, shape):
 
 
 def as_tree(weights: Mapping[str, Any]) -> dict:
-    """As they are stored: weights by their paths, as nested dictionaries."""
+    """Weights by their paths, as the nested dictionaries that are stored."""
     return unflatten_dict({path: _as_dict(weight) for path, weight in weights.items()}, sep=".")

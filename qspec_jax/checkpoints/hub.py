@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from qspec_jax.errors import InputError, one_line
+from qspec_jax.errors import InputError, one_line, reading, with_type
 
 log = logging.getLogger(__name__)
 
@@ -16,26 +16,24 @@ SMALL_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
-# Another layout of the same weights; and all that is in folders.
+# Left out: another layout of the same weights, and all that is in folders.
 _LEFT = ("consolidated*", "adapter*", "*/*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
-    """The directory of a checkpoint: itself, or, of ORG/NAME or ORG/NAME@REVISION, what is fetched from the Hub.
+    """The directory of a checkpoint: itself, or, for ORG/NAME or ORG/NAME@REVISION, what is fetched from the Hub.
 
-    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither.
+    progress: bars on standard error; None shows them on a terminal. Raises InputError where it is neither a directory nor to be had.
     """
     directory = Path(checkpoint)
-    try:
+    with reading(checkpoint):
         if directory.is_dir():
             return directory
-        # Beside a folder that is there it is a path that is mistyped.
+        # In a folder that exists, a name that does not is a path that was mistyped.
         mistyped = directory.exists() or (directory.parent.is_dir() and "@" not in directory.name)
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
             raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
-    except OSError as error:
-        raise InputError(f"{checkpoint}: cannot be read ({error.strerror})") from None
     from huggingface_hub import constants, utils  # slow to import, and for a directory not needed
 
     hide = not (sys.stderr.isatty() if progress is None else progress) and constants.HF_HUB_DISABLE_PROGRESS_BARS is None
@@ -43,7 +41,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
         utils.disable_progress_bars()
     try:
         found = _fetched(str(checkpoint))
-        if not found.is_dir():  # any more
+        if not found.is_dir():  # it was removed since
             _fetched.cache_clear()
             found = _fetched(str(checkpoint))
         return found
@@ -60,7 +58,7 @@ def _fetched(name: str) -> Path:
     unreached = None
     try:
         HfApi().model_info(repository, revision=revision or "main", timeout=30)
-    except Exception as error:  # of the network, of the Hub
+    except Exception as error:  # whatever the network and the Hub raise
         unreached = error
     try:
         found = snapshot_download(
@@ -71,10 +69,8 @@ def _fetched(name: str) -> Path:
             local_files_only=unreached is not None,
         )
     except Exception as error:
-        reason = f"{type(unreached or error).__name__}: {one_line(unreached or error)[:300]}"
+        reason = with_type(unreached or error)
         raise InputError(f"{name}: no such directory, and not to be had from the Hugging Face Hub ({reason})") from None
     if unreached:
-        log.warning(
-            "%s: the Hub did not answer (%s); this is commit %s of the local cache", name, one_line(unreached)[:300], Path(found).name
-        )
+        log.warning("%s: the Hub did not answer (%s); this is commit %s of the local cache", name, one_line(unreached), Path(found).name)
     return Path(found)

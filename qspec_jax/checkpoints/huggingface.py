@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.tensor_names import TABLES, places, tensor_shapes
-from qspec_jax.errors import InputError, one_line
+from qspec_jax.errors import InputError, one_line, reading
 from qspec_jax.files import read_json
 from qspec_jax.models.config import LlamaConfig, eos_token_ids
 
@@ -30,7 +30,7 @@ _EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 
 
 def load_config(directory: str | Path) -> LlamaConfig:
-    """The model's config, with the EOS ids of generation_config.json where it has them."""
+    """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`."""
     directory = local(directory)
     config = LlamaConfig.from_hf(directory / "config.json")
     generation = directory / "generation_config.json"
@@ -42,7 +42,7 @@ def load_config(directory: str | Path) -> LlamaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor as it lies in a file: `start` is its first byte."""
+    """A tensor as it lies in a safetensors file. start: where its first byte is."""
 
     file: Path
     dtype: str
@@ -50,24 +50,22 @@ class Tensor:
     start: int
 
     def read(self, first: int = 0, rows: int | None = None, memory: np.ndarray | None = None) -> np.ndarray:
-        """So many of its rows, all by default, copied: a mapped file would count as memory in use, as much of it as was ever read.
+        """Some rows of the tensor, from `first` on, or all; copied, since a mapped file would count as memory in use, as much of it as was
+        ever read.
 
-        memory: bytes to read them into.
+        memory: bytes to read them into. Raises InputError where the file cannot be read, or is shorter than when it was opened.
         """
         shape, dtype = self.shape if rows is None else (rows, *self.shape[1:]), _FLOATS[self.dtype]
         array = np.empty(shape, dtype) if memory is None else memory.view(dtype).reshape(shape)
-        try:
-            with self.file.open("rb") as file:
-                file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
-                count = file.readinto(array.reshape(-1).view(np.uint8))
-        except OSError as error:
-            raise InputError(f"{self.file}: cannot be read ({error.strerror})") from None
+        with reading(self.file), self.file.open("rb") as file:
+            file.seek(self.start + first * math.prod(self.shape[1:]) * array.itemsize)
+            count = file.readinto(array.reshape(-1).view(np.uint8))
         if count != array.nbytes:
             raise InputError(f"{self.file}: shorter than when it was opened; it must not change while it is read")
         return array
 
     def equals(self, other: "Tensor") -> bool:
-        """Bit for bit, read a part at a time."""
+        """Whether two tensors are the same bit for bit; they are read a part at a time."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         rows = max(1, _COMPARED // max(1, math.prod(self.shape[1:])))
@@ -102,7 +100,7 @@ class Source:
         return tensor.read(memory=memory) if place.first is None else tensor.read(place.first, place.shape[0], memory)
 
     def read_bytes(self, path: str) -> int:
-        """Of a weight, as it is stored."""
+        """Bytes that a weight takes as it is stored."""
         place = self.places[path]
         return place.size * np.dtype(_FLOATS[self.tensors[place.name].dtype]).itemsize
 
@@ -119,7 +117,7 @@ class Source:
             )
 
     def examine(self, path: str, weight: np.ndarray) -> None:
-        """Remembers the tensor of a weight, in the dtype that it is used in, if there is an infinity or a NaN among its numbers."""
+        """Remembers the tensor of a weight if there is an infinity or a NaN among its numbers, in the dtype that it is used in."""
         if not all_finite(weight):
             self.not_finite.add(self.places[path].name)
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints import loading, tensor_names
+from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_weight
@@ -16,7 +17,8 @@ from qspec_jax.quantization.weights import is_linear, quantize_rows, quantize_we
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Sizes in bytes are of one sequence of `context` tokens, in the checkpoint's dtype."""
+    """What a checkpoint is, and what it takes: bytes of its weights in the dtype that it is loaded in, of what an INT4 draft adds to them,
+    and of the hierarchical cache and a full one for one sequence of `context` tokens."""
 
     architecture: str
     dtype: str
@@ -42,9 +44,12 @@ class ModelInfo:
 def model_info(
     directory: str | Path, *, context: int | None = None, cache: CacheConfig | None = None, num_speculative_tokens: int = 4
 ) -> ModelInfo:
-    """Reads config.json and the tensors' headers. The cache is sized for `context` tokens, the model's longest sequence by default, and for
-    rounds of so many drafts. Raises InputError as loading would, and for a context below 1."""
-    config, dtype = loading.checked(directory)
+    """What a checkpoint is, from its config.json and its tensors' headers.
+
+    context: tokens to size the caches for; None is the model's longest sequence. num_speculative_tokens: drafts of a round, for which they
+    have room. Raises InputError as loading would, and for a context below 1.
+    """
+    config, dtype = config_and_dtype(directory)
     dtype = jnp.dtype(dtype)
     context = config.max_length if context is None else context
     if context < 1:
@@ -54,7 +59,7 @@ def model_info(
 
 
 def _sizes(config: LlamaConfig, dtype: jnp.dtype, context: int, cache: CacheConfig, num_speculative_tokens: int) -> ModelInfo:
-    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in tensor_names.weight_shapes(config).items()}
+    weights = {path: jax.ShapeDtypeStruct(shape, dtype) for path, shape in weight_shapes(config).items()}
     drafted = [jax.eval_shape(quantize_weight, w) for path, w in weights.items() if is_linear(path)]
     drafted.append(jax.eval_shape(quantize_rows, weights.get("head", weights["embedding"])))
 

@@ -17,7 +17,7 @@ from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
-from qspec_jax.errors import InputError, one_line
+from qspec_jax.errors import InputError, with_type
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 
@@ -30,9 +30,9 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     """Loads a Hugging Face directory (config.json, one or sharded safetensors) or ORG/NAME on the Hub, one tensor at a time, or a
     converted directory.
 
-    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). To the default device, or over a mesh, see
-    `converted.weight_sharding`. progress: a bar on standard error; None shows it on a terminal. Raises InputError that lists every
-    missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
+    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). mesh: devices to spread the weights over
+    (see `converted.weight_sharding`); None is the default device. progress: a bar on standard error; None shows it on a terminal. Raises
+    InputError that lists every missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
     """
     directory = local(directory, progress=progress)
     if converted.is_converted(directory):
@@ -63,8 +63,8 @@ def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Ll
     return Llama(config, lambda path, shape: weights[path])
 
 
-def checked(directory: str | Path) -> tuple[LlamaConfig, str]:
-    """The config, and the dtype to load as by default, of a directory whose tensors are there; no weight is read."""
+def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
+    """The config of a checkpoint, and the dtype that it is loaded in by default; no weight is read. Raises InputError as `load_model`."""
     directory = local(directory)
     if converted.is_converted(directory):
         config, dtype = _checked_conversion(directory)
@@ -80,7 +80,7 @@ def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
 
 
 def as_loaded(dtype: str) -> str:
-    """The dtype; raises InputError if nothing can be loaded as such here."""
+    """Returns a dtype to load as. Raises InputError for one that nothing can be loaded as here."""
     if dtype not in _LOADED_AS:
         raise InputError(f"dtype {dtype} is not one to load as; {', '.join(_LOADED_AS)} are")
     if dtype == "float64" and not jax.config.jax_enable_x64:
@@ -89,7 +89,7 @@ def as_loaded(dtype: str) -> str:
 
 
 def load_tokenizer(directory: str | Path):
-    """The directory's tokenizer (a transformers fast tokenizer)."""
+    """The directory's tokenizer (a transformers fast tokenizer). Raises InputError where there is none that can be read."""
     directory = local(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
@@ -99,13 +99,12 @@ def load_tokenizer(directory: str | Path):
         with _without_marks(directory) as folder:
             return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"{directory}: no tokenizer that transformers can read ({reason})") from None
+        raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
 
 
 @contextlib.contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
-    """The directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
+    """Yields the directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
     contents = {name: (directory / name).read_bytes() for name in SMALL_FILES if (directory / name).is_file()}
     if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
         yield directory

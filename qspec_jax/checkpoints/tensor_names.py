@@ -12,8 +12,8 @@ from qspec_jax.models.config import ARCHITECTURES, LlamaConfig
 from qspec_jax.models.llama import Llama
 
 Table = Mapping[str, tuple[str, ...]]
-# What an architecture calls its tensors -> paths in qspec_jax.model; {i} is the layer. Where there are several paths, the tensor has their
-# rows one after the other. A path is read from the last tensor that names it.
+# What an architecture calls its tensors -> paths in `Llama`; {i} is the layer. Where there are several paths, the tensor has their rows one
+# after the other. A path is read from the last tensor that names it.
 _LLAMA: Table = {
     "model.embed_tokens.weight": ("embedding",),
     "lm_head.weight": ("head",),
@@ -45,11 +45,12 @@ class Place:
 
     @property
     def size(self) -> int:
+        """How many numbers the weight has."""
         return math.prod(self.shape)
 
 
 def places(config: LlamaConfig) -> dict[str, Place]:
-    """By the path of every weight of the model (see `Llama.weights`)."""
+    """Where a checkpoint has each weight of the model, by the weight's path (see `Llama.weights`)."""
     of_path = {path: (name, paths) for name, paths in TABLES[config.architecture].items() for path in paths}
     shapes = weight_shapes(config)
     found = {}

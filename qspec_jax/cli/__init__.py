@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from qspec_jax.cli import process
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, flat
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,5 +63,5 @@ def _run(arguments: list[str], own: bool) -> int | None:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"qspec: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"qspec: error: {flat(message)}", file=sys.stderr)
     return code

@@ -26,7 +26,7 @@ class ConvertedDtype(enum.StrEnum):
 def convert_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help=SOURCE)],
     directory: Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")],
-    dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="As stored, if not given.")] = None,
+    dtype: Annotated[ConvertedDtype | None, typer.Option("--dtype", help="Dtype of the weights: as stored, if not given.")] = None,
     draft_bits: Annotated[int, typer.Option("--draft-bits", help="4 stores the draft's INT4 weights too; 16 does not.")] = 16,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier conversion, in a directory that holds nothing else.")
@@ -47,7 +47,7 @@ def convert_command(
 def verify_command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help=SOURCE)],
     directory: Annotated[Path, typer.Argument(metavar="DST", help="What it was converted to.")],
-    logits: Annotated[bool | None, typer.Option(help="Compare logits too: where a model fits in memory, if not given.")] = None,
+    logits: Annotated[bool | None, typer.Option(help="Compare logits too: where two models would fit in memory, if not given.")] = None,
     as_json: Json = False,
 ):
     """Compare a conversion with its source; exit code 1 if something differs."""

@@ -14,35 +14,36 @@ import typer
 
 from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.cli.needle import needle
 from qspec_jax.cli.options import (
+    CacheKind,
     Calibrate,
     DtypeOption,
     EvaluatedModel,
     GammaList,
     GroupSize,
     Json,
+    OldMethod,
     Output,
     Plot,
     Seed,
     SensitiveLayers,
+    chosen_draft,
     load,
     number_list,
     show,
     with_sensitive_layers,
 )
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.drafts.int4 import int4_model
-from qspec_jax.drafts.registry import DRAFTS, DraftSettings, parse_draft
+from qspec_jax.drafts.int4 import int4_model, stored_int4
+from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings, parse_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance, perplexity, perplexity_report, quantizers
+from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
 from qspec_jax.files import output_to, read_text
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
 
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
-evaluations.command("needle")(needle)
 
 
 Drafts = Annotated[
@@ -138,6 +139,7 @@ def _say(message: str, *, quiet: bool) -> None:
 # bf16: the name of the full cache before version 0.2.
 CacheName = enum.StrEnum("CacheName", {name: name for name in (*perplexity.CACHE_VIEWS, "bf16")})
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
+Style = enum.StrEnum("Style", list(needle.FORMATS))
 Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
 PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
 Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
@@ -183,9 +185,9 @@ def perplexity_command(
             group_size=group_size,
             progress=False if as_json else None,
         )
-        show(report, perplexity_report.table, output, write, as_json=as_json)
+        show(report, perplexity.table, output, write, as_json=as_json)
     if plot:
-        perplexity_report.plot(report, plot)
+        perplexity.plot(report, plot)
 
 
 @evaluations.command("quantizers")
@@ -220,9 +222,62 @@ def quantizers_command(
             group_size=group_size,
             progress=False if as_json else None,
         )
-        show(report, perplexity_report.quantizers_table, output, write, as_json=as_json)
+        show(report, quantizers.table, output, write, as_json=as_json)
     if plot:
-        perplexity_report.quantizers_plot(report, plot)
+        quantizers.plot(report, plot)
+
+
+@evaluations.command("needle")
+def needle_command(
+    model: EvaluatedModel = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas between them.")] = "1024,2048,4096",
+    depths: Annotated[str, typer.Option(help="Where the needle stands, from 0 to 1, with commas between them.")] = "0,0.25,0.5,0.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="Prompts for each length and depth.")] = 4,
+    style: Annotated[
+        Style, typer.Option("--format", help="python: functions, for models of code; text: sentences, for all others.")
+    ] = Style.python,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", metavar="NAME[:SETTING=VALUE,...]", help="This one alone: none with the full cache and quantspec, if not given."
+        ),
+    ] = None,
+    method: OldMethod = None,
+    cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 4,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    plot: Plot = None,
+    as_json: Json = False,
+):
+    """How often a model finds a value in a synthetic text, by length and depth, with a full cache and with quantspec's."""
+    methods = needle.METHODS
+    if draft is not None or method is not None:
+        config = GenerationConfig(draft=chosen_draft(draft, method), cache=cache and cache.value)
+        methods = (needle.Method.of(config),)
+    elif cache is not None:
+        raise InputError("--cache goes with --draft")
+    sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
+    if plot:
+        plots.check(plot, None)
+    directory, progress = model or demo.MODEL, False if as_json else None
+    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+    report = needle.run(
+        network,
+        tokenizer,
+        lengths=sizes,
+        depths=shares,
+        samples=samples,
+        style=style.value,
+        methods=methods,
+        seed=seed,
+        batch_size=batch_size,
+        int4=stored_int4(directory, network) if any(method.draft != NONE for method in methods) else None,
+        progress=progress,
+    )
+    show(report, needle.table, None, sys.stdout.write, as_json=as_json)
+    if plot:
+        needle.plot(report, plot)
 
 
 def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool) -> tuple:

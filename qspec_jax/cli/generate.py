@@ -21,6 +21,7 @@ from qspec_jax.cli.options import (
     Seed,
     SensitiveLayers,
     load,
+    megabytes,
     with_sensitive_layers,
     with_settings,
 )
@@ -135,10 +136,6 @@ def _print_stream(pieces: Stream) -> Generation:
         sys.stdout.flush()
     sys.stdout.write("\n")
     return pieces.generation
-
-
-def megabytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None) -> Table:

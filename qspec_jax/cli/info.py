@@ -10,11 +10,7 @@ from rich.table import Table
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.info import ModelInfo, model_info
-from qspec_jax.cli.generate import megabytes
-from qspec_jax.cli.options import (
-    GroupSize,
-    Json,
-)
+from qspec_jax.cli.options import GroupSize, Json, megabytes
 from qspec_jax.files import to_json
 
 

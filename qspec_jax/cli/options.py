@@ -206,6 +206,11 @@ def number_list(option: str, text: str, kind: type[int] | type[float], *, repeat
     return numbers
 
 
+def megabytes(count: float) -> str:
+    """A number of bytes as people read it: megabytes, or gigabytes from one on."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 def show(report, table: Callable[[object], RenderableType], output: Path | None, write: Callable[[str], object], *, as_json: bool) -> None:
     """Writes a report, a dataclass, as a line of JSON or as its table; that in colours to a terminal."""
     if as_json:

@@ -9,19 +9,21 @@ import signal
 import sys
 import threading
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, one_line
 
 log = logging.getLogger(__name__)
 
-# The signal that ends the process, once one came.
+# The signals that came; the last one ends the process.
 _received: list[int] = []
 
 
 def version() -> str:
+    """The versions of this package and of JAX, in one line."""
     return f"qspec-jax {version_of('qspec-jax')} (jax {version_of('jax')})"
 
 
 def version_of(package: str) -> str:
+    """The version of an installed package; "unknown" for one that is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
@@ -29,7 +31,7 @@ def version_of(package: str) -> str:
 
 
 def begin() -> None:
-    """Makes the streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost by it."""
+    """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(128 + number))
     # Any file that is opened would take the number of a stream that is closed, and get what is meant for the stream.
@@ -44,7 +46,7 @@ def begin() -> None:
 
 def raise_on_signals() -> None:
     """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed."""
-    # With Python's own handler asyncio, which Orbax runs, would make of it the end of one of its tasks, and may lose it.
+    # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _raise)
     # Orbax and TensorStore report every part that fails, besides raising an error that says it once.
@@ -64,7 +66,7 @@ def _raise(number: int, frame) -> None:
 
 
 def _unraisable(unraisable) -> None:
-    """For exceptions that nobody can catch; a signal that came just there comes again."""
+    """Handles an exception where nobody can catch it: a signal that came just there is sent again, anything else is logged."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         threading.Timer(0.05, _thread.interrupt_main, _received[-1:]).start()
     else:
@@ -72,7 +74,7 @@ def _unraisable(unraisable) -> None:
 
 
 class _Stream:
-    """A standard stream; `_failed` says what becomes of an error."""
+    """A standard stream whose errors go to `_failed`."""
 
     def __init__(self, file):
         self._file = file
@@ -95,16 +97,16 @@ class _Stream:
 
 
 class _Output(_Stream):
-    """Standard output. Raises InputError where it cannot be written; where its reader has left, the process ends as by SIGPIPE."""
+    """Standard output. An error is an InputError; where its reader has left, the process ends as by SIGPIPE."""
 
     def _failed(self, error: OSError) -> None:
         if error.errno == errno.EPIPE:
             raise SystemExit(128 + signal.SIGPIPE) from None
-        raise InputError(f"standard output: cannot be written ({error.strerror})") from None
+        raise InputError(f"standard output: cannot be written ({one_line(error)})") from None
 
 
 class _Messages(_Stream):
-    """Standard error. Whether messages arrive changes nothing of the work."""
+    """Standard error, whose errors are ignored: whether messages arrive changes nothing of the work."""
 
     def _failed(self, error: OSError) -> None:
         pass

@@ -22,7 +22,7 @@ from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.requests import Request, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.state import DecodeState
+from qspec_jax.decoding.state import RUNNING, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError

@@ -16,8 +16,8 @@ from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.requests import Request, checked_prompts
 from qspec_jax.decoding.text import encoded
-from qspec_jax.errors import InputError
-from qspec_jax.files import is_replaced, output_to, real, to_json
+from qspec_jax.errors import InputError, one_line, with_type, writing
+from qspec_jax.files import check_writable, is_replaced, output_to, real, to_json
 from qspec_jax.models.llama import Llama
 
 PROMPTS = ("prompt", "token_ids", "messages")
@@ -157,7 +157,7 @@ def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
     try:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     except Exception as error:  # of the template, which is the checkpoint's
-        raise InputError(f"messages do not fit the chat template ({type(error).__name__}: {error})") from None
+        raise InputError(f"messages do not fit the chat template ({with_type(error)})") from None
 
 
 def _config(said: Mapping[str, Any], config: GenerationConfig) -> GenerationConfig:
@@ -189,12 +189,9 @@ class Journal:
             raise InputError(f"{output}: is a folder; OUTPUT should be a file")
         if output.exists() and not overwrite:
             raise InputError(f"{output}: exists already; --overwrite replaces it")
-        try:
-            if place.exists():
-                place.open("a").close()  # only written at the end, so it fails here
+        with writing(output):
+            check_writable(place)  # only written at the end, so it fails here
             self._file = self.path.open("ab+")
-        except OSError as error:
-            raise InputError(f"{output}: cannot be written ({error.strerror})") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -235,7 +232,7 @@ class Journal:
             self._file.write(to_json(value).encode() + b"\n")
             self._file.flush()
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}){self.goes_on}") from None
+            raise InputError(f"{self.path}: cannot be written ({one_line(error)}){self.goes_on}") from None
 
     def finish(self) -> None:
         """The output, in the order of the input, in place of the journal."""

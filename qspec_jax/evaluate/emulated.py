@@ -34,7 +34,7 @@ class Quantizer:
     """How keys and values become codes.
 
     keys, values: "channel" (a scale for each channel and group of G tokens) or "token" (a scale for each token, over the channels of its
-    head); the stored format's are the defaults. scheme: of `pallas_kernels.kv_format.SCHEMES`, or "truncation": codes as int8_first
+    head); the stored format's are the defaults. scheme: a key of `formats.quantization.SCHEMES`, or "truncation": codes as int8_first
     makes them, but a draft reads the upper 4 bits rounded down, as in Any-Precision LLM (arXiv 2402.10517). Raises InputError for other
     names.
     """

@@ -10,14 +10,19 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
+from qspec_jax import plots
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.requests import Request
-from qspec_jax.drafts import quantspec
+from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
@@ -25,7 +30,7 @@ from qspec_jax.models.llama import Llama
 
 NEW_TOKENS = 10  # a space, a value of single digits, and what ends it
 LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
-DISTRACTORS = 0.1  # of the functions in a haystack, those that return a value themselves
+DISTRACTORS = 0.1  # share of the functions in a haystack that return a value themselves
 
 ADJECTIVES = ("active", "backup", "cached", "current", "default", "global", "initial", "local", "pending", "primary", "remote", "total")
 NOUNS = ("budget", "count", "cursor", "depth", "height", "index", "limit", "margin", "offset", "padding", "quota", "retries", "width")
@@ -36,8 +41,8 @@ TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a haystack is made of. header: its first line, with some words to reach a size; line: a filler, without the value; needle and
-    question: of the value, and what it should continue."""
+    """What a haystack is made of. header: its first line, with some words to reach a size. line: a filler, without the value. needle: the
+    line with the value. question: the end of the prompt, which the value should continue."""
 
     header: Callable[[int], str]
     line: Callable[[random.Random, str], str]
@@ -80,7 +85,7 @@ FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A haystack with its needle and the question. length: the tokens asked for; `tokens` are as many, or a few less."""
+    """A haystack with its needle and the question. length: how many tokens were asked for; `tokens` are as many, or a few less."""
 
     length: int
     depth: float
@@ -91,18 +96,28 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to decode, and the cache it reads: "full" or "int8"."""
+    """A way to decode: "autoregressive", or the text of a draft, and the target's cache."""
 
     method: str
     cache: str
 
+    @property
+    def draft(self) -> str:
+        return NONE if self.method == AUTOREGRESSIVE else self.method
 
-METHODS = (Method("autoregressive", "full"), Method("quantspec", "int8"))
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "Method":
+        """The way that a config asks for."""
+        return cls(config.draft if config.speculative else AUTOREGRESSIVE, config.cache_config.kind)
+
+
+AUTOREGRESSIVE = "autoregressive"
+METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """How many samples a method got right. tokens: of the shortest prompt."""
+    """How many samples a method got right. tokens: the length of the shortest of their prompts."""
 
     method: str
     cache: str
@@ -115,7 +130,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Of all prompts, by how many of them two methods gave the same tokens, and were both right or both wrong."""
+    """How far two methods agree: for how many of all prompts they gave the same tokens, and were both right or both wrong."""
 
     prompts: int
     same_tokens: int
@@ -123,8 +138,8 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """The cells by method, length and depth. agreement: with two methods."""
+class NeedleReport:
+    """What `qspec eval needle` measured. results: the cells by method, length and depth. agreement: where there are two methods."""
 
     format: str
     seed: int
@@ -162,7 +177,7 @@ def is_right(answer: str, value: str) -> bool:
 
 
 def check(model: Llama, lengths: Sequence[int], depths: Sequence[float]) -> None:
-    """Raises InputError for what cannot be asked of this model."""
+    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1."""
     most = model.config.max_length - NEW_TOKENS
     for length in lengths:
         if not 1 <= length <= most:
@@ -185,13 +200,13 @@ def run(
     methods: Sequence[Method] = METHODS,
     seed: int = 0,
     batch_size: int = 4,
-    draft: Draft | None = None,
+    int4: Llama | None = None,
     progress: bool | None = None,
-) -> Report:
+) -> NeedleReport:
     """Scores every method on the same prompts, `samples` for each length and depth.
 
-    draft: as in `generate`, for quantspec; made here if not given. progress: None shows a bar on a terminal. Raises InputError as `check`
-    and `make_prompt` do, and for samples below 1.
+    int4: the model with INT4 weights for drafts, made here if not given. progress: None shows a bar on a terminal. Raises InputError as
+    `check` and `make_prompt` do, and for samples below 1.
     """
     check(model, lengths, depths)
     if samples < 1:
@@ -201,16 +216,15 @@ def run(
         for length in lengths
         for depth in depths
     }
-    if draft is None and any(method.method == "quantspec" for method in methods):
-        draft = quantspec(model)
     cells, answers = [], []
     with tqdm(
         total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress
     ) as bar:
         for method in methods:
+            draft = make_draft(method.draft, model, int4=int4)
             of_method = []
             for length in lengths:
-                # Of one length at a time, so that a short prompt has no longer a cache than it needs.
+                # One length at a time, so that a short prompt has no longer a cache than it needs.
                 asked = [prompt for depth in depths for prompt in prompts[length, depth]]
                 results = _answers(model, tokenizer, asked, method, batch_size, draft, bar)
                 right = [is_right(result.text, prompt.value) for prompt, result in zip(asked, results)]
@@ -225,7 +239,7 @@ def run(
         pairs = list(zip(*answers))
         same = lambda part: sum(one[part] == other[part] for one, other in pairs)
         agreement = Agreement(len(pairs), same_tokens=same(1), same_score=same(0))
-    return Report(style, seed, model.dtype.name, cells, agreement)
+    return NeedleReport(style, seed, model.dtype.name, cells, agreement)
 
 
 def _answers(
@@ -240,3 +254,51 @@ def _answers(
         results.append(result)
         bar.update()
     return sorted(results, key=lambda result: result.index)
+
+
+def table(report: NeedleReport) -> Group:
+    """A grid for every method, of the right answers by depth and length."""
+    parts = []
+    for name, cells in _by_method(report).items():
+        lengths = list(dict.fromkeys(cell.length for cell in cells))
+        grid = Table()
+        for label in ("depth", *(f"{length:,} tokens" for length in lengths)):
+            grid.add_column(label, justify="right")
+        for depth in dict.fromkeys(cell.depth for cell in cells):
+            grid.add_row(f"{depth:g}", *(f"{cell.correct}/{cell.samples}" for cell in cells if cell.depth == depth))
+        correct, asked = sum(cell.correct for cell in cells), sum(cell.samples for cell in cells)
+        short = max(cell.length - cell.tokens for cell in cells)
+        note = f"{correct} of {asked} right" + (f"; some prompts are up to {short} tokens shorter\n" if short else "\n")
+        parts += [Text(f"Needle in a haystack ({report.format}): {name}", "bold"), grid, Text(note)]
+    if both := report.agreement:
+        agreed = f"the same tokens for {both.same_tokens} and the same score for {both.same_score}"
+        parts.append(Text(f"Of {both.prompts} prompts, both gave {agreed}."))
+    return Group(*parts)
+
+
+def plot(report: NeedleReport, path: Path) -> None:
+    """A heat map of the share of right answers, depth against length, for every method. Raises InputError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    panels = _by_method(report)
+    figure = Figure(figsize=(1 + 4.5 * len(panels), 4), layout="constrained")
+    for axes, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
+        shares = {(cell.depth, cell.length): cell.correct / cell.samples for cell in cells}
+        grid = [[shares[depth, length] for length in lengths] for depth in depths]
+        image = axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
+        for y, row in enumerate(grid):
+            for x, share in enumerate(row):
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="black" if share > 0.6 else "white")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+        axes.set(xlabel="prompt (tokens)", ylabel="depth of the needle", title=name)
+    figure.colorbar(image, ax=figure.axes, label="right")
+    plots.save(figure, path)
+
+
+def _by_method(report: NeedleReport) -> dict[str, list[Cell]]:
+    panels: dict[str, list[Cell]] = {}
+    for cell in report.results:
+        panels.setdefault(f"{cell.method}, {cell.cache} cache", []).append(cell)
+    return panels

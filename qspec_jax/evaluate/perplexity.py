@@ -1,7 +1,7 @@
 """How well a model predicts real text when it decodes with a quantized cache: perplexity, and divergence from a full-precision cache.
 
 Prefill attends in full precision, so what a cache costs shows only in decoding. So the tokens behind a prompt are fed through decode, a
-block at a time, by generation's schedule: a block ends where one-by-one decoding would flush. Through all caches at once, since whole
+block at a time, by generation's schedule: a block ends where one-by-one decoding would flush. All caches are fed at once, since whole
 distributions are compared and none is kept.
 """
 
@@ -10,15 +10,20 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLANE, View
+from qspec_jax import plots
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding import prefill
@@ -38,8 +43,8 @@ CACHE_VIEWS: dict[str, tuple[str, View]] = {
     "int4": ("int8", UPPER_PLANE),
 }
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
-ROWS = 8  # of a batch, at most
-BUCKETS = 8  # of distances behind the prompt
+ROWS = 8  # the most texts of a batch
+BUCKETS = 8  # the most parts that distances behind the prompt are cut into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,7 @@ class CacheView:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of N tokens in each of B rows, through C caches.
+    """How well N tokens in each of B rows were predicted through C caches.
 
     logprobs: natural logarithm of the probability of the real token, at temperature 1. divergence: KL(first cache || this one), in nats.
     agrees: whether the likeliest token is that of the first cache.
@@ -66,7 +71,8 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Means over all tokens. kl: from the full cache, nats a token. perplexity_change: over that of the full cache, less 1."""
+    """Means over all tokens. kl: divergence from the full cache, nats a token. perplexity_change: the perplexity over that of the full
+    cache, less 1."""
 
     perplexity: float
     perplexity_change: float
@@ -87,7 +93,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFigures(Figures):
-    """Of one cache, a key of `CACHE_VIEWS`, and by distance from the prompt."""
+    """The figures of one cache, a key of `CACHE_VIEWS`, over all tokens and by distance from the prompt."""
 
     cache: str
     by_distance: list[Part]
@@ -102,8 +108,9 @@ class TooShort:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """A row for each cache. tokens, bytes: scored, of all texts together. width: tokens of a block."""
+class PerplexityReport:
+    """What `qspec eval perplexity` measured. results: a row for each cache. tokens, bytes: what was scored, in all texts together. width:
+    tokens of a block."""
 
     model: str
     device: str
@@ -131,8 +138,8 @@ def token_logprobs(
 ) -> Float[np.ndarray, "B N"]:
     """Natural logarithm of the model's probability (temperature 1, nothing filtered) of each token of each continuation, through decode.
 
-    The first token's is prefill's. width: tokens fed at once; in exact arithmetic it changes nothing. view: what is read of the cache, by default what
-    the target reads. The prompts may be of any lengths, and the continuations: NaN stands behind the shorter ones. Raises
+    The first token's is prefill's. width: tokens fed at once; in exact arithmetic it changes nothing. view: what is read of the cache, by
+    default what the target reads. The prompts may be of any lengths, and the continuations: NaN stands behind the shorter ones. Raises
     InputError for an empty prompt or continuation, a width below 1, and what `generate` cannot continue.
     """
     logprobs = score(model, prompts, continuations, [CacheView(cache, view)], width=width).logprobs[0]
@@ -150,7 +157,7 @@ def score(
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
-    What stands behind a shorter one has no meaning. Raises InputError as `token_logprobs` does.
+    The scores behind the end of a shorter one have no meaning. Raises InputError as `token_logprobs` does.
     """
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
@@ -264,7 +271,7 @@ def measure(
     parts = []
     with tqdm(total=len(texts), leave=False, disable=None if progress is None else not progress) as bar:
         for rows in batches(texts):
-            # Filled up, so that all batches are of one shape, which is compiled once.
+            # The last batch is filled up, so that all are of one shape, which is compiled once.
             full = rows + [rows[0]] * (len(batches(texts)[0]) - len(rows))
             prompts, continuations = [row[:-max_new_tokens] for row in full], [row[-max_new_tokens:] for row in full]
             parts.append(score(model, prompts, continuations, views, width=width))
@@ -296,7 +303,7 @@ def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int 
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
-    """Of one cache, by its place in the scores, whose first is the full cache. scored_bytes: of the text that was scored."""
+    """The figures of one cache. cache: its place in the scores, whose first is the full cache. scored_bytes: bytes of the scored text."""
     loss = -scores.logprobs.mean((1, 2))
     total_bits = loss[cache] * scores.logprobs[cache].size / math.log(2)
     return Figures(
@@ -309,7 +316,7 @@ def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
 
 
 def by_distance(scores: Scores, cache: int) -> list[Part]:
-    """Of one cache, in at most BUCKETS parts."""
+    """The figures of one cache by distance from the prompt, in at most BUCKETS parts. cache: its place in the scores."""
     tokens = scores.logprobs.shape[2]
     edges = np.linspace(0, tokens, min(BUCKETS, tokens) + 1).astype(int)
     part = lambda a, b: Part(
@@ -320,7 +327,7 @@ def by_distance(scores: Scores, cache: int) -> list[Part]:
 
 def count_bytes(tokenizer, texts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Bytes, in UTF-8, of the last `max_new_tokens` tokens of the texts."""
-    # Not of those tokens alone: some tokenizers drop a space that a text begins with.
+    # Those tokens alone may decode to less: some tokenizers drop a space that a text begins with.
     size = lambda ids: len(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
     return sum(size(text) - size(text[:-max_new_tokens]) for text in texts)
 
@@ -337,7 +344,7 @@ def run(
     scheme: str = CacheConfig.scheme,
     group_size: int | None = None,
     progress: bool | None = None,
-) -> Report:
+) -> PerplexityReport:
     """Perplexity and divergence through each of these caches, keys of `CACHE_VIEWS`, after prompts of `prompt_tokens` tokens.
 
     texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, and as
@@ -354,7 +361,7 @@ def run(
         for i, cache in enumerate(names)
         if cache in caches
     ]
-    return Report(
+    return PerplexityReport(
         model=name,
         device=jax.devices()[0].device_kind,
         dtype=model.dtype.name,
@@ -387,3 +394,73 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
             f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); ask for fewer"
         )
     return chosen, [TooShort(name, len(text)) for name, text in texts.items() if len(text) < length]
+
+
+def table(report: PerplexityReport) -> Group:
+    """A table with a line for each cache."""
+    grid = grid_of("cache", "perplexity", "change", "bits per byte", "KL, nats a token", "top-1 agreement")
+    for row in report.results:
+        figures = f"{row.perplexity:.4f}", f"{row.perplexity_change:+.3%}", f"{row.bits_per_byte:.4f}", f"{row.kl:.2e}"
+        grid.add_row(row.cache, *figures, f"{row.top1_agreement:.2%}")
+    notes = [
+        scored_text(report),
+        f"Groups of {report.group_size} tokens, scheme {report.scheme}. change, KL, agreement: from a cache in the model's own precision.",
+        *left_out(report.too_short),
+    ]
+    return Group(heading("Perplexity through decode", report), grid, *(Text(note, "dim") for note in notes))
+
+
+def plot(report: PerplexityReport, path: Path) -> None:
+    """Two panels against the distance from the prompt: perplexity, and divergence from the full cache; a line for each cache.
+
+    Raises InputError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    loss, divergence = figure.subplots(1, 2)
+    for number, row in enumerate(report.results):
+        middles = [(part.first + part.last) / 2 for part in row.by_distance]
+        style = dict(color=f"C{number}", marker="o", label=f"{row.cache} ({row.perplexity:.3f}, KL {row.kl:.1e})")
+        loss.plot(middles, [part.perplexity for part in row.by_distance], **style)
+        divergence.plot(middles, [part.kl for part in row.by_distance], **style)
+    # Linear near 0, which is the full cache's.
+    divergence.set_yscale("symlog", linthresh=1e-7)
+    loss.set(ylabel="perplexity", title="Perplexity")
+    divergence.set(ylabel="nats a token", title="KL from the full cache")
+    for axes in (loss, divergence):
+        axes.set_xlabel("tokens behind the prompt")
+        axes.grid(alpha=0.3)
+    loss.legend(fontsize=8)
+    figure.suptitle(f"{report.model}: {report.texts} texts, prompts of {report.prompt_tokens:,} tokens", fontsize=11)
+    plots.save(figure, path)
+
+
+def grid_of(*labels: str) -> Table:
+    """A table with these columns: names at the left, figures at the right."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in labels:
+        grid.add_column(label, justify="left" if label in ("cache", "quantizer", "keys by", "values by", "scheme", "read by") else "right")
+    return grid
+
+
+def heading(title: str, report) -> Text:
+    """The first line of a report on a model: what was measured, and on which device."""
+    return Text.assemble((f"{title} of {report.model}", "bold"), f" in {report.dtype} on {report.device}\n")
+
+
+def scored_text(report) -> str:
+    """A note on how much text was scored."""
+    return (
+        f"\n{report.tokens:,} tokens ({report.bytes:,} bytes): {report.max_new_tokens:,} behind {report.prompt_tokens:,} of each of "
+        f"{report.texts} texts."
+    )
+
+
+def left_out(texts: Sequence[TooShort]) -> list[str]:
+    """A note on the texts that were too short; none where there are none."""
+    if not texts:
+        return []
+    longest = max(texts, key=lambda text: text.tokens)
+    count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+    return [f"{count} left out, too short; the longest of them is {longest.name}, {longest.tokens:,} tokens."]

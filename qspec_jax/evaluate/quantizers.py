@@ -7,16 +7,19 @@ what was cached, how well the model predicts real text with it, as draft and as 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from rich.console import Group
+from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
-from qspec_jax import drafts
+from qspec_jax import drafts, plots
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding import prefill
@@ -39,19 +42,22 @@ VARIANTS = {
     "truncation": Quantizer(scheme="truncation"),
 }
 GAMMA = 4
+BAR = 0.4  # width of a bar in the plot
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading(Figures):
-    """The cache as a draft or the target reads it. key_error, value_error: rms of the error over rms of what was cached, in the prompts."""
+    """The figures of a cache as a draft or the target reads it. key_error, value_error: the root mean square error of what is read over the
+    root mean square of what was cached, in the prompts."""
 
     key_error: float
     value_error: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A quantizer, a key of `VARIANTS`. acceptance_rate: accepted / drafted, teacher-forced, of a draft with the model's own weights."""
+class QuantizerRow:
+    """The figures of a quantizer. variant: its key in `VARIANTS`. acceptance_rate: accepted / drafted, teacher-forced, for a draft with the
+    model's own weights."""
 
     variant: str
     keys: str
@@ -65,8 +71,9 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """A row for each quantizer. full_perplexity: with a cache in the model's own precision. tokens, bytes: scored, of all texts."""
+class QuantizersReport:
+    """What `qspec eval quantizers` measured. results: a row for each quantizer. full_perplexity: the perplexity with a cache in the model's
+    own precision. tokens, bytes: what was scored, in all texts together."""
 
     model: str
     device: str
@@ -79,7 +86,7 @@ class Report:
     tokens: int
     bytes: int
     full_perplexity: float
-    results: list[Row]
+    results: list[QuantizerRow]
     too_short: list[TooShort]
 
 
@@ -94,7 +101,7 @@ def run(
     max_new_tokens: int,
     group_size: int | None = None,
     progress: bool | None = None,
-) -> Report:
+) -> QuantizersReport:
     """Measures these quantizers, keys of `VARIANTS`, on what follows prompts of `prompt_tokens` tokens, at least two groups.
 
     texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, for an
@@ -124,8 +131,9 @@ def run(
             for i, (keys, values) in enumerate(error.tolist(), 1)
         )
         accepted, drafted = _acceptance(model, chosen, config, cache)
-        rows.append(Row(variant, quantizer.keys, quantizer.values, quantizer.scheme, draft, target, accepted / drafted, accepted, drafted))
-    return Report(
+        name_and_settings = variant, quantizer.keys, quantizer.values, quantizer.scheme
+        rows.append(QuantizerRow(*name_and_settings, draft, target, accepted / drafted, accepted, drafted))
+    return QuantizersReport(
         model=name,
         device=jax.devices()[0].device_kind,
         dtype=model.dtype.name,
@@ -143,7 +151,7 @@ def run(
 
 
 def _acceptance(model: Llama, texts: Sequence[Sequence[int]], config: GenerationConfig, cache: EmulatedConfig) -> tuple[int, int]:
-    """Drafts accepted and drafted along the texts, at the config's temperature."""
+    """How many drafts were accepted along the texts, and how many drafted, at the config's temperature."""
     draft = drafts.quantspec(model, weight_bits=16)
     walks = [acceptance.teacher_forced(model, draft, rows, config, jax.random.key(0), cache=cache) for rows in perplexity.batches(texts)]
     return sum(walk.accepted for walk in walks), sum(walk.drafted for walk in walks)
@@ -154,8 +162,8 @@ def reading_errors(
 ) -> Float[np.ndarray, "Q 2 2"]:
     """Root mean square error of what each quantizer makes of the prompts' keys and values, relative to their root mean square.
 
-    By quantizer; as a draft reads it and as the target; keys and values. Over the groups that prefill quantizes, in all layers and
-    prompts together.
+    The axes are the quantizers; what a draft reads and what the target does; keys and values. Over the groups that prefill quantizes, in
+    all layers and prompts together.
     """
     squares = 0
     for rows in perplexity.batches(prompts):
@@ -167,7 +175,7 @@ def reading_errors(
 
 @dataclasses.dataclass(frozen=True)
 class _Squares:
-    """What prefill asks of a cache: keeps no keys and values, but sums of squares of theirs and of their errors."""
+    """Takes a cache's place in prefill. Instead of keys and values it keeps the sums of their squares, and of their errors' squares."""
 
     quantizers: tuple[Quantizer, ...]
     group_size: int
@@ -192,3 +200,48 @@ def _squares(
 
 
 SQUARES = Compiled(_squares, static_argnames=("quantizers", "group_size"))
+
+
+def table(report: QuantizersReport) -> Group:
+    """A table with two lines for each quantizer, as a draft reads it and as the target does."""
+    labels = "perplexity", "change", "KL, nats a token", "top-1 agreement", "error of keys", "of values", "accepted"
+    grid = perplexity.grid_of("quantizer", "keys by", "values by", "scheme", "read by", *labels)
+    for row in report.results:
+        for reader, reading in (("draft", row.draft), ("target", row.target)):
+            name = (row.variant, row.keys, row.values, row.scheme) if reader == "draft" else [""] * 4
+            figures = f"{reading.perplexity:.4f}", f"{reading.perplexity_change:+.3%}", f"{reading.kl:.2e}", f"{reading.top1_agreement:.2%}"
+            errors = f"{reading.key_error:.2%}", f"{reading.value_error:.2%}"
+            grid.add_row(*name, reader, *figures, *errors, f"{row.acceptance_rate:.4f}" if reader == "draft" else "")
+    notes = [
+        perplexity.scored_text(report) + f" With a cache in the model's own precision: perplexity {report.full_perplexity:.4f}.",
+        f"Groups of {report.group_size} tokens. errors: rms, relative, in the prompts. accepted: of drafts by the model's own weights,",
+        f"teacher-forced, gamma {report.gamma}, temperature 0.",
+        *perplexity.left_out(report.too_short),
+    ]
+    return Group(perplexity.heading("KV quantizers", report), grid, *(Text(note, "dim") for note in notes))
+
+
+def plot(report: QuantizersReport, path: Path) -> None:
+    """Two panels: divergence from the full cache as draft and as target, and acceptance; bars for each quantizer.
+
+    Raises InputError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    divergence, accepted = figure.subplots(1, 2)
+    places = range(len(report.results))
+    for offset, name, colour in ((-BAR / 2, "draft", "tab:orange"), (BAR / 2, "target", "tab:blue")):
+        heights = [getattr(row, name).kl for row in report.results]
+        divergence.bar([place + offset for place in places], heights, BAR, label=f"read by the {name}", color=colour)
+    divergence.set_yscale("log")
+    divergence.set(ylabel="nats a token", title="KL from the full cache")
+    divergence.legend()
+    accepted.bar(places, [row.acceptance_rate for row in report.results], BAR, color="tab:orange")
+    accepted.set(ylabel="accepted / drafted", title=f"Acceptance, teacher-forced, gamma {report.gamma}", ylim=(None, 1))
+    for axes in (divergence, accepted):
+        axes.set_xticks(places, [row.variant for row in report.results], rotation=20)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.suptitle(f"{report.model}: {report.texts} texts, axes of scales by keys-values", fontsize=11)
+    plots.save(figure, path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, flat
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
@@ -18,8 +18,9 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 class Architecture:
     """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
 
-    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: `sliding_window` counts by itself.
-    nope: some layers have no RoPE, by `no_rope_layers`. only_longrope: the one rope type but the default, by whatever name.
+    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: whether `sliding_window` counts by itself,
+    without another key that switches it on. nope: whether some layers have no RoPE (`no_rope_layers`). only_longrope: whether longrope,
+    by whatever name, is the only rope type besides the default. defaults: what a key is where config.json lacks it.
     """
 
     qkv_bias: bool | str = False
@@ -113,7 +114,7 @@ class LlamaConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
-    nope_layers: tuple[int, ...] = ()  # without RoPE
+    nope_layers: tuple[int, ...] = ()  # the layers without RoPE
 
     @property
     def max_length(self) -> int:
@@ -164,7 +165,7 @@ class _Reader:
         self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
 
     def error(self, what: str) -> InputError:
-        return InputError(f"{self.source}: {' '.join(what.split())}")
+        return InputError(f"{self.source}: {flat(what)}")
 
     def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0):
         value = (self.raw if of is None else of).get(name, default)
@@ -333,7 +334,7 @@ class _Reader:
 
 
 def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
+    """The end-of-sequence ids of a config, one or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
         raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")

@@ -16,7 +16,10 @@ from qspec_jax.models.config import RopeConfig
 def cos_sin(
     rope: RopeConfig, head_dim: int, max_positions: int, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Cosine and sine, float32, of each token's angles, times the type's attention factor."""
+    """Cosine and sine, float32, of each token's angles (half: head_dim / 2), times the type's attention factor.
+
+    lengths: how long the sequence is that each token is part of, for the types whose frequencies depend on it.
+    """
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, head_dim, max_positions, lengths)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
@@ -37,7 +40,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
         case "yarn":
             return _yarn(rope, head_dim, plain)
         case "longrope":
-            # Rounded in transformers' order: at 100,000 tokens a last bit is a hundredth of a radian.
+            # Multiplied and rounded in transformers' order: at 100,000 tokens a last bit is a hundredth of a radian.
             short, long = (1.0 / (np.asarray(f, np.float32) * periods) for f in (rope.short_factor, rope.long_factor))
             return jnp.where(lengths[..., None] > rope.original_max_position_embeddings, long, short)
         case "llama3":
@@ -46,7 +49,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
 
 
 def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
-    """arXiv 2309.00071, section 3.2: interpolate the channels that turn seldom, keep those that turn often."""
+    """YaRN frequencies (arXiv 2309.00071, section 3.2): interpolated for channels that turn seldom, kept for those that turn often."""
 
     def channel(rotations: float) -> float:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -62,7 +65,7 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Llama 3.1: divide low frequencies by the factor, keep high ones, blend between."""
+    """Llama 3.1's frequencies: low ones are divided by the factor, high ones kept, those between blended."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)

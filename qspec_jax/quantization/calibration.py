@@ -1,6 +1,6 @@
 """A calibrated INT4 draft: each linear layer is rounded for the inputs that it meets on some text (GPTQ, arXiv 2210.17323).
 
-Layer by layer, so that one layer's second moments are alive at a time. The inputs are the target's own.
+The model is walked layer by layer, so that one layer's second moments are alive at a time. The inputs are the target's own.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ MAX_TEXTS, MAX_TOKENS, MAX_TEXT_TOKENS = 512, 32768, 4096
 def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progress: bool | None = None) -> Llama:
     """The model with INT4 linear layers that err least on these texts, lists of token ids.
 
-    A few thousand tokens of what the model will read are enough: the prompt itself will do. Of each text the last MAX_TEXT_TOKENS
-    are used, fewer where there are many texts. progress: a bar on standard error; None shows it on a terminal. Raises InputError where
-    there is no token.
+    A few thousand tokens of what the model will read are enough: the prompt itself will do. Only the last MAX_TEXT_TOKENS of each text
+    are used, fewer where there are many texts. progress: a bar on standard error; None shows it on a terminal. Raises InputError for no
+    texts, an empty one, and activations that are not finite.
     """
     texts = texts[:MAX_TEXTS]
     most = min(MAX_TEXT_TOKENS, MAX_TOKENS // max(1, len(texts)))
@@ -63,7 +63,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
 def _block(
     block: Block, x: Float[Array, "B S D"], cos: Array, sin: Array, valid: Bool[Array, "B S"]
 ) -> tuple[Float[Array, "B S D"], dict[str, Array]]:
-    """A block's output, and the second moments, sum of h h^T over the valid tokens, of what its linear layers read."""
+    """A block's output, and for each hidden state h that its linear layers read, the second moments: h h^T summed over valid tokens."""
 
     def moments(h: Float[Array, "B S in"]) -> Float[Array, "in in"]:
         h = jnp.where(valid[..., None], h, 0).astype(accumulation_dtype(h.dtype))

@@ -1,5 +1,8 @@
-"""Weights of the draft. INT4: groups along the input, a search for the range that errs least, and, with calibration, rounding that
-makes up for the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest."""
+"""The draft's quantized weights.
+
+INT4, for linear layers: groups along the input, a search for the range that errs least, and, with calibration, rounding that makes up for
+the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest.
+"""
 
 import dataclasses
 
@@ -14,15 +17,15 @@ from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 from qspec_jax.models.llama import Llama, Weight
 
 GROUP_SIZES = (128, 64, 32)
-# Share of the group's range that is kept; what lies outside is clipped.
+# Shares of a group's range that are tried; what lies outside is clipped.
 CLIP_RATIOS = tuple(1 - i / 32 for i in range(17))
 REFITS = 2
-# Added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
+# What is added to the diagonal of the inputs' second moments, as a share of its mean (GPTQ, section 3.3).
 DAMPING = 0.01
 
 
 def weight_group_size(in_features: int) -> int:
-    """128 inputs to a group, or 64 or 32 where that divides and 128 does not; otherwise 32, the last group padded."""
+    """How many inputs share a scale: 128, or 64 or 32 where that divides and 128 does not; otherwise 32, the last group padded."""
     return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
 
 
@@ -32,7 +35,7 @@ def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in
 
     For each group every ratio of CLIP_RATIOS is tried, each refined by least squares (codes fixed, best scale and zero; then codes
     again), and the one of least squared error is kept: never worse than plain rounding over the full range.
-    moments: sum of x x^T over the layer's inputs x. With it the errors that count are those of the outputs: inputs weigh in the
+    moments: x x^T summed over the layer's inputs x. With them the errors that count are those of the outputs: inputs weigh in the
     search by their power, and inputs still to be rounded make up for the error of those that have been.
     """
     out_features, in_features = weight.shape
@@ -58,7 +61,7 @@ def _round(groups: Array, scale: Array, zero: Array) -> Array:
 
 
 def _fit(groups: Float[Array, "out *C G"], importance: Float[Array, "*C G"], dtype) -> tuple[Array, Array]:
-    """Scale and zero [out, *C, 1], values of `dtype`, of least weighted squared error."""
+    """The scale and zero [out, *C, 1], values of `dtype`, with the least weighted squared error."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     half = (high - low) / 2
     # Whatever the size of weights and moments, no square leaves the range of float32.
@@ -91,7 +94,7 @@ def _compensated(
 ) -> tuple[Array, Array, Array]:
     """Codes [out, C, G], scale and zero [out, C, 1] by GPTQ: group after group, and within a group input after input.
 
-    counts: 1 for an input, 0 for padding.
+    moments: as in `quantize_weight`. counts: 1 for an input, 0 for padding. size: inputs of a group, G.
     """
     in_features = weight.shape[1]
     power = jnp.diag(moments)
@@ -147,7 +150,7 @@ def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
 
 
 def quantize_head(model: Llama) -> Llama:
-    """The model with a head in INT8, of its own where the model's is the embedding; all else is the same arrays, not copies."""
+    """The model with a head in INT8, also where its head was the embedding; all else is the same arrays, not copies."""
     weights = model.weights()
     weights["head"] = quantize_rows(weights.get("head", weights["embedding"]))
     return Llama(dataclasses.replace(model.config, tie_word_embeddings=False), lambda path, shape: weights[path])

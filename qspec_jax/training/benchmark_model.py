@@ -10,10 +10,8 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from qspec_jax import demo
-from qspec_jax.errors import InputError, one_line
-from qspec_jax.files import read_json
+from qspec_jax.errors import InputError, one_line, writing
+from qspec_jax.files import check_writable, read_json, whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import Run, this_run
@@ -44,7 +42,6 @@ from qspec_jax.training.pretraining import (
     make_step,
     over,
     save_model,
-    write_json,
 )
 from qspec_jax.training.tokenizer import encode, save_tokenizer
 
@@ -149,9 +146,7 @@ def run(
         raise InputError(f"--output {directory}: holds a model that is none of these runs; give another directory")
     with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        # Before the minutes of training, and not after.
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        check_writable(state)  # before the minutes of training, and not after
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     stream, description = _read_tokens(directory, tokenizer, smoke=smoke)
     held_out = HeldOut(LlamaConfig.from_hf(recipe.model), recipe.short, tokenizer)
@@ -266,7 +261,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Writes everything that `load` needs; a reader finds the old file or the new one, whole."""
         metadata = {"recipe": _recipe_json(self.recipe), "progress": json.dumps(dataclasses.asdict(self.progress))}
-        with _whole(path) as draft:
+        with whole_file(path) as draft:
             save_file(_named((self.params, self.state)), draft, metadata=metadata)
 
     def load(self, path: Path) -> None:
@@ -332,7 +327,7 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
     if not path.exists():
         read = corpus.read_corpus((), most_bytes=2_000_000) if smoke else corpus.read_corpus()
         tokens = np.concatenate(encode(tokenizer, [document.text for document in read.documents]))
-        with _written(directory), _whole(path) as draft:
+        with _written(directory), whole_file(path) as draft:
             write_json(about, read.description)
             np.save(draft, tokens)
     try:
@@ -341,24 +336,9 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
         raise InputError(f"{path}: not a whole file of tokens ({error}); delete it") from None
 
 
-@contextlib.contextmanager
-def _written(directory: Path) -> Iterator[None]:
+def _written(directory: Path) -> contextlib.AbstractContextManager[None]:
     """Raises InputError where what is written inside cannot be."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"--output {directory}: cannot be written ({' '.join(str(error).split())})") from None
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file that takes the place of `path` when it is written, and is gone if it cannot be."""
-    draft = path.with_name(f".{path.name}")
-    try:
-        yield draft
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    return writing(f"--output {directory}", SafetensorError)
 
 
 def _bits_per_byte(trainer: Trainer, held_out: HeldOut, tokenizer: Tokenizer) -> dict[str, float]:

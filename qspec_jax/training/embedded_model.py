@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import optax
 
+from qspec_jax.files import write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.training import corpus
 from qspec_jax.training.pretraining import (
@@ -28,7 +29,6 @@ from qspec_jax.training.pretraining import (
     make_optimizer,
     make_step,
     save_model,
-    write_json,
 )
 from qspec_jax.training.tokenizer import END_OF_TEXT_ID, encode, save_tokenizer, train_tokenizer
 

@@ -6,7 +6,6 @@ linear-decay schedule (Hu et al., arXiv 2404.06395): orthogonalized updates leav
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from safetensors.flax import save_file
 
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.checkpoints.tensor_names import places
+from qspec_jax.files import whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear
@@ -250,12 +250,8 @@ def save_model(params: Params, model: dict[str, Any], directory: Path, *, most_b
     write_json(directory / "generation_config.json", ids)
     path = directory / "model.safetensors"
     names = places(LlamaConfig.from_hf(model))
-    save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, path, metadata={"format": "pt"})
-    path.chmod(0o644)
+    with whole_file(path) as draft:
+        save_file({names[p].name: a.astype(jnp.bfloat16) for p, a in params.items()}, draft, metadata={"format": "pt"})
     if most_bytes is not None and path.stat().st_size > most_bytes:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {most_bytes}")
     return path.stat().st_size
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,12 +1,13 @@
 """The embedded model's tokenizer: byte-level BPE for Python source, lossless, in Hugging Face's files."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from qspec_jax.files import whole_file, write_json
 
 END_OF_TEXT = "<|endoftext|>"  # before every document; both BOS and EOS
 END_OF_TEXT_ID = 0
@@ -59,7 +60,8 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads."""
-    tokenizer.save(str(directory / "tokenizer.json"))
+    with whole_file(directory / "tokenizer.json") as draft:
+        tokenizer.save(str(draft))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -67,4 +69,4 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_length: int) ->
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,  # it would take spaces out of the decoded text
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", config)

@@ -1,0 +1,108 @@
+"""Files that appear whole or not at all, what killed processes leave, and errors in one line."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qspec_jax.errors import InputError, one_line, reading, with_type, writing
+from qspec_jax.files import UNFINISHED, whole_file, whole_folder, write_json
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from qspec_jax.files import whole_file
+with whole_file(Path(sys.argv[1])) as draft:
+    draft.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_whole_or_what_it_was(tmp_path):
+    path = tmp_path / "file.bin"
+    for before in (None, b"first"):
+        with pytest.raises(KeyboardInterrupt), whole_file(path) as draft:
+            draft.write_bytes(b"half")
+            assert draft.suffix == ".bin" and (path.read_bytes() if before else path.exists()) == (before or False)
+            raise KeyboardInterrupt
+        assert names(tmp_path) == ["file.bin"] * (before is not None)
+        with whole_file(path) as draft:
+            draft.write_bytes(b"first" if before is None else b"second")
+    assert path.read_bytes() == b"second" and names(tmp_path) == ["file.bin"]
+    with pytest.raises(FileNotFoundError), whole_file(tmp_path / "no" / "file"):
+        pytest.fail("there is no such folder")
+    with pytest.raises(IsADirectoryError), whole_file(tmp_path):
+        pytest.fail("it is a folder")
+
+
+def test_what_a_killed_process_leaves_is_removed_and_what_is_under_way_is_not(tmp_path):
+    path, other = tmp_path / "state[1]", tmp_path / "state"
+    path.write_bytes(b"before")
+    for target in (path, other):
+        ran = subprocess.run([sys.executable, "-c", _KILLED, str(target)], timeout=60)
+        assert ran.returncode < 0
+    assert path.read_bytes() == b"before" and not other.exists()
+    assert len(list(tmp_path.glob(".state?1].*.unfinished/state?1]"))) == len(list(tmp_path.glob(".state.*.unfinished/state"))) == 1
+    with whole_file(path) as first:
+        first.write_bytes(b"first")
+        with whole_file(path) as second:
+            second.write_bytes(b"second")
+            assert first.exists()
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert len(names(tmp_path)) == 2 and not list(tmp_path.glob(".state?1].*"))
+    write_json(other, {"a": [1]})
+    assert names(tmp_path) == ["state", "state[1]"] and other.read_text() == '{\n  "a": [\n    1\n  ]\n}\n'
+
+
+def test_links_permissions_and_devices(tmp_path):
+    target, link, loop, fifo = (tmp_path / name for name in ("target", "link", "loop", "fifo"))
+    link.symlink_to(target)
+    loop.symlink_to(loop)
+    old = os.umask(0o027)
+    try:
+        with whole_file(link) as draft:
+            draft.touch(0o600)  # as safetensors does
+    finally:
+        os.umask(old)
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    target.chmod(0o604)
+    with whole_file(link) as draft:
+        draft.touch()
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o604
+    with pytest.raises(InputError, match="a loop of symbolic links"), whole_file(loop):
+        pytest.fail("it leads nowhere")
+    os.mkfifo(fifo)
+    with whole_file(fifo) as draft:
+        assert draft == fifo
+    assert fifo.is_fifo() and names(tmp_path) == ["fifo", "link", "loop", "target"]
+
+
+def test_a_folder_called_as_the_marker(tmp_path):
+    """Whatever its name is, and in a folder that is itself being written."""
+    with whole_folder(tmp_path / "out", lambda: None) as outer, whole_file(outer / UNFINISHED) as draft:
+        draft.write_bytes(b"x")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == [UNFINISHED]
+
+
+def test_errors_are_one_line():
+    full = OSError(errno.ENOSPC, "No space left on device", "/somewhere/hidden")
+    assert one_line(full) == "No space left on device" and one_line(OSError("lost\n the  connection")) == "lost the connection"
+    assert with_type(ValueError("a\n\nb")) == "ValueError: a b" and len(one_line(ValueError("x" * 1000))) == 300
+    for manager, verb in ((reading, "read"), (writing, "written")):
+        with pytest.raises(InputError) as said, manager("file"):
+            raise full
+        assert str(said.value) == f"file: cannot be {verb} (No space left on device)"
+        with pytest.raises(InputError, match="mine"), manager("file", ValueError):
+            raise InputError("mine")
+        with pytest.raises(InputError, match=rf"file: cannot be {verb} \(odd\)"), manager("file", ValueError):
+            raise ValueError("odd")
+        with pytest.raises(ValueError, match="odd") as raised, manager("file"):
+            raise ValueError("odd")
+        assert type(raised.value) is ValueError
