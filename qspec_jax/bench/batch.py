@@ -12,10 +12,11 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.batch import BatchStats, Request, run_batch
+from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import make_sampler
-from qspec_jax.drafts.cached_model import Step
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -77,7 +78,7 @@ def make_requests(
 def run(
     name: str,
     model: Llama,
-    draft: Step | None,
+    draft: Draft | None,
     requests: Sequence[Request],
     *,
     batch_size: int,

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import plots
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
@@ -29,12 +29,15 @@ from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
-from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
+from qspec_jax.decoding.engine import Call, Engine
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.state import Counts, DecodeState
-from qspec_jax.drafts.cached_model import CachedModel, in_loop
+from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
+from qspec_jax.drafts.draft import Draft, StepwiseDraft
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -55,7 +58,7 @@ class DecodeReport(Run):
 def run(
     name: str,
     model: Llama,
-    drafts: Callable[[bool], Llama],
+    int4: Callable[[], Llama],
     contexts: Sequence[int],
     methods: Sequence[Method],
     gammas: Sequence[int],
@@ -69,9 +72,9 @@ def run(
 ) -> DecodeReport:
     """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
-    drafts(int4): the draft's model. rates: simulated acceptance at each context; None verifies for real. beside: rows of other programs,
-    to compare with. progress: a bar on standard error; None where that is a terminal. A method that fails (for want of memory, say) gets a
-    row that says so.
+    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. beside: rows of other
+    programs, to compare with. progress: a bar on standard error; None where that is a terminal. A method that fails (for want of memory,
+    say) gets a row that says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -84,7 +87,7 @@ def run(
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
             settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats)
-            for row in measure(model, drafts, cases, prompt.tolist(), max_new_tokens, **settings):
+            for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, **settings):
                 found.append(row)
                 bar.set_description(f"{context:,} tokens")
                 bar.update()
@@ -100,7 +103,7 @@ def run(
 
 def measure(
     model: Llama,
-    drafts: Callable[[bool], Llama],
+    int4: Callable[[], Llama],
     cases: Sequence[Case],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -115,7 +118,7 @@ def measure(
     First the drafts are made, which all stay; then all programs are compiled, side by side. rate: simulated acceptance; None verifies for
     real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
     """
-    make = lambda case: jax.block_until_ready(drafts(case.method.int4)) if case.method.speculative else None
+    make = lambda case: jax.block_until_ready(parse_draft(case.method.draft).make(model, int4)) if case.method.speculative else None
     made = [_attempt(make, case) for case in cases]
     settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, began=time.perf_counter())
     pool = ThreadPoolExecutor()
@@ -150,7 +153,7 @@ class _Measured:
     def __init__(
         self,
         model: Llama,
-        draft: Llama | None,
+        draft: Draft | None,
         case: Case,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
@@ -163,47 +166,43 @@ class _Measured:
     ):
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = GenerationConfig(
-            method="quantspec" if case.method.speculative else "autoregressive",
+            draft=case.method.draft,
             cache=case.method.cache,
             num_speculative_tokens=case.gamma,
             max_new_tokens=max_new_tokens,
             temperature=case.temperature,
             ignore_eos=True,
         )
-        self.target = CachedModel(model, 2)
-        self.draft = CachedModel(draft, 1, head_bits=8 if case.method.int4 else 16) if draft is not None else None
         self.rate = rate if case.method.speculative else None
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else SimulatedGreedy(jnp.float32(rate))
         self.limits = make_limits(model, self.config)
-        tokens = jnp.pad(jnp.array(prompts, jnp.int32), ((0, 0), (0, bucket(self.context) - self.context)))
-        n, keys = jnp.full(1, self.context, jnp.int32), prompt_keys(jax.random.key(seed), len(prompts))
-        self.inputs = [(self.target, tokens[i : i + 1], n, self.sampler, keys[i : i + 1], self.limits) for i in range(len(prompts))]
+        self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
+        keys = prompt_keys(jax.random.key(seed), len(prompts))
+        self.calls = [
+            self.engine.prefill_call([list(prompt)], self.sampler, keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
+        ]
         self._compile(pool, bandwidth, began)
 
     def _compile(self, pool: Executor, bandwidth: float | None, began: float) -> None:
-        new = bucket(self.config.max_new_tokens)
-        static = dict(cache=self.config.cache_config, capacity=bucket(self.context) + new, max_new_tokens=new, gamma=self.gamma)
-        state, draft = PREPARE.shapes(*self.inputs[0], **static), jax.eval_shape(in_loop, self.draft)
-
-        def compiled(program: Compiled, *args, **static) -> Future:
-            return pool.submit(lambda: (program.compile(*args, **static)[0], time.perf_counter() - began))
-
-        self.prepare = compiled(PREPARE, *self.inputs[0], **static)
-        self.decode = compiled(DECODE, self.target, draft, self.sampler, state, self.limits, jnp.int32(1))
+        state = self.calls[0].shapes()
+        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
+        self.prepare = compiled(self.calls[0])
+        rounds = self.engine.rounds_call(state, self.sampler, self.limits, 1, lazy=True)
+        self.decode = compiled(rounds)
         self.loops = {}
         if bandwidth is not None:
             carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache
-            for step in self._steps(state.cache.lengths, draft, bandwidth):
-                self.loops[step.name] = compiled(loop(step.function, step.trips), carry, step.inputs), step.trips
+            for step in self._steps(state, rounds.args[1], bandwidth):
+                self.loops[step.name] = compiled(Call(loop(step.function, step.trips), (carry, step.inputs))), step.trips
 
     def row(self, bandwidth: float | None, repeats: int) -> DecodeRow:
         """Decodes every prompt; where the read bandwidth (GB/s) is given, also times the steps, `repeats` times each."""
         # Waits for all of them first: what cannot be compiled fails before minutes of decoding.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
-        jax.block_until_ready((self.model, self.draft))
-        state = jax.block_until_ready(prepare(*self.inputs[0]))  # to warm up
-        draft = in_loop(self.draft)
+        jax.block_until_ready((self.model, self.engine.draft))
+        state = jax.block_until_ready(prepare(*self.calls[0].args))  # to warm up
+        draft = self.engine.draft_in_loop
         row = DecodeRow(
             self.method.name,
             self.context,
@@ -218,21 +217,26 @@ class _Measured:
             large_operations=large_operations(decode.as_text(), self._large(state.cache)),
         )
         runs = []
-        for inputs in self.inputs:
+        for call in self.calls:
             del state  # its cache is gone before the next is made
-            state, prefill_s = _timed(functools.partial(prepare, *inputs))
-            lengths = jax.tree.map(jnp.copy, state.cache.lengths)
-            run, state = self._decoded(functools.partial(decode, self.target, draft, self.sampler), state, prefill_s)
+            state, prefill_s = _timed(functools.partial(prepare, *call.args))
+            lengths, drafting = jax.tree.map(jnp.copy, (state.cache.lengths, state.draft))
+            run, state = self._decoded(decode, state, prefill_s)
             runs.append(run)
         row = _totalled(row, runs)
         if bandwidth is None:
             return row
-        return dataclasses.replace(row, steps=self._measured_steps(loops, state.cache.rollback(lengths), draft, bandwidth, repeats))
+        return dataclasses.replace(
+            row,
+            steps=self._measured_steps(
+                loops, dataclasses.replace(state, cache=state.cache.rollback(lengths), draft=drafting), bandwidth, repeats
+            ),
+        )
 
-    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: CachedModel | None) -> int:
+    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: Draft | None) -> int:
         """The larger of what prefill and decode hold, with the draft as each of them has it; shared arrays count once."""
-        held = lambda draft: _bytes_of((self.target, draft)) - _bytes_of(self.target)
-        return max(_working_bytes(prepare) + held(self.draft), _working_bytes(decode) + held(in_decode) - _bytes_of(in_decode))
+        held = lambda draft: _bytes_of((self.engine.target, draft)) - _bytes_of(self.engine.target)
+        return max(_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - _bytes_of(in_decode))
 
     def _large(self, cache: Cache) -> int:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
@@ -240,17 +244,19 @@ class _Measured:
         logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
-    def _decoded(self, step: Callable, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
+    def _decoded(self, decode: jax.stages.Compiled, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
         """Decodes to the end, the first rounds as a warm-up; also returns the state after it."""
-        state = jax.block_until_ready(step(state, self.limits, jnp.int32(2)))
+        rounds = lambda state, most: decode(*self.engine.rounds_call(state, self.sampler, self.limits, most).args)
+        state = jax.block_until_ready(rounds(state, 2))
         before = jax.device_get((state.emitted, state.counts))
-        state, decode_s = _timed(lambda: step(state, self.limits, jnp.int32(np.iinfo(np.int32).max)))
+        state, decode_s = _timed(lambda: rounds(state, UNLIMITED))
         after = jax.device_get((state.emitted, state.counts))
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
         return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
 
-    def _steps(self, lengths: Lengths, draft: CachedModel | None, bandwidth: float) -> list["_Work"]:
-        """The steps of a round, each to be timed alone on a filled cache of these lengths."""
+    def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: float) -> list["_Work"]:
+        """The steps of a round, each to be timed alone on a filled cache; `state` is the one after prefill."""
+        lengths = state.cache.lengths
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
         keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
@@ -272,13 +278,16 @@ class _Measured:
         def flush(tokens, cache, lengths):
             return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths)
 
-        def step(name: str, model: CachedModel, width: int) -> _Work:
-            size = self.step_bytes(model, width)
-            return _Work(name, functools.partial(forward, width=width), (lengths, model), size / bandwidth / 1e9, size)
+        def drafted(tokens, cache, lengths, draft, state):
+            return forward(tokens, cache, lengths, draft.step_in_round(state, cache), width=1)
 
-        work = [step("target", self.target, width)]
-        if draft is not None:
-            work.append(step("draft", draft, 1))
+        def work_of(name: str, function: Callable, inputs: tuple, size: int) -> _Work:
+            return _Work(name, function, (lengths, *inputs), size / bandwidth / 1e9, size)
+
+        target = self.engine.target
+        work = [work_of("target", functools.partial(forward, width=width), (target,), self.target_bytes(width))]
+        if isinstance(draft, StepwiseDraft):
+            work.append(work_of("draft", drafted, (draft, state.draft), self.draft_bytes(draft)))
         work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))
         if self.method.cache == "int8":
             group = self.config.cache_config.group_size_for(self.model.config.head_dim)
@@ -287,22 +296,34 @@ class _Measured:
                 work.append(_Work(name, flush, (at,), seconds))
         return work
 
-    def _measured_steps(
-        self, loops: dict, cache: Cache, draft: CachedModel | None, bandwidth: float, repeats: int
-    ) -> dict[str, StepTiming]:
-        """Times every step. loops: the program of each step and its trips. The cache is spent: a step overwrites what the one before wrote,
-        and flushes move its buffer."""
-        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), cache
+    def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: float, repeats: int) -> dict[str, StepTiming]:
+        """Times every step. loops: the program of each step and its trips. The state's cache is spent: a step overwrites what the one
+        before wrote, and flushes move its buffer."""
+        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache
+        shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         steps = {}
-        for work in self._steps(jax.tree.map(jnp.copy, cache.lengths), draft, bandwidth):
+        for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
             timing, carry = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
             steps[work.name] = StepTiming(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
         return steps
 
-    def step_bytes(self, model: CachedModel, width: int) -> int:
-        """The bytes that a step must read: its weights, and the cache with the tokens that it appends."""
-        planes = None if self.method.cache == "full" else model.planes
-        return weight_bytes(model.model) + cache_bytes_read(self.model, self.context + width, width, planes)
+    def target_bytes(self, width: int) -> int:
+        """The bytes that a verification must read: its weights, and the cache with the tokens that it appends."""
+        planes = None if self.method.cache == "full" else BOTH_PLANES.planes
+        layers = self.model.config.num_layers
+        return weight_bytes(self.model) + layers * layer_bytes_read(self.model, self.context + width, width, planes)
+
+    def draft_bytes(self, draft: StepwiseDraft) -> int:
+        """The bytes that a draft must read: its weights, and what it reads of the cache with the token that it appends."""
+        c, tokens, total = self.model.config, self.context + 1, weight_bytes(draft.step.model)
+        if self.method.cache == "full":
+            return total + c.num_layers * layer_bytes_read(self.model, tokens, 1, None)
+        G = self.config.cache_config.group_size_for(c.head_dim)
+        groups = int(Schedule(G).quantized_length(tokens)) // G
+        for layer in range(c.num_layers):
+            planes, read = draft.reads(layer, groups)
+            total += layer_bytes_read(self.model, tokens - (groups - read) * G, 1, planes)
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,13 +379,11 @@ def weight_bytes(model: Llama) -> int:
     return _bytes_of(weights)
 
 
-def cache_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """Bytes that a step reads of the cache in all layers. context: tokens cached, the `width` query tokens among them. planes: those that
-    are read; None is a full cache."""
+def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
+    """The bytes that queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
     c = model.config
-    group = GenerationConfig().cache_config.group_size_for(c.head_dim)
-    shape = Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group)
-    return c.num_layers * bytes_read(shape)
+    group = CacheConfig().group_size_for(c.head_dim)
+    return bytes_read(Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
 
 
 def _timed(function: Callable):

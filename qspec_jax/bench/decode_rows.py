@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
+from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
 
 AUTOREGRESSIVE = "autoregressive"
@@ -12,16 +13,15 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of decoding. cache: what draft and target read, "full" or "int8" (a draft reads its upper plane). int4: whether the draft
-    has INT4 weights."""
+    """A method of decoding. cache: the target's, "full" or "int8". draft: the text of its draft, or "none"."""
 
     name: str
     cache: str
-    int4: bool = False
+    draft: str = NONE
 
     @property
     def speculative(self) -> bool:
-        return self.name.startswith("quantspec")
+        return self.draft != NONE
 
 
 METHODS = {
@@ -29,9 +29,9 @@ METHODS = {
     for method in (
         Method(AUTOREGRESSIVE, "full"),
         Method("autoregressive-int8", "int8"),
-        Method("quantspec", "int8", int4=True),
-        Method("quantspec-kv-only", "int8"),
-        Method("quantspec-weights-only", "full", int4=True),
+        Method("quantspec", "int8", "quantspec"),
+        Method("quantspec-kv-only", "int8", "quantspec:weight_bits=16"),
+        Method("quantspec-weights-only", "full", "quantspec"),
     )
 }
 
@@ -96,13 +96,22 @@ class DecodeRow:
     large_operations: list[str] = dataclasses.field(default_factory=list)
 
 
-def select_methods(names: Iterable[str]) -> list[Method]:
-    """The methods of these names; without any, the baseline and quantspec. Raises InputError for an unknown one."""
-    names = list(names)
+def select_methods(names: Iterable[str], drafts: Iterable[str] = ()) -> list[Method]:
+    """These methods, and one for each text of a draft, beside the baseline; without any, the baseline and quantspec.
+
+    Raises InputError for an unknown method or draft.
+    """
+    names, drafts = list(names), list(drafts)
     for name in names:
         if name not in METHODS:
             raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
-    return [METHODS[name] for name in dict.fromkeys(names)] or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
+    if drafts and not names:
+        names = [AUTOREGRESSIVE]
+    chosen = {name: METHODS[name] for name in names}
+    for text in drafts:
+        if parse_draft(text) is not None:
+            chosen[text] = Method(text, "int8", text)
+    return list(chosen.values()) or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax import drafts, plots
+from qspec_jax import plots
 from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, compared
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.drafts.cached_model import CachedModel
+from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance
@@ -95,18 +96,17 @@ def run(
             prompts = [text[:-max_new_tokens] for text in found]
             calibration = prompts if calibrate else None
             # Made where it is needed first: if that fails, rows say so.
-            draft = functools.cache(functools.partial(drafts.quantspec, model, calibration=calibration, progress=False))
-            make_draft = lambda int4, draft=draft: draft().model
+            int4 = functools.cache(functools.partial(int4_model, model, calibration=calibration, progress=False))
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 cases = [Case(BASELINE, 0, temperature), *(Case(SPECULATIVE, gamma, temperature) for gamma in gammas)]
                 decodes = []
-                for row in decode.measure(model, make_draft, cases, prompts, max_new_tokens, seed=seed):
+                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed):
                     decodes.append(row)
                     bar.update()
                 rows += compared(decodes)
                 for gamma in gammas:
-                    walks.append(_walk(model, draft, found, make_config(temperature, gamma), seed))
+                    walks.append(_walk(model, int4, found, make_config(temperature, gamma), seed))
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -141,13 +141,12 @@ def _cut(stream: Sequence[int], length: int, count: int) -> list[list[int]]:
     return [list(stream[start : start + length]) for start in starts]
 
 
-def _walk(
-    model: Llama, draft: Callable[[], CachedModel], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
-) -> TeacherForced:
+def _walk(model: Llama, int4: Callable[[], Llama], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int) -> TeacherForced:
     context = len(texts[0]) - config.max_new_tokens
     row = TeacherForced(context, config.temperature, config.num_speculative_tokens, len(texts), "measured")
     try:
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft(), texts, config, jax.random.key(seed)))
+        draft = parse_draft(SPECULATIVE.draft).make(model, int4)
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft, texts, config, jax.random.key(seed)))
     except Exception as error:  # one row of many
         return dataclasses.replace(row, status="failed", note=named(error))
 

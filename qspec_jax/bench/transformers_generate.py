@@ -22,7 +22,7 @@ from qspec_jax.training import corpus
 def ours(directory: str, dtype: str, prompt: list[int], new_tokens: int, repeats: int) -> tuple[list[float], list[int]]:
     """Decodes with qspec-jax: tokens per second of each run, and the tokens."""
     model = loading.load_model(directory, dtype=dtype, progress=False)
-    config = GenerationConfig(method="autoregressive", max_new_tokens=new_tokens, ignore_eos=True)
+    config = GenerationConfig(draft="none", max_new_tokens=new_tokens, ignore_eos=True)
     runs = [generate(model, [prompt], config=config) for _ in range(repeats + 1)][1:]
     return [run.stats.tokens_per_second for run in runs], runs[-1].token_ids[0]
 

@@ -11,7 +11,7 @@ import typer
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import drafts, plots
+from qspec_jax import plots
 from qspec_jax.bench import (
     attention,
     attention_tuning,
@@ -28,7 +28,8 @@ from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
 from qspec_jax.cli.options import DtypeOption, Gamma, Json, Output, Seed, load, show
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.drafts.cached_model import CachedModel
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_text
 from qspec_jax.training import corpus
@@ -146,6 +147,10 @@ def bench_decode(
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096, if not given.")
     ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="A draft, beside the baseline; may be given several times."),
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -182,7 +187,7 @@ def bench_decode(
         raise InputError("one of --arch and --model should be given")
     if simulate_acceptance and simulate_ratio:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
-    methods = decode_rows.select_methods(name for names in method or [] for name in names.split(","))
+    methods = decode_rows.select_methods((name for names in method or [] for name in names.split(",")), draft or [])
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio goes with one --gamma; with several give --simulate-acceptance")
@@ -209,15 +214,14 @@ def bench_decode(
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed)
-            make_draft = lambda: random_int4(network)
+            make_int4 = lambda: random_int4(network)
         else:
             network, _ = load(model, None, quiet=as_json)
-            make_draft = lambda: drafts.quantspec(network).model
-        int4 = functools.cache(make_draft)
+            make_int4 = lambda: int4_model(network, directory=model)
         report = decode.run(
             arch or str(model),
             network,
-            lambda is_int4: int4() if is_int4 else network,
+            functools.cache(make_int4),
             contexts,
             methods,
             gammas,
@@ -246,6 +250,7 @@ def bench_batch(
     prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Tokens of a prompt, log-uniform.")] = "64-2048",
     new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="New tokens after a prompt, log-uniform.")] = "16-512",
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = GenerationConfig.draft,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     simulate_ratio: Annotated[
         float | None, typer.Option(min=0, max=1, help="Accept this share of the drafts in the mean, whatever they are.")
@@ -272,19 +277,19 @@ def bench_batch(
     with output_to(output) as write:
         if arch is not None:
             network = random_model(architecture(arch), seed=seed)
-            draft = CachedModel(random_int4(network), planes=1, head_bits=8)
+            int4 = random_int4(network)
             words = np.random.default_rng(seed).integers(0, network.config.vocab_size, 4 * lengths[1])
             sources = [words.tolist()]
         else:
             network, tokenizer = load(model, dtype, quiet=as_json)
-            draft = drafts.quantspec(network)
+            int4 = stored_int4(model, network)
             sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
-        config = GenerationConfig(num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
+        config = GenerationConfig(draft=draft, num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
         requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
         report = batch.run(
             arch or str(model),
             network,
-            draft,
+            make_draft(config.draft, network, int4=int4),
             requests,
             batch_size=batch_size,
             ways=[way for way in batch.WAYS if one_by_one or way != "one by one"],

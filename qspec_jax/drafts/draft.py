@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.models.viewed import Step
+from qspec_jax.models.viewed import Step, ViewedModel
 
 State = Any
 
@@ -133,6 +133,27 @@ class Draft(abc.ABC):
     def in_loop(self) -> Self:
         """The draft as the decode loop runs it. Made after prefill, during which memory peaks, and not kept."""
         return self
+
+
+class StepwiseDraft(Draft):
+    """The common case: single-token steps of a model over the target's cache. A subclass says which view they read it through."""
+
+    step: ViewedModel
+
+    @abc.abstractmethod
+    def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
+        """The step that a round's drafts are made by."""
+
+    @abc.abstractmethod
+    def reads(self, layer: int, groups: int) -> tuple[int, int]:
+        """What a step reads of a layer whose row has so many quantized groups: how many planes, and of how many groups.
+
+        For models of what a draft costs; the buffer is read besides.
+        """
+
+    def propose(self, state, cache, round):
+        proposal, cache = propose_by_steps(self.step_in_round(state, cache), cache, round)
+        return proposal, state, cache
 
 
 def propose_by_steps(step: Step, cache: Cache, round: Round) -> tuple[Proposal, Cache]:

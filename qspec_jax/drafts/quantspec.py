@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.draft import StepwiseDraft
 from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -21,15 +21,18 @@ CACHES: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantSpecDraft(Draft):
+class QuantSpecDraft(StepwiseDraft):
     """Single-token steps of a model over the target's cache. head_bits: 8 if the decode loop is to quantize its head."""
 
     step: ViewedModel
     head_bits: int = dataclasses.field(default=16, metadata={"static": True})
 
-    def propose(self, state, cache, round):
-        proposal, cache = propose_by_steps(self.step, cache, round)
-        return proposal, state, cache
+    def step_in_round(self, state, cache):
+        return self.step
+
+    def reads(self, layer, groups):
+        view = self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view
+        return view.planes, groups
 
     def in_loop(self):
         return dataclasses.replace(self, step=head_in_loop(self.step, self.head_bits), head_bits=16)

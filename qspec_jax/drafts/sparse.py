@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ListedGroups, View
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.draft import StepwiseDraft
 from qspec_jax.drafts.quantspec import check_bits, head_in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -28,7 +28,7 @@ LEAST_GROUPS = 4  # that are read however short the context is
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SparseDraft(Draft):
+class SparseDraft(StepwiseDraft):
     """Single-token steps of a model over listed groups of the target's cache.
 
     step: the model; its view is not used, but made anew for each round. The state: for each layer the attention mass [B, K, C] that each
@@ -50,10 +50,12 @@ class SparseDraft(Draft):
         B, K, C = prompt.cache.layers[0].keys.upper.shape[:3]
         return tuple(jnp.zeros((B, K, C), jnp.float32) for _ in prompt.cache.layers)
 
-    def propose(self, state, cache, round):
+    def step_in_round(self, state, cache):
         views = tuple(self.view_of(i, mass, cache.lengths, cache.group_size) for i, mass in enumerate(state))
-        proposal, cache = propose_by_steps(ViewedModel(self.step.model, views), cache, round)
-        return proposal, state, cache
+        return ViewedModel(self.step.model, views)
+
+    def reads(self, layer, groups):
+        return 1, groups if layer < self.dense_layers else min(groups, max(LEAST_GROUPS, math.ceil(self.budget * groups)))
 
     def commit(self, state, verified, cache):
         keep = (verified.count > 0)[:, None, None]
