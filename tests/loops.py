@@ -1,19 +1,22 @@
 """The compiled decode loop, and whether it copies, converts or transposes anything of the cache's size; prefill, and what it keeps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from qspec_jax.drafts.cached_model import CachedModel
 from runs import random_model
 
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.caches.full import FullCache
-from qspec_jax.caches.registry import empty_cache
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import PREPARE, make_limits
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState, start
 from qspec_jax.drafts import quantspec
+from qspec_jax.models.viewed import ViewedModel
 
 CAPACITY = 1 << 16
 
@@ -34,7 +37,7 @@ def compiled_loop(
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
     model = random_model(dtype, head_dim=head_dim, **model_settings)
     config = GenerationConfig(
-        method="quantspec" if gamma else "autoregressive",
+        draft="quantspec" if gamma else "none",
         cache=kind,
         num_speculative_tokens=gamma,
         group_size=head_dim,
@@ -42,17 +45,17 @@ def compiled_loop(
     )
     sampler, limits = make_sampler(config), make_limits(model, *[config] * batch)
     draft = jax.eval_shape(quantspec, model) if gamma else None
+    sizes = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)
 
     def begin():
-        settings = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)
-        cache = empty_cache(model.config, config.cache_config, **settings)
+        cache = config.cache_config.empty(model.config, **sizes)
         return start(cache, jnp.zeros(batch, jnp.int32), prompt_keys(jax.random.key(0), batch), limits, max_new_tokens=256, gamma=gamma)
 
     # A function of its own, since jit remembers what it has traced and the tests plant errors. Shapes alone: nothing is allocated.
     afresh = lambda target, draft, sampler, state, limits, rounds: decode(target, draft, sampler, state, limits, rounds)
     loop = jax.jit(afresh, donate_argnums=3 if donate else ())
     state = jax.eval_shape(begin)
-    args = jax.tree.map(place, (CachedModel(model, 2), draft, sampler, state, limits, jnp.int32(9)))
+    args = jax.tree.map(place, (ViewedModel(model, BOTH_PLANES), draft, sampler, state, limits, jnp.int32(9)))
     return loop.lower(*args).compile(), state
 
 
@@ -76,10 +79,10 @@ def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
 def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14) -> int:
     """Bytes that prefill of a model in bfloat16 with so many layers takes beside its weights and the cache."""
     model = random_model(jnp.bfloat16, head_dim=64, num_hidden_layers=layers)
-    method, gamma = ("quantspec", 4) if kind == "int8" else ("autoregressive", 0)
-    config = GenerationConfig(method=method, cache=kind, num_speculative_tokens=4, group_size=64)
-    shapes = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(1, jnp.int32)
-    args = (CachedModel(model, planes=2), *shapes, make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
-    static = dict(cache=config.cache_config, capacity=tokens + 256, max_new_tokens=256, gamma=gamma)
-    executable, _ = PREPARE.compile(*jax.tree.map(place, args), **static)
+    config = GenerationConfig(
+        draft="quantspec" if kind == "int8" else "none", cache=kind, num_speculative_tokens=4, group_size=64, max_new_tokens=256
+    )
+    engine = Engine.for_configs(model, None, [config], prompt_tokens=tokens)
+    call = engine.prefill_call([[0] * tokens], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
+    executable, _ = dataclasses.replace(call, args=jax.tree.map(place, call.args)).compile()
     return executable.memory_analysis().temp_size_in_bytes

@@ -8,28 +8,33 @@ import numpy as np
 from scipy.stats import chisquare
 
 from pallas_kernels.formats.kv_cache import Lengths
+from qspec_jax.caches.cache import Cache, longer
+from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import make_limits
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, start
+from qspec_jax.drafts.draft import Draft, propose_by_steps
 
 V, ROWS, GAMMA = 6, 20_000, 3
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NoCache:
-    """What the loop asks of a cache, for models that look at the last token alone."""
+class NoCache(Cache):
+    """What the loop asks of a cache, for models that look at the last token alone. room: the drafts that the schedule has room for."""
 
     lengths: Lengths
-    draft_room: jax.Array
+    room: jax.Array
 
-    def rollback(self, lengths):
-        return dataclasses.replace(self, lengths=lengths)
+    layers = ()
+    schedule = Schedule(None)
+    make = fill = attend = None
 
-    def flush(self):
-        return self, jnp.zeros_like(self.lengths.buffered)
+    @property
+    def draft_room(self):
+        return self.room
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +45,19 @@ class Markov:
     table: jax.Array
 
     def __call__(self, tokens, positions, cache):
-        longer = dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered + tokens.shape[1])
-        return self.table[tokens], cache.rollback(longer)
+        return self.table[tokens], cache.rollback(longer(cache.lengths, tokens.shape[1]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarkovDraft(Draft):
+    """Single-token steps of such a model."""
+
+    step: Markov
+
+    def propose(self, state, cache, round):
+        proposal, cache = propose_by_steps(self.step, cache, round)
+        return proposal, state, cache
 
 
 RNG = np.random.default_rng(0)
@@ -89,7 +105,9 @@ def counted(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice
     limits = make_limits(None, *[config] * ROWS)
     seen = jnp.zeros((ROWS, V), bool) if limits.asks_what_was_seen else None
     state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, seen=seen)
-    state = loop(Markov(jnp.asarray(target)), Markov(jnp.asarray(draft)), sampler, state, limits, jnp.int32(UNLIMITED))
+    if not isinstance(draft, Draft):
+        draft = MarkovDraft(Markov(jnp.asarray(draft)))
+    state = loop(Markov(jnp.asarray(target)), draft, sampler, state, limits, jnp.int32(UNLIMITED))
     tokens = np.asarray(state.tokens)[rows, at : at + length]
     assert (np.asarray(state.emitted) >= at + length).all()
     return np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length).reshape([V] * length)

@@ -15,7 +15,7 @@ from qspec_jax.models.llama import Llama
 
 
 def one_bit(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:
-    """A scheme for `pallas_kernels.kv_format.SCHEMES`: one bit in both planes, so coarse that reading a wrong cache shows in tokens."""
+    """A scheme for `pallas_kernels.formats.quantization.SCHEMES`: one bit in both planes, so coarse that reading a wrong cache shows in tokens."""
     upper = jnp.where(x > (low + high) / 2, 15.0, 0.0)
     return upper, jnp.zeros_like(x), jnp.maximum((high - low) / 15, 1e-6), low
 
@@ -30,7 +30,7 @@ class OnePass:
     scheme: str | None
     kv_heads: int
 
-    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, planes: int) -> tuple[Float[Array, "B T N H"], None]:
+    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view, observe) -> tuple[Float[Array, "B T N H"], None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         G = self.group_size
@@ -47,7 +47,7 @@ class OnePass:
         weights = jnp.where(coarse, logits(coarse_k), logits(k))
         weights = jax.nn.softmax(jnp.where(t <= t[:, None], weights, -jnp.inf), -1)
         read = lambda mask, values: jnp.einsum("bkrts,bksh->btkrh", jnp.where(mask, weights, 0), values)
-        return (read(coarse, coarse_v) + read(~coarse, v)).reshape(B, T, -1, H), None
+        return (read(coarse, coarse_v) + read(~coarse, v)).reshape(B, T, -1, H), None, None
 
     def advance(self, layers: tuple, tokens: int) -> "OnePass":
         return self

@@ -1,22 +1,22 @@
 """Tiny random models, and decoding round by round, so that tests see the state after each one."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from checkpoints import hf_config
-from qspec_jax.drafts.cached_model import CachedModel, Step
 
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, PREPARE, make_limits
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
-from qspec_jax.decoding.state import DecodeState, Limits
-from qspec_jax.drafts import quantspec
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import bucket, padded
 
 
 def random_model(dtype, *, vocab_size: int = 64, spread: float = 0.15, seed: int = 0, **changes: Any) -> Llama:
@@ -52,31 +52,28 @@ class Run:
 
 
 def prepared(
-    model: Llama, prompts: list[list[int]], config: GenerationConfig, *, keys=None, limits: Limits | None = None
-) -> tuple[DecodeState, Limits]:
-    """The state after prefill, by the executables that `generate` uses."""
-    gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
-    tokens, n = padded(prompts)
-    limits = limits or make_limits(model, *[config] * len(prompts))
+    model: Llama, prompts: list[list[int]], config: GenerationConfig, *, draft: Draft | None = None, keys=None, limits: Limits | None = None
+) -> tuple[DecodeState, Callable[[DecodeState], DecodeState], Limits]:
+    """The state after prefill, and what runs one round, by the programs that `generate` uses."""
+    longest = max(map(len, prompts))
+    gamma = config.num_speculative_tokens if config.speculative else 0
+    sizes = dict(gamma=gamma, prompt_tokens=longest, max_new_tokens=config.max_new_tokens)
+    engine = Engine(model, draft, cache=config.cache_config, **sizes)
+    sampler, limits = make_sampler(config), limits or make_limits(model, *[config] * len(prompts))
     keys = prompt_keys(jax.random.key(0), len(prompts)) if keys is None else keys
-    new = bucket(config.max_new_tokens)
-    args = (CachedModel(model, planes=2), tokens, n, make_sampler(config), keys, limits)
-    static = dict(cache=config.cache_config, capacity=tokens.shape[1] + new, max_new_tokens=new, gamma=gamma)
-    return PREPARE.compile(*args, **static)[0](*args), limits
+    return engine.prefill(prompts, sampler, keys, limits), lambda state: engine.rounds(state, sampler, limits, 1), limits
 
 
 def run_rounds(
-    model: Llama, prompts: list[list[int]], config: GenerationConfig, *, draft: Step | None = None, keys=None, limits: Limits | None = None
+    model: Llama, prompts: list[list[int]], config: GenerationConfig, *, draft: Draft | None = None, keys=None, limits: Limits | None = None
 ) -> Run:
     """Decodes to the end, one round at a time."""
-    state, limits = prepared(model, prompts, config, keys=keys, limits=limits)
-    if state.gamma and draft is None:
-        draft = quantspec(model)
-    args = (CachedModel(model, 2), draft if state.gamma else None, make_sampler(config))
-    step, _ = DECODE.compile(*args, state, limits, jnp.int32(1))
+    if draft is None and config.num_speculative_tokens:
+        draft = make_draft(config.draft, model)
+    state, step, _ = prepared(model, prompts, config, draft=draft, keys=keys, limits=limits)
     rounds = [look(state)]
     while (rounds[-1].status == 0).any():
-        state = step(*args, state, limits, jnp.int32(1))
+        state = step(state)
         rounds.append(look(state))
     return Run([row[:n].tolist() for row, n in zip(np.asarray(state.tokens), rounds[-1].emitted)], rounds)
 

@@ -94,7 +94,7 @@ def test_lists_of_settings_compile_once(compilations):
     model = random_model(jnp.float32, vocab_size=67, num_hidden_layers=1)  # shapes that no other test has
 
     def run(**settings):
-        config = GenerationConfig(max_new_tokens=5, method="autoregressive", cache="int8", group_size=4, **settings)
+        config = GenerationConfig(max_new_tokens=5, draft="none", cache="int8", group_size=4, **settings)
         before = len(compilations)
         out = generate(model, random_prompts([7], 67), config=config)
         assert [len(place) for place in out.top_logprobs[0]] == [config.top_logprobs] * len(out.token_ids[0])

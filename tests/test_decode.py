@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import one_bit, target_logits
-from qspec_jax.drafts.cached_model import CachedModel
 from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import softmax
 from scipy.stats import chisquare
 
 from pallas_kernels.formats.quantization import SCHEMES
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, generate, make_limits
-from qspec_jax.decoding.sampling import Greedy
-from qspec_jax.decoding.state import EOS, Limits
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.state import EOS
 from qspec_jax.drafts import quantspec
 
 G = 4
@@ -25,7 +24,7 @@ LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)
 GAMMAS = (1, 2, 4, 6, 2 * G)
 NEW = 6 * G  # three flushes and more, also after a prompt of one token
 QUANTSPEC = GenerationConfig(max_new_tokens=NEW, group_size=G, ignore_eos=True)
-TARGET = dataclasses.replace(QUANTSPEC, method="autoregressive", cache="int8")
+TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_sampled_pairs_on_a_coarse_target():
 def test_eos_at_every_place_of_a_block(float64):
     """An EOS accepted as any of four drafts or emitted after them, and at every place relative to the length cap."""
     model, _ = model_and_draft("float64")
-    always = quantspec(model, weight_bits=16, planes=2)  # so that blocks are long
+    always = quantspec(model, weight_bits=16, cache="int8")  # so that blocks are long
     places = set()
     for n in LENGTHS:
         prompts = prompts_of([n], seed=3) * 8  # a row for each cap
@@ -175,9 +174,7 @@ def test_a_row_that_has_ended_stays_as_it_is(float64):
     config = dataclasses.replace(QUANTSPEC, scheme="one_bit", num_speculative_tokens=6)
     limits = make_limits(model, *[config] * len(prompts))
     limits = dataclasses.replace(limits, max_new_tokens=limits.max_new_tokens.at[0].set(6))
-    state, _ = prepared(model, prompts, config, limits=limits)
-    args = (CachedModel(model, 2), draft, Greedy())
-    step, _ = DECODE.compile(*args, state, limits, jnp.int32(1))
+    state, step, _ = prepared(model, prompts, config, draft=draft, limits=limits)
 
     def row_0(state):
         """What is known of row 0; stale rows of its buffer cut off."""
@@ -190,7 +187,7 @@ def test_a_row_that_has_ended_stays_as_it_is(float64):
 
     ended = None
     while (np.asarray(state.status) == 0).any():
-        state = step(*args, state, limits, jnp.int32(1))
+        state = step(state)
         if ended is not None:
             jax.tree.map(np.testing.assert_array_equal, row_0(state), ended)
         elif state.status[0] != 0:

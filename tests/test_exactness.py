@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 from runs import prepared, random_model, random_prompts, run_rounds
 
 from pallas_kernels.formats import kv_cache, quantization
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.registry import CacheConfig, empty_cache
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.schedule import Schedule
+from qspec_jax.decoding import engine
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.prefill import prefill
-from qspec_jax.decoding.round import decode, draft_tokens
+from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
 from qspec_jax.drafts import quantspec
@@ -30,7 +31,7 @@ ALONE = [[n] for n in LENGTHS]
 BATCHES = [[LENGTHS[i], LENGTHS[(i + 3) % 8], LENGTHS[(i + 6) % 8]] for i in range(0, 8, 2)]
 GAMMAS = [1, 2, 4, 6, 2 * G]
 QUANTSPEC = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True)
-TARGET = dataclasses.replace(QUANTSPEC, method="autoregressive", cache="int8")
+TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 SAMPLED = dataclasses.replace(QUANTSPEC, temperature=0.9, top_k=20)
 
 
@@ -80,7 +81,7 @@ def check_schedule(run, lengths, config):
         assert (state.flushes == (state.quantized - run.rounds[0].quantized) // G).all()
         if before is not None:
             wanted = config.max_new_tokens - before.emitted
-            gamma = config.num_speculative_tokens if config.method == "quantspec" else 0
+            gamma = config.num_speculative_tokens if config.speculative else 0
             eligible = np.where(before.status == 0, np.minimum(np.minimum(gamma, 2 * G - 1 - before.buffered), wanted - 1), 0)
             assert (state.drafted - before.drafted == eligible).all()
             emitted = np.where(before.status == 0, state.accepted - before.accepted + 1, 0)
@@ -121,7 +122,7 @@ def coarse_runs(model, scheme):
     """Quantspec's runs on that target."""
     config = dataclasses.replace(QUANTSPEC, scheme=scheme, num_speculative_tokens=6)
     # A draft good enough that rounds reach the limit of the schedule.
-    draft = quantspec(model, weight_bits=16, planes=2)
+    draft = quantspec(model, weight_bits=16, cache="int8")
     for n in LENGTHS:
         yield n, config, run_rounds(model, random_prompts([n]), config, draft=draft)
 
@@ -138,10 +139,10 @@ def test_a_coarse_target_is_met_too(model, one_bit, targets):
 
 def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
     expected = coarse_targets(model, one_bit)
-    monkeypatch.setattr(HierarchicalCache, "draft_room", property(lambda cache: 2 * cache.group_size - cache.lengths.buffered))
+    monkeypatch.setattr(Schedule, "draft_room", lambda schedule, lengths: 2 * schedule.group_size - lengths.buffered)
     # A function of its own, since jit remembers what it has traced.
-    afresh = lambda target, draft, sampler, state, limits, max_rounds: decode(target, draft, sampler, state, limits, max_rounds)
-    monkeypatch.setattr(runs, "DECODE", Compiled(afresh, donate_argnames=("state",)))
+    afresh = lambda target, draft, sampler, state, limits, *rounds: decode(target, draft, sampler, state, limits, *rounds)
+    monkeypatch.setattr(engine, "DECODE", Compiled(afresh, donate_argnums=3))
     wrong_tokens = wrong_schedule = 0
     for n, config, run in coarse_runs(model, one_bit):
         wrong_tokens += run.tokens != expected[n]
@@ -157,7 +158,7 @@ def test_a_cap_one_larger_is_seen(model, one_bit, monkeypatch):
 def test_groups_of_128_and_600_new_tokens(model):
     config = GenerationConfig(max_new_tokens=600, group_size=128, ignore_eos=True)
     prompts = random_prompts([200, 77])
-    target = generate(model, prompts, config=dataclasses.replace(config, method="autoregressive", cache="int8"))
+    target = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8"))
     out = generate(model, prompts, config=config)
     assert out.token_ids == target.token_ids
     assert min(row["flushes"] for row in out.stats.rows) >= 4
@@ -165,7 +166,7 @@ def test_groups_of_128_and_600_new_tokens(model):
 
 
 def test_a_draft_that_is_the_target_is_always_accepted(model):
-    out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC, draft=quantspec(model, weight_bits=16, planes=2))
+    out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC, draft=quantspec(model, weight_bits=16, cache="int8"))
     assert out.stats.num_draft_tokens > 50
     assert out.stats.draft_acceptance_rate == 1.0
 
@@ -181,10 +182,10 @@ def test_speculation_over_a_full_cache(model):
 
 def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
-    state, limits = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config)
-    eligible = jnp.array([4, 2, 0], jnp.int32)
-    drafts, _, _, cache = jax.jit(draft_tokens)(quantspec(model), Greedy(), state, eligible, limits)
-    assert drafts.shape == (3, 4)
+    state, _, limits = prepared(model, prompts_of([1, 2 * G + 1, 5 * G + 3]), config, draft=quantspec(model))
+    round = dataclasses.replace(current_round(Greedy(), state, limits), eligible=jnp.array([4, 2, 0], jnp.int32))
+    proposal, _, cache = jax.jit(propose)(quantspec(model), state.draft, state.cache, round)
+    assert proposal.tokens.shape == (3, 4)
     jax.tree.map(np.testing.assert_array_equal, cache.lengths, state.cache.lengths)
     buffered = np.asarray(state.cache.lengths.buffered)
     touched = False
@@ -261,7 +262,7 @@ def test_drafts_behind_an_eos_do_not_count(model, targets):
     at = targets[9].index(eos)
     config = dataclasses.replace(QUANTSPEC, eos_token_ids=(eos,), ignore_eos=False)
     # Three times the same, for which test_a_draft_that_is_the_target_is_always_accepted has compiled the loop.
-    stats = generate(model, prompts_of([9] * 3), config=config, draft=quantspec(model, weight_bits=16, planes=2)).stats
+    stats = generate(model, prompts_of([9] * 3), config=config, draft=quantspec(model, weight_bits=16, cache="int8")).stats
     for row in stats.rows:
         assert row["new_tokens"] == at + 1
         assert row["draft_acceptance_rate"] == 1.0
@@ -288,12 +289,12 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
         monkeypatch.setattr(f"qspec_jax.models.prompts.{name}", 400)
     n = jnp.array([3, 700, 1536], jnp.int32)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 1536)), jnp.int32)
-    make = lambda kind: empty_cache(
-        model.config, CacheConfig(kind, group_size=G), batch=3, capacity=1600, num_speculative_tokens=0, dtype=jnp.float64
+    make = lambda kind: CacheConfig(kind, group_size=G).empty(
+        model.config, batch=3, capacity=1600, num_speculative_tokens=0, dtype=jnp.float64
     )
     positions = jnp.broadcast_to(jnp.arange(1536), tokens.shape)
     logits, direct = jax.jit(lambda cache: model(tokens, positions, cache))(make("full"))
-    for kind in ("full", "hierarchical"):
+    for kind in ("full", "int8"):
         last, cache = jax.jit(prefill)(model, tokens, n, make(kind))
         for row in range(3):
             np.testing.assert_allclose(last[row], logits[row, n[row] - 1], atol=1e-10)

@@ -78,7 +78,7 @@ def test_logits_equal_transformers(name, tmp_path):
 
 def test_continuations_on_one_side_of_the_short_length_equal_transformers(tmp_path):
     model = load_model(write_checkpoint(tmp_path, CASES["phi3-longrope"]), progress=False)
-    settings = dict(method="autoregressive", ignore_eos=True)
+    settings = dict(draft="none", ignore_eos=True)
     with np.load(GOLDENS) as goldens:
         for length, new in CONTINUED:
             config = GenerationConfig(max_new_tokens=new, **settings)

@@ -168,7 +168,7 @@ def test_a_draft_that_is_always_wrong_is_left_alone(model):
     """After some rounds it drafts one token now and then, and no more."""
     config = dataclasses.replace(CONFIG, max_new_tokens=80, adaptive=True)
     run = run_rounds(model, PROMPTS, config, draft=CachedModel(random_model(jnp.float64, num_hidden_layers=1, seed=5), 1))
-    assert run.tokens == run_rounds(model, PROMPTS, dataclasses.replace(config, method="autoregressive", cache="int8")).tokens
+    assert run.tokens == run_rounds(model, PROMPTS, dataclasses.replace(config, draft="none", cache="int8")).tokens
     drafted = np.diff([state.drafted for state in run.rounds], axis=0)
     assert drafted[0].max() > 1
     for row in drafted[25:].T:

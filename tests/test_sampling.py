@@ -93,7 +93,7 @@ def forward(model, tokens, cache):
 
 def enumerated(model, prompt, cache="int8"):
     """Probabilities of all three-token continuations, one token at a time over the target's cache."""
-    config = GenerationConfig(method="autoregressive", cache=cache, max_new_tokens=3, group_size=2, ignore_eos=True)
+    config = GenerationConfig(draft="none", cache=cache, max_new_tokens=3, group_size=2, ignore_eos=True)
     kv = prepared(model, [prompt] * V * V, config)[0].cache
     tokens = jnp.asarray([prompt], jnp.int32)
     empty = FullCache(
