@@ -97,7 +97,7 @@ def test_over_a_mesh(tmp_path):
     convert(source, tmp_path / "out", draft_bits=4)
     script = """
 import sys, jax, numpy as np
-from qspec_jax.checkpoint import load_model
+from qspec_jax.checkpoints.loading import load_model
 from qspec_jax import GenerationConfig, drafts, generate
 mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 direct, *others = (load_model(d, mesh=m).weights() for d, m in ((sys.argv[1], None), (sys.argv[1], mesh), (sys.argv[2], mesh)))
