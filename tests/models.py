@@ -15,7 +15,7 @@ from qspec_jax.models.llama import Llama
 
 
 def one_bit(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:
-    """A scheme for `pallas_kernels.formats.quantization.SCHEMES`: one bit in both planes, so coarse that reading a wrong cache shows in tokens."""
+    """A scheme for `quantization.SCHEMES`: one bit in both planes, so coarse that reading a wrong cache shows in tokens."""
     upper = jnp.where(x > (low + high) / 2, 15.0, 0.0)
     return upper, jnp.zeros_like(x), jnp.maximum((high - low) / 15, 1e-6), low
 

@@ -1,14 +1,15 @@
 """What adaptive speculation costs on real text, against every fixed number of drafts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from qspec_jax.drafts.cached_model import CachedModel
 
 from qspec_jax import GenerationConfig, demo, load
-from qspec_jax.caches.registry import empty_cache
-from qspec_jax.decoding.generate import make_limits
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import quantspec
 from qspec_jax.evaluate import acceptance
@@ -33,15 +34,12 @@ def test_near_the_best_fixed_number_of_drafts():
     policies += [GenerationConfig(num_speculative_tokens=MOST, adaptive=True, draft_cost=cost, **settings) for cost in COSTS]
     rows = [text for text in texts for _ in policies]
     limits = make_limits(model, *policies * TEXTS)
-    n, real = jnp.full(len(rows), PROMPT, jnp.int32), np.pad(np.array(rows)[:, PROMPT:], ((0, 0), (0, MOST + 1)))
-    cache = dict(batch=len(rows), capacity=PROMPT + NEW, num_speculative_tokens=MOST, dtype=model.dtype)
-    empty = empty_cache(model.config, policies[0].cache_config, **cache)
-    keys = prompt_keys(jax.random.key(0), len(rows))
-    begin = (model, jnp.array(rows)[:, :PROMPT], n, empty, jnp.asarray(real[:, 0]), keys, limits)
-    static = dict(max_new_tokens=NEW, gamma=MOST)
-    state = acceptance.BEGIN.compile(*begin, **static)[0](*begin)
-    walk = (CachedModel(model, 2), quantspec(model), Greedy(), state, limits, jnp.asarray(real, jnp.int32))
-    counts = jax.device_get(acceptance.WALK.compile(*walk)[0](*walk)[0].counts)
+    real = jnp.asarray(np.pad(np.array(rows)[:, PROMPT:], ((0, 0), (0, MOST + 1))), jnp.int32)
+    sizes = dict(gamma=MOST, prompt_tokens=PROMPT, max_new_tokens=NEW)
+    engine = Engine(model, quantspec(model), cache=policies[0].cache_config, **sizes)
+    state = engine.prefill([row[:PROMPT] for row in rows], Greedy(), prompt_keys(jax.random.key(0), len(rows)), limits)
+    state = dataclasses.replace(state, pending=real[:, 0])
+    counts = jax.device_get(engine.run(acceptance.WALK, state, Greedy(), limits, real)[0].counts)
     rounds, drafted = (x.reshape(TEXTS, len(policies)).sum(0) for x in (counts.rounds, counts.drafted))
     for i, cost in enumerate(COSTS):
         total = rounds + cost * drafted

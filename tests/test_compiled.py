@@ -17,7 +17,8 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.decoding import compiled
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, PREPARE, alternatives, generate
+from qspec_jax.decoding.engine import DECODE, PREFILL, Engine
+from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import quantspec
 from qspec_jax.models.prompts import CHUNK_TOKENS, bucket, equal_parts
 
@@ -74,9 +75,9 @@ def test_prompts_of_a_bucket_compile_once(compilations):
 
     def run(length: int, key: int = 0, **settings):
         config = GenerationConfig(**({"max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0} | settings))
-        before = len(PREPARE.programs), len(DECODE.programs), len(compilations)
+        before = len(PREFILL.programs), len(DECODE.programs), len(compilations)
         out = generate(model, random_prompts([length], 61), config=config, draft=draft, key=jax.random.key(key))
-        grown = len(PREPARE.programs) - before[0], len(DECODE.programs) - before[1]
+        grown = len(PREFILL.programs) - before[0], len(DECODE.programs) - before[1]
         return grown, out.stats.compile_s, len(compilations) - before[2]
 
     grown, seconds, made = run(7)
@@ -85,7 +86,7 @@ def test_prompts_of_a_bucket_compile_once(compilations):
         for settings in ({}, {"max_new_tokens": 64}, {"max_new_tokens": 1}, {"temperature": 0.3}, {"eos_token_ids": (5,)}):
             assert run(length, length, **settings) == ((0, 0), 0.0, 0), (length, settings)
     # Beyond a bucket, by the method that compiles fastest.
-    plain = {"method": "autoregressive"}
+    plain = {"draft": "none"}
     assert run(64, **plain)[0] == run(65, **plain)[0] == run(64, max_new_tokens=65, **plain)[0] == (1, 1)
     assert run(63, **plain) == ((0, 0), 0.0, 0)
 
@@ -104,7 +105,8 @@ def test_lists_of_settings_compile_once(compilations):
     few = dict(banned_token_ids=(1, 2, 3), logit_bias={4: -1.0}, stop_token_ids=((2, 3, 4), (5,)), top_logprobs=2, eos_token_ids=(3, 5))
     assert run(**few) == 0
     assert run(**few | {"top_logprobs": 8, "banned_token_ids": tuple(range(10, 17)), "stop_token_ids": ((7,) * 8,) * 8}) == 0
-    assert alternatives(model, GenerationConfig(top_logprobs=67)) == 67  # no more than the vocabulary
+    engine = Engine.for_configs(model, None, [GenerationConfig(draft="none", top_logprobs=67)], prompt_tokens=1)
+    assert engine.static["logprobs"] == 67  # no more than the vocabulary
 
 
 # What is kept ----------------------------------------------------------------------------------------------------------

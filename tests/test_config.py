@@ -360,10 +360,10 @@ def test_generation_limits_accepted():
 @pytest.mark.parametrize(
     ("method", "cache", "kind"),
     [
-        ("quantspec", None, "hierarchical"),
+        ("quantspec", None, "int8"),
         ("quantspec", "full", "full"),
         ("autoregressive", None, "full"),
-        ("autoregressive", "int8", "hierarchical"),
+        ("autoregressive", "int8", "int8"),
     ],
 )
 def test_cache_of_a_method(method, cache, kind):

@@ -26,6 +26,7 @@ from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
+from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.errors import InputError
 from qspec_jax.quantization.weights import quantize_weight
 
@@ -47,7 +48,7 @@ def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_p
     assert bits(load_model(tmp_path / "out")) == bits(load_model(source))
     assert load_config(tmp_path / "out") == load_config(source)
     assert model_info(tmp_path / "out") == model_info(source)
-    assert drafts.stored(tmp_path / "out", load_model(tmp_path / "out")) is None
+    assert stored_int4(tmp_path / "out", load_model(tmp_path / "out")) is None
 
 
 @pytest.mark.parametrize(
@@ -68,17 +69,17 @@ def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeyp
     source = write_checkpoint(tmp_path / "hf", hf_config(dtype=dtype, tie_word_embeddings=True), dtype=dtype)
     assert convert(source, tmp_path / "out", draft_bits=4).draft_bits == 4
     model = load_model(tmp_path / "out")
-    draft = drafts.stored(tmp_path / "out", model)
+    draft = drafts.make_draft("quantspec", model, directory=tmp_path / "out")
     expected = drafts.quantspec(load_model(source))
-    assert (draft.planes, draft.head_bits) == (expected.planes, expected.head_bits)
-    assert bits(draft.model) == bits(expected.model)
-    assert sum(isinstance(weight, Int4Weight) for weight in draft.model.weights().values()) == 14
+    assert (draft.step.view, draft.head_bits) == (expected.step.view, expected.head_bits)
+    assert bits(stored_int4(tmp_path / "out", model)) == bits(draft.step.model) == bits(expected.step.model)
+    assert sum(isinstance(weight, Int4Weight) for weight in draft.step.model.weights().values()) == 14
     assert jax.tree.structure(draft) == jax.tree.structure(expected)
     if dtype == "float32":  # to compile the other takes twice as long, and says no more
         run = functools.partial(generate, config=GenerationConfig(max_new_tokens=9, num_speculative_tokens=3))
         assert run(model, [[1, 2, 3] * 9], draft=draft).token_ids == run(load_model(source), [[1, 2, 3] * 9]).token_ids
     other = "bfloat16" if dtype == "float32" else "float32"
-    assert drafts.stored(tmp_path / "out", load_model(tmp_path / "out", dtype=other)) is None
+    assert stored_int4(tmp_path / "out", load_model(tmp_path / "out", dtype=other)) is None
 
 
 def test_rows_are_quantized_some_at_a_time(monkeypatch):
@@ -107,8 +108,8 @@ for weights in others:
         assert weight.sharding.mesh == mesh and len(weight.sharding.device_set) == 4
         assert weight.sharding.shard_shape(weight.shape)[0] == len(weight) // (4 if weight.ndim > 1 else 1), path
 model = load_model(sys.argv[2], mesh=mesh)
-draft = drafts.stored(sys.argv[2], model)
-assert len(draft.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4
+draft = drafts.make_draft("quantspec", model, directory=sys.argv[2])
+assert len(draft.step.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4
 config = GenerationConfig(max_new_tokens=5, num_speculative_tokens=2)
 found = [generate(m, [[1, 2, 3]], config=config, draft=d).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), None))]
 assert found[0] == found[1], found
@@ -247,7 +248,7 @@ def test_relative_paths_and_links(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convert("hf", "out", draft_bits=4)
     assert bits(load_model("out")) == bits(load_model("hf"))
-    assert drafts.stored("out", load_model("out")) is not None
+    assert stored_int4("out", load_model("out")) is not None
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     convert("hf", "link")
@@ -264,7 +265,7 @@ def test_names_that_orbax_takes_for_patterns(name, source, tmp_path):
     around = tmp_path / name
     convert(source, around / name, draft_bits=4)
     assert not verify(source, around / name).wrong
-    assert drafts.stored(around / name, load_model(around / name)) is not None
+    assert stored_int4(around / name, load_model(around / name)) is not None
     export(around / name, around / "back")
     assert bits(load_model(around / "back")) == bits(load_model(source))
     assert sorted(path.name for path in around.iterdir()) == sorted([name, "back"])
@@ -295,8 +296,8 @@ def test_what_the_manifest_says_and_what_is_checked(source, tmp_path):
     assert {path: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for path, x in tensors.items()} == manifest["sha256"]
     assert report.bytes_read == sum(x.nbytes for x in tensors.values()) < 2 * report.bytes_written
     model = load_model(tmp_path / "out")
-    expected = drafts.quantspec(load_model(source, dtype="bfloat16")).model
-    assert bits(drafts.stored(tmp_path / "out", model).model) == bits(expected)
+    expected = drafts.quantspec(load_model(source, dtype="bfloat16")).step.model
+    assert bits(stored_int4(tmp_path / "out", model)) == bits(expected)
     refused("is converted already", tmp_path / "out", tmp_path / "again")
     tensors = random_tensors(hf_config(tie_word_embeddings=True))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1

@@ -12,15 +12,16 @@ from runs import random_model, random_prompts
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import parameter_dtype
+from pallas_kernels.formats.views import DenseView
 from qspec_jax.caches.full import FullCache
-from qspec_jax.caches.registry import CacheConfig, empty_cache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, quantizers
-from qspec_jax.evaluate.emulated import Quantizer, emulated_cache, in_groups
-from qspec_jax.evaluate.perplexity import View, score
+from qspec_jax.evaluate.emulated import EmulatedConfig, Quantizer, in_groups
+from qspec_jax.evaluate.perplexity import CacheView, score
 
 G = 4
 
@@ -31,10 +32,9 @@ def float64():
         yield
 
 
-def both_caches(model, scheme):
-    """Makers of the hierarchical cache and of its emulation."""
-    real = functools.partial(empty_cache, model.config, CacheConfig(group_size=G, scheme=scheme))
-    return real, functools.partial(emulated_cache, model.config, Quantizer(scheme=scheme), group_size=G)
+def both_caches(scheme):
+    """What makes the hierarchical cache, and its emulation."""
+    return CacheConfig(group_size=G, scheme=scheme), EmulatedConfig(Quantizer(scheme=scheme), G)
 
 
 # The stored format's own quantizer ----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_decoding_is_that_of_the_hierarchical_cache(float64):
     model = random_model(jnp.float64, num_hidden_layers=1)
     prompts, continuations = random_prompts([1, G + 1, 2 * G, 5 * G + 3]), random_prompts([30, 40, 17, 33], seed=4)
     cases = ("int8_first", 1), ("paper", 2)
-    views = [View(make, planes) for scheme, planes in cases for make in both_caches(model, scheme)]
+    views = [CacheView(cache, DenseView(planes)) for scheme, planes in cases for cache in both_caches(scheme)]
     found = score(model, prompts, continuations, views, width=7).logprobs
     for row, tokens in enumerate(continuations):
         of_row = found[:, row, : len(tokens)]
@@ -59,7 +59,9 @@ def test_what_is_read_is_what_the_hierarchical_cache_stores(dtype, scheme):
     """To float32's rounding, in either dtype of the model: after prefill of rows of several lengths, and after a flush of two of them."""
     model = random_model(jnp.dtype(dtype), num_hidden_layers=1)
     rng = np.random.default_rng(0)
-    real, emulated = (make(batch=3, capacity=32, num_speculative_tokens=3, dtype=model.dtype) for make in both_caches(model, scheme))
+    real, emulated = (
+        config.empty(model.config, batch=3, capacity=32, num_speculative_tokens=3, dtype=model.dtype) for config in both_caches(scheme)
+    )
     keys, values = (jnp.asarray(rng.normal(size=(3, 2, 24, 16)), dtype) for _ in range(2))
     n = jnp.array([1, 2 * G + 1, 5 * G + 2])
     # Then the first row and the last buffer 2G tokens, the second one fewer.
@@ -102,7 +104,7 @@ def test_acceptance_is_that_of_the_hierarchical_cache(float64):
     walk = functools.partial(acceptance.teacher_forced, model, quantspec(model, weight_bits=16), texts, config, jax.random.key(0))
     expected = walk()
     assert 0 < expected.accepted < expected.drafted
-    assert walk(make_cache=both_caches(model, "int8_first")[1]) == expected
+    assert walk(cache=both_caches("int8_first")[1]) == expected
 
 
 # Other quantizers ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qspec_jax import plots
-from qspec_jax.evaluate import acceptance_report
+from qspec_jax.evaluate import acceptance
 
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
 
@@ -57,7 +57,7 @@ def test_plot(tmp_path, monkeypatch):
         for gamma in (6, 1)
         for i, (temperature, mode) in enumerate(lines)
     ]
-    acceptance_report.plot(acceptance_report.Report(1, [], rows), tmp_path / "gamma.png")
+    acceptance.plot(acceptance.AcceptanceReport(1, [], rows), tmp_path / "gamma.png")
     assert (tmp_path / "gamma.png").read_bytes().startswith(b"\x89PNG")
     accepted, tokens = figures[0].axes
     points = lambda axes: [line.get_xydata().tolist() for line in axes.lines]

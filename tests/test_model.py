@@ -26,7 +26,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import DenseView
 from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.registry import CacheConfig, empty_cache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
@@ -45,12 +45,12 @@ class OnePass:
 
     kv_heads: int
 
-    def attend(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, planes: int) -> tuple[jax.Array, None]:
+    def attend(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, view, observe) -> tuple[jax.Array, None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         empty = jnp.zeros(B, jnp.int32)
         whole = FullLayer.zeros(B, K, T, H, k.dtype).append(k, v, empty)
-        return decode_attention(q, whole, Lengths(empty, empty + T), view=DenseView(None)), None
+        return decode_attention(q, whole, Lengths(empty, empty + T), view=DenseView(None)), None, None
 
     def advance(self, layers: tuple[None, ...], tokens: int) -> "OnePass":
         return self
@@ -152,7 +152,7 @@ def test_a_layer_gets_the_blank_memory_of_the_layer_before(monkeypatch):
 def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0])
     tokens = np.random.default_rng(0).integers(0, 64, (1, 64))
-    cache = empty_cache(model.config, CacheConfig("full"), batch=1, capacity=64, num_speculative_tokens=0, dtype=jnp.float32)
+    cache = CacheConfig("full").empty(model.config, batch=1, capacity=64, num_speculative_tokens=0, dtype=jnp.float32)
     logits, _ = prefill.prefill(model, jnp.asarray(tokens), jnp.array([50]), cache)
     np.testing.assert_allclose(logits, one_pass(model, tokens, 64)[:, 49], rtol=0, atol=1e-4)
     without, block = [], calibration._block

@@ -11,6 +11,7 @@ from models import target_logits
 from runs import random_model, random_prompts
 from scipy.special import log_softmax, rel_entr, softmax
 
+from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import loading
@@ -35,14 +36,14 @@ def expected(model):
     """The target's logits for each continuation, with the full cache and in INT8."""
     return {
         name: target_logits(model, PROMPTS, CONTINUATIONS, group_size=G, scheme=scheme)
-        for name, scheme in (("bf16", None), ("int8", "int8_first"))
+        for name, scheme in (("full", None), ("int8", "int8_first"))
     }
 
 
 @pytest.fixture(scope="module")
 def scores(model):
     """Through all three caches, in blocks that end where a group does only when they must."""
-    views = [cache_view(model, cache, group_size=G) for cache in perplexity.PLANES]
+    views = [cache_view(cache, group_size=G) for cache in perplexity.CACHE_VIEWS]
     return score(model, PROMPTS, CONTINUATIONS, views, width=7)
 
 
@@ -52,7 +53,7 @@ def logprobs_of(logits, tokens):
 
 def test_scores_are_the_targets(scores, expected):
     for row, tokens in enumerate(CONTINUATIONS):
-        full, int8 = expected["bf16"][row], expected["int8"][row]
+        full, int8 = expected["full"][row], expected["int8"][row]
         logprobs, kl, agrees = (x[:, row, : len(tokens)] for x in (scores.logprobs, scores.divergence, scores.agrees))
         np.testing.assert_allclose(logprobs[0], logprobs_of(full, tokens), atol=1e-11)
         np.testing.assert_allclose(logprobs[1], logprobs_of(int8, tokens), atol=1e-11)
@@ -65,7 +66,7 @@ def test_scores_are_the_targets(scores, expected):
 
 def test_one_token_at_a_time_gives_the_same(model, scores):
     """With the draft's view, which nothing else here decodes one by one; NaN behind the shorter rows."""
-    found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=1, planes=1)
+    found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=1, view=UPPER_PLANE)
     assert found.shape == (4, 40)
     for row, tokens in enumerate(CONTINUATIONS):
         np.testing.assert_allclose(found[row, : len(tokens)], scores.logprobs[2, row, : len(tokens)], atol=1e-11)

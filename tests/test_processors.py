@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 from markov import DRAFTS, TABLE, WRONG, V, counted, filtered, p_value
 from models import target_logits
-from qspec_jax.drafts.cached_model import CachedModel
 from runs import random_model, random_prompts, run_rounds
 from scipy.special import log_softmax
 
+from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.decoding import processors, round
 from qspec_jax.decoding.adaptive import PROBE_ROUNDS, Adaptive
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import quantspec
+from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
+from qspec_jax.models.viewed import ViewedModel
 
 EOS = 5
 PROCESSORS = {
@@ -121,7 +123,7 @@ def test_greedy_tokens_are_the_targets(options, method, model, draft):
         assert tokens != rows.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, {"method": "autoregressive"}])
+@pytest.mark.parametrize("settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, {"draft": "none"}])
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
     out = generate(model, PROMPTS, config=config, draft=draft, key=jax.random.key(4))
@@ -145,7 +147,7 @@ def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     width = config.num_speculative_tokens + 1
     expected = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width)
     np.testing.assert_allclose(out.logprobs, expected, atol=1e-5, rtol=0)
-    draft = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width, planes=1)
+    draft = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width, view=UPPER_PLANE)
     assert np.abs(draft - expected).max() > 1e-2  # they are no other view's
 
 
@@ -167,7 +169,9 @@ def test_as_many_drafts_as_pay():
 def test_a_draft_that_is_always_wrong_is_left_alone(model):
     """After some rounds it drafts one token now and then, and no more."""
     config = dataclasses.replace(CONFIG, max_new_tokens=80, adaptive=True)
-    run = run_rounds(model, PROMPTS, config, draft=CachedModel(random_model(jnp.float64, num_hidden_layers=1, seed=5), 1))
+    run = run_rounds(
+        model, PROMPTS, config, draft=QuantSpecDraft(ViewedModel(random_model(jnp.float64, num_hidden_layers=1, seed=5), UPPER_PLANE))
+    )
     assert run.tokens == run_rounds(model, PROMPTS, dataclasses.replace(config, draft="none", cache="int8")).tokens
     drafted = np.diff([state.drafted for state in run.rounds], axis=0)
     assert drafted[0].max() > 1
@@ -178,7 +182,7 @@ def test_a_draft_that_is_always_wrong_is_left_alone(model):
 
 def test_a_draft_that_is_always_right_is_followed(model):
     config = dataclasses.replace(CONFIG, max_new_tokens=60, adaptive=True, num_speculative_tokens=6, cache="full")
-    run = run_rounds(model, PROMPTS, config, draft=CachedModel(model, 2))
+    run = run_rounds(model, PROMPTS, config, draft=quantspec(model, weight_bits=16, cache="int8"))
     drafted = np.diff([state.drafted for state in run.rounds], axis=0)
     assert (drafted[3:-2] == 6).all() and (run.rounds[-1].accepted == run.rounds[-1].drafted).all()
 
@@ -201,7 +205,7 @@ def test_sensitive_layers(float64):
         out = generate(model, PROMPTS, config=config, draft=draft)
         rates[layers] = out.stats.draft_acceptance_rate
         tokens.add(str(out.token_ids))
-        assert draft.planes == {0: 1, 1: (2, 1, 1, 2), 2: (2, 2, 2, 2)}[layers]
+        assert [draft.reads(i, 9) for i in range(4)] == [(planes, 9) for planes in {0: (1,) * 4, 1: (2, 1, 1, 2), 2: (2,) * 4}[layers]]
     assert len(tokens) == 1 and rates[2] == 1.0 and rates[0] < 1
     with pytest.raises(InputError, match="from 0 to the model's 4 layers"):
         quantspec(model, sensitive_layers=5)

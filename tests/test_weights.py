@@ -1,6 +1,7 @@
 """INT4 weights: never worse than plain rounding, packed as documented; with calibration, better where it counts. INT8 heads."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
-from qspec_jax.drafts.cached_model import CachedModel, in_loop
 from runs import random_model
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
@@ -16,9 +16,10 @@ from pallas_kernels.matmul import int4_matmul
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.drafts import cached_model, quantspec
+from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization import calibration
 from qspec_jax.quantization.calibration import INPUTS, quantize_linears_for
 from qspec_jax.quantization.weights import quantize_head, quantize_linears, quantize_rows, quantize_weight, weight_group_size
@@ -449,14 +450,12 @@ def test_heads_of_drafts(monkeypatch):
     mine = model.weights()["head"]
     drafts = [quantspec(model), quantspec(model, head_bits=16), quantspec(model, weight_bits=16)]
     # Kept in the model's own precision, and on a CPU used so.
-    assert all(draft.model.weights()["head"] is mine for draft in drafts)
-    assert all(in_loop(draft) is draft for draft in drafts)
+    assert all(draft.step.model.weights()["head"] is mine for draft in drafts)
+    assert all(draft.in_loop().step is draft.step for draft in drafts)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    first, *others = map(in_loop, drafts)
+    first, *others = [draft.in_loop().step for draft in drafts]
     np.testing.assert_array_equal(first.model.weights()["head"].codes, quantize_rows(mine).codes)
-    assert others == drafts[1:]
-    always = lambda tokens, positions, cache: (tokens, cache)
-    assert in_loop(always) is always
+    assert others == [draft.step for draft in drafts[1:]]
     with pytest.raises(InputError, match="head_bits 4 should be 8 or 16"):
         quantspec(model, head_bits=4)
 
@@ -470,7 +469,9 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
     config = GenerationConfig(max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
     draft = quantspec(model)
-    monkeypatch.setattr(cached_model, "in_loop", lambda step: CachedModel(quantize_head(step.model), step.planes))
+    monkeypatch.setattr(
+        sys.modules["qspec_jax.drafts.quantspec"], "head_in_loop", lambda step, head_bits: ViewedModel(quantize_head(step.model), step.view)
+    )
     loop = generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
     monkeypatch.undo()
     assert loop < 0.5 * generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
