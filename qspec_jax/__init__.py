@@ -1,11 +1,8 @@
 """QuantSpec in JAX: self-speculative decoding over one hierarchical quantized KV cache.
 
-What is public is imported when it is first asked for: importing the package alone is quick, which the command line needs.
+What is public, and each submodule, is imported when it is first asked for: importing the package alone is quick, which the command line
+needs.
 """
-
-import importlib
-import sys
-import types
 
 _MODULES = {
     "qspec_jax.caches.registry": ("CacheConfig",),
@@ -18,15 +15,20 @@ _MODULES = {
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 
 
-class _Package(types.ModuleType):
-    def __getattr__(self, name: str):
-        for module, names in _MODULES.items():
-            if name in names:
-                return getattr(importlib.import_module(module), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+def __getattr__(name: str):
+    import importlib
 
-    def __dir__(self):
-        return sorted({*super().__dir__(), *__all__})
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":  # it is there, and something that it imports is not
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__():
+    return sorted({*globals(), *__all__})

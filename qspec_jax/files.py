@@ -1,12 +1,13 @@
 """What commands read and write: files or standard input, files and folders that appear whole or not at all, JSON."""
 
 import contextlib
-import glob
+import hashlib
 import io
 import json
 import math
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,18 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None
 
-STANDARD_INPUT = Path("-")
+STANDARD = Path("-")  # standard input, or standard output, in place of a file
 UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
+SUFFIX = ".unfinished"  # of such a folder's name
 OLD = "old"  # a folder in that one: what stood in the place of a directory
 
 
 def read_bytes(path: Path) -> bytes:
     """All of a file, or of standard input where the path is `-`. Raises InputError where it cannot be read."""
     with reading(name_of(path)):
-        if path != STANDARD_INPUT:
+        if path != STANDARD:
+            if _is_stream(path, 0):
+                os.read(0, 0)  # fails where standard input is closed
             return path.read_bytes()
         if sys.stdin is None:
             raise InputError("standard input: cannot be read (it is closed)")
@@ -45,34 +49,40 @@ def read_text(path: Path) -> str:
 
 def read_texts(option: str, paths: Sequence[Path]) -> list[str]:
     """The texts of several files. option: what gave them. Raises InputError as `read_text`, and where standard input is named twice."""
-    if paths.count(STANDARD_INPUT) > 1:
+    if paths.count(STANDARD) > 1:
         raise InputError(f"{option} - stands there twice, and standard input can be read once")
     return [read_text(path) for path in paths]
 
 
 def name_of(path: Path) -> str:
     """How messages call a file, or standard input."""
-    return "standard input" if path == STANDARD_INPUT else str(path)
+    return "standard input" if path == STANDARD else str(path)
 
 
 def is_same_file(source: Path, output: Path) -> bool:
     """Whether writing the output would replace what is read."""
     try:
-        read = os.fstat(0) if source == STANDARD_INPUT else source.stat()
-        return output.is_file() and os.path.samestat(read, output.stat())
+        read, written = (os.fstat(stream) if path == STANDARD else path.stat() for stream, path in enumerate((source, output)))
+        return stat.S_ISREG(written.st_mode) and os.path.samestat(read, written)
     except OSError:
         return False
 
 
 def is_replaced(path: Path) -> bool:
-    """Whether a new file takes this place. Pipes and devices are written to as they are, and so is /dev/stdout, whatever that is."""
-    return not (_is_standard_output(path) or (path.exists() and not path.is_file() and not path.is_dir()))
-
-
-def _is_standard_output(path: Path) -> bool:
-    """Whether standard output goes to this file, which may hold something already."""
+    """Whether a new file takes this place. Pipes and devices are written to as they are, and so is standard output, whatever that is."""
+    if path == STANDARD or _is_stream(path, 1):
+        return False
     try:
-        return path.is_file() and os.path.samestat(path.stat(), os.fstat(1))
+        mode = path.stat().st_mode
+    except OSError:  # there is nothing yet; or nothing can be there, which writing will say
+        return True
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _is_stream(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to the file that a standard stream is, which may hold something already."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:
         return False
 
@@ -81,22 +91,33 @@ def _is_standard_output(path: Path) -> bool:
 def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Yields a function that writes the result: to standard output, or to a file that appears whole or not at all (see `whole_file`).
 
-    Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises InputError where the file cannot be
-    written, before the work begins if that is known by then.
+    path: None or `-` is standard output. Until all is written nothing lies on the disk: a process that is killed leaves nothing. Raises
+    InputError where the file cannot be written, before the work begins if that is known by then; opening a pipe waits for its reader.
     """
-    if path is None or _is_standard_output(path):
+    if path is None or path == STANDARD or _is_stream(path, 1):
+        _check_standard_output()
         yield sys.stdout.write
         return
     with writing(path):
         if not is_replaced(path):
-            with path.open("w", encoding="utf-8") as device:
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as device:
                 yield device.write
             return
         check_writable(path)
         text = io.StringIO()
         yield text.write
         with whole_file(path) as draft:
-            draft.write_text(text.getvalue(), encoding="utf-8")
+            draft.write_text(text.getvalue(), encoding="utf-8", errors="backslashreplace")
+
+
+def _check_standard_output() -> None:
+    """Raises InputError where standard output is closed, full or only to be read."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, ValueError):  # no file of the system's stands behind it
+        return
+    with writing("standard output"):
+        os.write(descriptor, b"")
 
 
 def check_writable(path: Path) -> None:
@@ -104,7 +125,8 @@ def check_writable(path: Path) -> None:
     path = real(path)
     if path.exists():
         path.open("a").close()
-    tempfile.TemporaryFile(dir=path.parent).close()
+    with _folder_beside(path) as folder:  # all that the file will need: a name, or the whole path, may be too long
+        (folder / path.name).open("a").close()
 
 
 @contextlib.contextmanager
@@ -159,7 +181,7 @@ def _folder_beside(place: Path) -> Iterator[Path]:
     A marker in it is locked until this process ends, however it does: `_remove_unfinished` leaves a folder alone while it is. The marker
     has another name until it is locked, or a process that looks just then would take the folder for one that a killed process left.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".unfinished", dir=place.parent))
+    folder = Path(tempfile.mkdtemp(prefix=unfinished_prefix(place), suffix=SUFFIX, dir=place.parent))
     try:
         with (folder / UNLOCKED).open("w") as marker:
             if fcntl:
@@ -169,6 +191,11 @@ def _folder_beside(place: Path) -> Iterator[Path]:
             yield folder
     finally:
         _remove(folder, place)
+
+
+def unfinished_prefix(place: Path) -> str:
+    """How the names of folders beside a place begin: not with its own name, which may leave no room for anything else."""
+    return f".{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:16]}."
 
 
 def _remove(folder: Path, place: Path) -> None:
@@ -188,7 +215,7 @@ def _remove(folder: Path, place: Path) -> None:
 
 def _remove_unfinished(place: Path) -> None:
     """Removes what processes that were killed while they wrote to this place have left; not what another process is writing now."""
-    for path in place.parent.glob(f".{glob.escape(place.name)}.????????.unfinished") if fcntl else ():
+    for path in place.parent.glob(f"{unfinished_prefix(place)}????????{SUFFIX}") if fcntl else ():
         with contextlib.suppress(OSError):  # another's, or no directory of ours, or locked
             if not path.is_symlink():
                 with (path / UNFINISHED).open("r+") as marker:

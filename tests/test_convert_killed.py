@@ -21,6 +21,7 @@ from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
+from qspec_jax.files import unfinished_prefix
 
 
 def test_one_that_is_being_written_is_left_alone(source, tmp_path):
@@ -63,7 +64,7 @@ def test_what_comes_meanwhile_is_not_replaced(there, source, tmp_path, monkeypat
 
 def test_an_earlier_one_is_put_back_before_anything_else(source, tmp_path, monkeypatch):
     """What a kill between the two renames leaves."""
-    out, left = tmp_path / "out", tmp_path / ".out.abcdefgh.unfinished"
+    out, left = tmp_path / "out", tmp_path / f"{unfinished_prefix(Path('out'))}abcdefgh.unfinished"
     convert(source, out)
     (left / "old").mkdir(parents=True)
     (left / "UNFINISHED").touch()
@@ -209,12 +210,12 @@ def test_killed_at_any_moment(tmp_path):
         assert out.exists() or not there
         if out.exists():
             assert bits(load_model(out)) == expected
-        for left in tmp_path.glob(".out.*.unfinished/out"):
+        for left in tmp_path.glob(".*.unfinished/out"):
             with pytest.raises(InputError, match="unfinished conversion"):
                 load_model(left)
         if i % 5 == 4:
             convert(source, out, draft_bits=4, overwrite=True)
-            assert bits(load_model(out)) == expected and not list(tmp_path.glob(".out.*.unfinished"))
+            assert bits(load_model(out)) == expected and not list(tmp_path.glob(".*.unfinished"))
             if i < 14:
                 shutil.rmtree(out)
     assert killed >= 10

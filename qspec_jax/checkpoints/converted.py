@@ -104,10 +104,10 @@ def digest(weight: Any) -> str:
 
 
 def stored_files(directory: Path) -> dict[str, int]:
-    """Sizes in bytes of the files that Orbax wrote, by their paths in the directory."""
+    """Sizes in bytes of the files that Orbax wrote, by their paths in the directory. Links that lead nowhere are none."""
     folders = (found for name in (TARGET, DRAFT) for found in os.walk(directory / name, followlinks=True))
     paths = (Path(folder) / file for folder, _, files in folders for file in files)
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths if os.path.isfile(path)}
 
 
 def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,22 +3,23 @@
 The commands are in `qspec_jax.cli.app`, which takes seconds to import: only once signals are taken care of.
 """
 
-import contextlib
-import logging
 import os
 import sys
-from collections.abc import Sequence
 
 from qspec_jax.cli import process
-from qspec_jax.errors import InputError, flat
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs a command, that of the process if no arguments are given. Exits with 0; with 2 for bad input; 1 where `verify` finds a
     difference, and where the GPU fails; 130 after Ctrl-C, 143 after SIGTERM, and 141 where nobody reads standard output any more."""
     own = arguments is None
     if own:
         process.begin()
+    import contextlib
+    import logging
+
+    from qspec_jax.errors import InputError
+
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)
@@ -63,5 +64,7 @@ def _run(arguments: list[str], own: bool) -> int | None:
 
 
 def _fail(message: str, code: int = 2) -> int:
+    from qspec_jax.errors import flat
+
     print(f"qspec: error: {flat(message)}", file=sys.stderr)
     return code

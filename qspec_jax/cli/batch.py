@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_has
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.errors import InputError
-from qspec_jax.files import is_same_file, name_of, read_bytes, read_json, to_json
+from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
 
 # Further chat templates, as transformers stores them.
 TEMPLATES = "additional_chat_templates/*.jinja"
@@ -46,7 +47,7 @@ def batch(
         Path,
         typer.Argument(
             metavar="OUTPUT",
-            help="Results, a line for each line of the input; a pipe or a device, such as /dev/stdout, gets them all at the end.",
+            help="Results, a line for each line of the input; a pipe, a device or -, standard output, gets them all at the end.",
         ),
     ],
     model: ModelDirectory,
@@ -63,6 +64,8 @@ def batch(
     if is_same_file(source, output):
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
+    stored_at = hub.local(model, progress=False if as_json else None)
+    checkpoint = of_checkpoint(stored_at)
     network, tokenizer = load(model, dtype, quiet=as_json)
     lines = read_lines(content, network, tokenizer, config, seed)
     wrong = [line for line in lines if line.error]
@@ -75,7 +78,9 @@ def batch(
     stored = stored_int4(model, network) if config.speculative else None
     draft = make_draft(config.draft, network, int4=stored) if config.speculative else None
     of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"))
-    run = run_hash(content, repr(of_run).encode(), *of_checkpoint(hub.local(model)))
+    if of_checkpoint(stored_at) != checkpoint:
+        raise InputError(f"{model}: its files changed while they were loaded; start again once they are as they should be")
+    run = run_hash(content, repr(of_run).encode(), *checkpoint)
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
         log.warning("%s, line %d: %s", name, line.number, line.error)
@@ -97,7 +102,7 @@ def batch(
     elif stats.prompts:
         busy = stats.rates["busy_slots"]
         places = "" if busy is None else f"; {busy:.1%} of places busy"
-        print(f"{output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+        print(f"{'standard output' if output == STANDARD else output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
 
 
 def of_checkpoint(directory: Path) -> list[bytes]:
@@ -106,16 +111,25 @@ def of_checkpoint(directory: Path) -> list[bytes]:
     index = directory / "model.safetensors.index.json"
     if is_converted(directory):
         listed, names = directory / MANIFEST, sorted(stored_files(directory))
-    elif index.exists():
-        listed, names = index, sorted(set(read_json(index)["weight_map"].values()))
     else:
-        listed, names = None, ["model.safetensors"]
+        shards = read_json(index).get("weight_map") if index.exists() else None
+        shards = shards.values() if isinstance(shards, dict) else ["model.safetensors"]
+        listed, names = index, sorted({name for name in shards if isinstance(name, str)})
     # Some tokenizers have files for certain versions of transformers beside those with well-known names.
     small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(TEMPLATES)}
-    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in (small | {listed}) - {None} if path.is_file()}
-    stats = {name: (directory / name).stat() for name in names}
-    weights = [(name, found.st_size, found.st_mtime_ns) for name, found in stats.items()]
-    return [*(part for name in sorted(contents) for part in (name.encode(), contents[name])), repr(weights).encode()]
+    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in small | {listed} if path.is_file()}
+    weights = [(name, *_state(directory / name)) for name in names]
+    return [*(part for name in sorted(contents) for part in (os.fsencode(name), contents[name])), repr(weights).encode()]
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Size and times of a file, its last change included, which no tool sets back as it does that of the content; none where it is not
+    there, or cannot be."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # loading says what is wrong with it
+        return ()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _speed(stats: BatchStats) -> str:

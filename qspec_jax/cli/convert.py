@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from convert.compare import verify
 from convert.to_hf import export
 from convert.to_orbax import convert
 from qspec_jax.cli.options import Json
+from qspec_jax.files import to_json
 
 conversions = typer.Typer()
 SOURCE = "Checkpoint directory in Hugging Face format, or ORG/NAME (or ORG/NAME@REVISION) on the Hub."
@@ -37,7 +37,7 @@ def convert_command(
     settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, overwrite=overwrite)
     report = convert(source, directory, progress=False if as_json else None, **settings)
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print(to_json(dataclasses.asdict(report)))
     else:
         draft = f" and a draft of {report.draft_bits} bits" if report.draft_bits == 4 else ""
         print(f"{report.directory}: {report.tensors} tensors in {report.dtype}{draft}, {report.bytes_written / 1e9:.2f} GB")
@@ -53,7 +53,7 @@ def verify_command(
     """Compare a conversion with its source; exit code 1 if something differs."""
     report = verify(source, directory, logits=logits, progress=False if as_json else None)
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print(to_json(dataclasses.asdict(report)))
     else:
         for what in report.wrong:
             print(f"{report.directory}: {what}")
@@ -74,6 +74,6 @@ def export_command(
     """Write a converted checkpoint as Hugging Face safetensors."""
     report = export(source, directory, progress=False if as_json else None)
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print(to_json(dataclasses.asdict(report)))
     else:
         print(f"{report.directory}: {report.tensors} tensors, {report.bytes_written / 1e9:.2f} GB")

@@ -1,17 +1,11 @@
-"""The program as a process: its signals, its standard streams, its version. Imports nothing slow, since all else is imported after it."""
+"""The program as a process: its signals, its standard streams, its version.
 
-import _thread
-import errno
-import importlib.metadata
-import logging
+It is imported before all else and imports next to nothing itself: until `begin` has run, Ctrl-C shows a traceback.
+"""
+
 import os
 import signal
 import sys
-import threading
-
-from qspec_jax.errors import InputError, one_line
-
-log = logging.getLogger(__name__)
 
 # The signals that came; the last one ends the process.
 _received: list[int] = []
@@ -24,6 +18,8 @@ def version() -> str:
 
 def version_of(package: str) -> str:
     """The version of an installed package; "unknown" for one that is not."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
@@ -32,23 +28,42 @@ def version_of(package: str) -> str:
 
 def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+    _on_signals(lambda number, frame: os._exit(128 + number))
     # Any file that is opened would take the number of a stream that is closed, and get what is meant for the stream.
-    for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):  # reading input and writing output still fail
+    for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, flags)
+            _open_nothing(flags)
     as_file = lambda stream, descriptor: stream or os.fdopen(descriptor, "w", encoding="utf-8", closefd=False)
     sys.stdout, sys.stderr = _Output(as_file(sys.stdout, 1)), _Messages(as_file(sys.stderr, 2))
+    # A terminal may know fewer characters than a text has, and no encoding knows half a character.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _on_signals(handler) -> None:
+    """Handles Ctrl-C and SIGTERM, except one that whoever started the process wants to be ignored, as nohup and a shell's trap '' do."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _open_nothing(flags: int) -> None:
+    """Opens what nobody can read or write, neither by its number nor by another name such as /dev/stdout: Linux has that for a symbolic
+    link itself. Elsewhere it is the null device, and flags leave out what the stream is for."""
+    try:
+        os.open("/proc/self", os.O_PATH | os.O_NOFOLLOW)
+    except (AttributeError, OSError):
+        os.open(os.devnull, flags)
 
 
 def raise_on_signals() -> None:
     """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed."""
+    import logging
+
     # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _raise)
+    _on_signals(_raise)
     # Orbax and TensorStore report every part that fails, besides raising an error that says it once.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -68,9 +83,14 @@ def _raise(number: int, frame) -> None:
 def _unraisable(unraisable) -> None:
     """Handles an exception where nobody can catch it: a signal that came just there is sent again, anything else is logged."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        import _thread
+        import threading
+
         threading.Timer(0.05, _thread.interrupt_main, _received[-1:]).start()
     else:
-        log.debug("%r", unraisable.exc_value)
+        import logging
+
+        logging.getLogger(__name__).debug("%r", unraisable.exc_value)
 
 
 class _Stream:
@@ -100,7 +120,9 @@ class _Output(_Stream):
     """Standard output. An error is an InputError; where its reader has left, the process ends as by SIGPIPE."""
 
     def _failed(self, error: OSError) -> None:
-        if error.errno == errno.EPIPE:
+        from qspec_jax.errors import InputError, one_line
+
+        if isinstance(error, BrokenPipeError):
             raise SystemExit(128 + signal.SIGPIPE) from None
         raise InputError(f"standard output: cannot be written ({one_line(error)})") from None
 

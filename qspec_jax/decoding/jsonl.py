@@ -6,9 +6,11 @@ import fcntl
 import hashlib
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 
@@ -174,30 +176,63 @@ def _own_key(seed: Any) -> jax.Array:
 class Journal:
     """Results that are there already, in a file beside the output: a line each as they come, so that a run may be killed and go on.
 
-    It is beside the file that a symbolic link leads to. A pipe or a device, which nothing can lie beside, has none: then `path` is None.
+    It is beside the file that a symbolic link leads to. A pipe or a device, which nothing can lie beside, has none: then `path` is None,
+    and it is opened here, so that one that cannot be written is refused before the work.
     """
 
     def __init__(self, output: Path, run: str, *, overwrite: bool):
         """run: a hash of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to another
         run; unless overwrite says that it may go."""
         self.output, self.path, self.done, self._file = output, None, {}, None
+        self._result = contextlib.ExitStack()  # what the output is opened in, where no new file takes its place
         if not is_replaced(output):
+            self._write_result = self._result.enter_context(output_to(output))
             return
-        place = real(output)
-        self.path = place.with_name(place.name + ".partial")
-        if output.is_dir():
-            raise InputError(f"{output}: is a folder; OUTPUT should be a file")
-        if output.exists() and not overwrite:
-            raise InputError(f"{output}: exists already; --overwrite replaces it")
         with writing(output):
+            place = real(output)
+            if output.is_dir():
+                raise InputError(f"{output}: is a folder; OUTPUT should be a file")
+            self._check_not_there(overwrite)
             check_writable(place)  # only written at the end, so it fails here
-            self._file = self.path.open("ab+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise InputError(f"{output}: is being written by another process") from None
-        self.done = self._read(run, overwrite)
+        self.path = place.with_name(place.name + ".partial")
+        with writing(self.path):
+            self._file = self._locked()
+            try:
+                self._check_not_there(overwrite)  # another process may have made it since
+                self.done = self._read(run, overwrite)
+            except BaseException:
+                if not os.fstat(self._file.fileno()).st_size:
+                    self.path.unlink()  # it was made here
+                self._file.close()
+                raise
+
+    def _check_not_there(self, overwrite: bool) -> None:
+        if self.output.exists() and not overwrite:
+            raise InputError(f"{self.output}: exists already; --overwrite replaces it")
+
+    def _locked(self) -> BinaryIO:
+        """The journal's file, opened and locked. Raises OSError, or InputError where another process has it or it is no regular file."""
+        while True:
+            if os.path.lexists(self.path) and not stat.S_ISREG(self.path.lstat().st_mode):
+                raise self._foreign()
+            # Something else may come there in between: it is neither followed nor waited for.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self.path, flags, 0o666)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise self._foreign()
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise InputError(f"{self.output}: is being written by another process") from None
+                with contextlib.suppress(FileNotFoundError):  # a process that had it has finished, and removed it
+                    if os.path.samestat(os.fstat(descriptor), self.path.lstat()):
+                        return os.fdopen(os.dup(descriptor), "ab+")
+            finally:
+                os.close(descriptor)
+
+    def _foreign(self) -> InputError:
+        return InputError(f"{self.path}: not what a run has left, so --overwrite does not touch it; move it away")
 
     def _read(self, run: str, overwrite: bool) -> dict[int, dict]:
         self._file.seek(0)
@@ -206,12 +241,10 @@ class Journal:
         try:
             header, *results = [json.loads(line) for line in lines[:-1]] or [None]
             done = {result["line"]: result for result in results}
-        except (ValueError, TypeError, KeyError):
-            self._file.close()
-            raise InputError(f"{self.path}: not what a run has left, so --overwrite does not touch it; move it away") from None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self._foreign() from None
         if header is not None and header != {"run": run}:
             if not overwrite:
-                self._file.close()
                 raise InputError(
                     f"{self.path}: is of other prompts, settings or another model, or the model's files were copied or touched since; "
                     "remove it, or give --overwrite"
@@ -236,9 +269,11 @@ class Journal:
 
     def finish(self) -> None:
         """The output, in the order of the input, in place of the journal."""
-        with output_to(self.output) as write:
+        if self.path:
+            self._write_result = self._result.enter_context(output_to(self.output))
+        with self._result:
             for number in sorted(self.done):
-                write(to_json(self.done[number]) + "\n")
+                self._write_result(to_json(self.done[number]) + "\n")
         if self._file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -246,8 +281,10 @@ class Journal:
 
     def close(self) -> None:
         """Lets another process have the journal."""
+        with contextlib.suppress(OSError, InputError):  # of a write that failed, and said so
+            self._result.close()
         if self._file:
-            with contextlib.suppress(OSError):  # of a write that failed, and said so
+            with contextlib.suppress(OSError):
                 self._file.close()
 
     @property

@@ -78,20 +78,20 @@ def _check_ids(model: Llama, config: GenerationConfig) -> None:
 
 
 def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
-    most, short = model.config.max_length, model.config.short_length
     for i, row in enumerate(rows):
-        if len(row) + config.max_new_tokens > most:
-            room = most - len(row)
-            advice = (
-                f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - config.max_new_tokens)} tokens"
-            )
-            raise InputError(
-                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones exceed the model's {most} positions; {advice}"
-            )
-        # The last new token is never fed back.
-        if short is not None and len(row) <= short < len(row) + config.max_new_tokens - 1:
-            raise InputError(
-                f"prompt {i} of {len(row)} tokens and {config.max_new_tokens} new ones cross the {short} tokens behind which the model "
-                f"turns to its long RoPE factors, which is not supported; ask for at most {short - len(row) + 1} new tokens, or give a "
-                f"prompt of more than {short}"
-            )
+        check_length(model, f"prompt {i}", len(row), config.max_new_tokens)
+
+
+def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
+    """Raises InputError where so many tokens and new ones do not fit the model's positions. what: how the message calls them."""
+    most, short = model.config.max_length, model.config.short_length
+    if tokens + new > most:
+        room = most - tokens
+        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - new)} tokens"
+        raise InputError(f"{what} of {tokens} tokens and {new} new ones exceed the model's {most} positions; {advice}")
+    # The last new token is never fed back.
+    if short is not None and tokens <= short < tokens + new - 1:
+        raise InputError(
+            f"{what} of {tokens} tokens and {new} new ones cross the {short} tokens behind which the model turns to its long RoPE factors, "
+            f"which is not supported; ask for at most {short - tokens + 1} new tokens, or give a prompt of more than {short}"
+        )

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from qspec_jax import plots
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.requests import Request, check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
@@ -216,6 +216,8 @@ def run(
         for length in lengths
         for depth in depths
     }
+    for tokens in (len(prompt.tokens) for of_cell in prompts.values() for prompt in of_cell):
+        check_length(model, "a prompt", tokens, NEW_TOKENS)
     cells, answers = [], []
     with tqdm(
         total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress

@@ -30,7 +30,7 @@ from qspec_jax.decoding import prefill
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice
-from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
@@ -170,6 +170,8 @@ def score(
     wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
     for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
         checked_prompts(model, rows, GenerationConfig(max_new_tokens=1))
+    for i, (prompt, continuation) in enumerate(zip(prompts, continuations)):
+        check_length(model, f"prompt {i}", len(prompt), len(continuation))
     tokens, n = padded(prompts)
     wanted = np.array([len(continuation) for continuation in continuations], np.int32)
     real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
