@@ -86,7 +86,7 @@ def between_attentions(
     *,
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
-    """See `pallas_kernels.between.between_attentions`."""
+    """See `pallas_kernels.fused_layer.between_attentions`."""
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
@@ -100,7 +100,7 @@ def between_attentions(
 
 def empty_handoff(plan: Plan) -> Array:
     """A handoff buffer of which no ticket is drawn, and in which no number is there."""
-    from pallas_kernels.warp import ABSENT
+    from pallas_kernels.gpu.ptx import ABSENT
 
     # Not a constant, which would be as large in the program and copied each time.
     return jnp.where(jnp.arange(plan.handoff_words) < COUNTER_WORDS, jnp.uint32(0), jnp.uint32(ABSENT))

@@ -25,7 +25,7 @@ def between_attentions(
     *,
     eps: float,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
-    """See `pallas_kernels.between.between_attentions`."""
+    """See `pallas_kernels.fused_layer.between_attentions`."""
     x, h = add_rms_norm(x, int4_matmul(attended, [o]), norm, eps=eps)
     gates, ups = jnp.split(int4_matmul(h, [gate, up]), 2, axis=-1)
     added = int4_matmul(jax.nn.silu(gates) * ups, [down])

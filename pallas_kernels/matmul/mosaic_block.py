@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import warp as w
+from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
@@ -53,30 +53,30 @@ LOG2_E = 1.4426950408889634
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    thread, block = w.thread_index(), w.block_index()
-    warp, lane = w.uniform(thread >> 5), thread & 31
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, block = ptx.thread_index(), ptx.block_index()
+    warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
     ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
     sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, ring.arrivals_end)
     tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
     warps = WARPS + COPIERS + FINISHERS
     hands_over = "handoff" in at
-    with w.when(thread == 0):
+    with ptx.when(thread == 0):
         ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
         sums.start(WARPS, FINISHERS)
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
         make_handoff(plan, at["next_handoff"], block, thread)
-    w.synchronize(w.i32(0), warps)
+    ptx.synchronize(ptx.i32(0), warps)
     # The first lane of the warps that copy draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
-    with w.when(warp < WARPS):
+    with ptx.when(warp < WARPS):
         compute(plan, at, drawn(), ring, sums, warp, thread)
-    with w.when((w.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
+    with ptx.when((ptx.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
         copy(plan, at, drawn(at.get("handoff")), ring, warp - WARPS, lane)
-    with w.when(w.i32(WARPS + COPIERS - 1) < warp):
+    with ptx.when(ptx.i32(WARPS + COPIERS - 1) < warp):
         finish(plan, at, drawn(), sums, thread - 32 * (WARPS + COPIERS))
 
 
@@ -86,9 +86,9 @@ def make_handoff(plan: Plan, handoff, block, thread) -> None:
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
-        word = w.select(piece == 0, w.i32(0), w.i32(-1))  # `ABSENT`
-        with w.when(piece < pieces):
-            w.store_global_words(handoff + w.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
+        word = ptx.select(piece == 0, ptx.i32(0), ptx.i32(-1))  # `ABSENT`
+        with ptx.when(piece < pieces):
+            ptx.store_global_words(handoff + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Share:
     """A number from 0 to `plan.blocks` - 1, and the tiles of outputs of a stage that belong to it."""
 
     plan: Plan
-    number: w.Value
+    number: ptx.Value
 
     def tiles(self, stage: Stage) -> tuple:
         """First and last + 1."""
@@ -129,23 +129,23 @@ class Tickets:
 
     def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
         self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
-        self.draws = w.select(thread == 32 * WARPS, w.i32(1), w.i32(0))
-        drawn = () if counter is None else (w.take_ticket(counter, self.draws),)
-        self.state = self.following(w.i32(0), w.i32(0), *drawn)
+        self.draws = ptx.select(thread == 32 * WARPS, ptx.i32(1), ptx.i32(0))
+        drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
+        self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
 
     def following(self, slot, parity, *drawn) -> tuple:
         """The next ticket, and the state to come to the one after it."""
         if drawn:
-            with w.when(self.draws == 1):
-                w.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
-                w.store_shared(self.ring.slot(slot), *drawn)
-                w.arrive(self.ring.filled(slot))
-            drawn = (w.take_ticket(self.counter, self.draws),)
-        w.wait_for_arrivals(self.ring.filled(slot), parity)
-        ticket = w.uniform(w.load_shared(self.ring.slot(slot), 1)[0])
-        w.synchronize(None, 1)
-        with w.when(self.lane == 0):
-            w.arrive(self.ring.emptied(slot))
+            with ptx.when(self.draws == 1):
+                ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
+                ptx.store_shared(self.ring.slot(slot), *drawn)
+                ptx.arrive(self.ring.filled(slot))
+            drawn = (ptx.take_ticket(self.counter, self.draws),)
+        ptx.wait_for_arrivals(self.ring.filled(slot), parity)
+        ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
+        ptx.synchronize(None, 1)
+        with ptx.when(self.lane == 0):
+            ptx.arrive(self.ring.emptied(slot))
         return ticket, *self.ring.following(slot, parity), *drawn
 
     def of_stage(self, number: int, carry, work: Callable):
@@ -157,7 +157,7 @@ class Tickets:
             carry = work(Share(self.plan, ticket - number * blocks), carry)
             return self.following(*state), carry
 
-        self.state, carry = w.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
+        self.state, carry = ptx.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
         return carry
 
 
@@ -174,8 +174,8 @@ class Ring:
     def start(self, fillers: int, emptiers: int) -> None:
         """How many arrivals fill a slot, and how many empty it."""
         for slot in range(self.slots):
-            w.arrivals_init(self.filled(w.i32(slot)), fillers)
-            w.arrivals_init(self.emptied(w.i32(slot)), emptiers)
+            ptx.arrivals_init(self.filled(ptx.i32(slot)), fillers)
+            ptx.arrivals_init(self.emptied(ptx.i32(slot)), emptiers)
 
     def slot(self, slot):
         return self.first + slot * self.size
@@ -194,7 +194,7 @@ class Ring:
     def following(self, slot, parity) -> tuple:
         """The next slot, and its parity."""
         last = slot == self.slots - 1
-        return w.select(last, w.i32(0), slot + 1), w.select(last, parity ^ 1, parity)
+        return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
 
 
 # The warps that copy -------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Ring:
 
 def copy(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
-    carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
+    carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
     for number in range(len(plan.stages)):
         work = lambda share, carry, number=number: copy_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
@@ -218,42 +218,42 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
         def one_pass(number_of_pass, carry):
             for which in range(together):
                 slot, parity, *earlier = carry
-                w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-                w.wait_for_arrivals(ring.emptied(slot), parity)
-                left = w.minimum(w.i32(stage.groups) - number_of_pass * PASS, w.i32(PASS))
+                ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+                ptx.wait_for_arrivals(ring.emptied(slot), parity)
+                left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
                 tile = lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
-                    left = w.select(tile < upper, left, w.i32(0))
-                    tile = w.minimum(tile, upper - 1)
+                    left = ptx.select(tile < upper, left, ptx.i32(0))
+                    tile = ptx.minimum(tile, upper - 1)
                 source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
                 copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
                 carry = *ring.following(slot, parity), *ring.following(*earlier)
             return carry
 
-        return w.loop(w.i32(0), w.i32(stage.passes), carry, one_pass)
+        return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
 
-    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
+    return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
     """A warp's rows of a tile in a pass, of which so many groups are left from the first; scales and zeros are 0 for others."""
     rows, words = TILE // COPIERS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
-    with w.when(lane == 0):
-        w.arrive_with(arrival, row_bytes * rows)
-    with w.when((lane < rows) & (w.i32(0) < left)):
+    with ptx.when(lane == 0):
+        ptx.arrive_with(arrival, row_bytes * rows)
+    with ptx.when((lane < rows) & (ptx.i32(0) < left)):
         output = warp * rows + lane
         array, row = source("codes", output)
-        place = w.i64(row) * stage.groups + w.i64(first)
-        w.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
+        place = ptx.i64(row) * stage.groups + ptx.i64(first)
+        ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
     output, pair = warp * rows + lane // words, lane % words * 2
     there = pair < left
-    group = w.i64(w.select(there, first + pair, w.i32(0)))
+    group = ptx.i64(ptx.select(there, first + pair, ptx.i32(0)))
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
         to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH + pair * 2
-        w.copy_async(to, array + (w.i64(row) * stage.groups + group) * 2, w.select(there, w.i32(4), w.i32(0)), width=4)
-    w.arrive_after_copies(arrival)
+        ptx.copy_async(to, array + (ptx.i64(row) * stage.groups + group) * 2, ptx.select(there, ptx.i32(4), ptx.i32(0)), width=4)
+    ptx.arrive_after_copies(arrival)
 
 
 def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> tuple:
@@ -261,13 +261,13 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
     arrays = [at[f"{name}{number}_{i}"] for i in range(len(stage.outputs))]
     if stage.gated:  # half a tile of each
         half = TILE // 2
-        return w.select(output < half, *arrays), tile * half + (output & (half - 1))
+        return ptx.select(output < half, *arrays), tile * half + (output & (half - 1))
     row = tile * TILE + output
     array, before, local = arrays[0], 0, row
     for outputs, other in zip(stage.outputs, arrays[1:]):
         before += outputs
-        beyond = w.i32(before - 1) < row
-        array, local = w.select(beyond, other, array), w.select(beyond, row - before, local)
+        beyond = ptx.i32(before - 1) < row
+        array, local = ptx.select(beyond, other, array), ptx.select(beyond, row - before, local)
     return array, local
 
 
@@ -282,7 +282,7 @@ def compute(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: 
             x.place_normed(number, share)
         return multiply(plan, number, share, ring, sums, x, carry)
 
-    carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
+    carry = (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1))
     for number in range(len(plan.stages)):
         carry = shares.of_stage(number, carry, functools.partial(work, number))
 
@@ -293,12 +293,12 @@ def outputs_of(plan: Plan, at: dict, number: int):
 
 
 def read_all(addresses: list) -> list:
-    return [w.load_global(at, NUMBERS // 2) for at in addresses]
+    return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
 
 
 def everyone() -> None:
     """Waits for all warps that compute."""
-    w.synchronize(w.i32(1), WARPS)
+    ptx.synchronize(ptx.i32(1), WARPS)
 
 
 class Activations:
@@ -320,17 +320,17 @@ class Activations:
     def load(self, array, stage: Stage, pieces: list, read) -> list:
         """Pieces of rows, 0 where there are none."""
         there = [piece < stage.groups * PIECES for _, piece in pieces]
-        place = lambda piece, is_there: w.i64(w.select(is_there, piece, w.i32(0))) * (2 * NUMBERS)
+        place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
         row_bytes = 2 * GROUP_SIZE * stage.groups
         found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
-        return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
+        return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
     def inputs(self, number: int, pieces: list) -> list:
         """Of a stage, before any norm."""
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.spin_wait)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
 
     def place(self, number: int, first) -> None:
         """Copies a stage's inputs in some passes."""
@@ -340,26 +340,26 @@ class Activations:
             some = pieces[start : start + PIECES_AT_ONCE]
             for (row, piece), words in zip(some, self.inputs(number, some)):
                 self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
-        w.synchronize(None, 1)
+        ptx.synchronize(None, 1)
 
     def put(self, row: int, piece, words: list) -> None:
-        numbers = [x for word in words for x in w.bf16_entries(word)]
-        total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
+        numbers = [x for word in words for x in numerics.bf16_entries(word)]
+        total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
-            total, most = total + w.shuffle("bfly", total, bit), w.maximum(most, w.shuffle("bfly", most, bit))
-        most = w.maximum(most, w.f32(LEAST_SCALED))
-        factor = w.reciprocal(most) * LARGEST
+            total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
+        most = ptx.maximum(most, ptx.f32(LEAST_SCALED))
+        factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
-        integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
-        upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with w.when(piece < self.plan.room * (PASS * PIECES)):
+        integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
+        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
+        with ptx.when(piece < self.plan.room * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
-            w.store_shared(to, *upper)
-            w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
-            with w.when((self.lane & (PIECES - 1)) == 0):
+            ptx.store_shared(to, *upper)
+            ptx.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
+            with ptx.when((self.lane & (PIECES - 1)) == 0):
                 # The products of high nibbles are 16 times as large, and those of low ones are made so.
                 scale = most * (1 / (16 * LARGEST))
-                w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
+                ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
     def fetch_residual(self, number: int, pieces: list) -> list:
         """The residual stream before the stage, and the norm's weight, where these pieces are."""
@@ -373,42 +373,42 @@ class Activations:
         return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
-        return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
+        return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
 
     def place_normed(self, number: int, share: Share) -> None:
         """The norm of the residual stream with what is added. The stream before the last norm is written with the first share."""
         plan, stage = self.plan, self.plan.stages[number]
-        pieces, width = self.pieces(w.i32(0), stage.passes), stage.groups * GROUP_SIZE
+        pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
         residual = self.fetch_residual(number, pieces)
         totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
-        squares = [w.f32(0.0)] * plan.rows
+        squares = [ptx.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
-                with w.when((share.number == 0) & (piece < width // NUMBERS)):
-                    w.store_global_words(self.at["residual_out"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
-            squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
+                with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
+                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
+            squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
         everyone()  # has read the squares before
         for row, square in enumerate(squares):
-            square = w.all_rows(w.all_columns(square, w.add), w.add)
-            with w.when(self.lane == 0):
-                w.store_shared(self.squares + row * (4 * WARPS) + self.warp * 4, square)
+            square = fragments.all_rows(fragments.all_columns(square, numerics.add), numerics.add)
+            with ptx.when(self.lane == 0):
+                ptx.store_shared(self.squares + row * (4 * WARPS) + self.warp * 4, square)
         everyone()
-        means = [w.total(w.load_shared(self.squares + row * (4 * WARPS), WARPS, "f")) * (1 / width) for row in range(plan.rows)]
-        scales = [w.rsqrt(mean + plan.eps) for mean in means]
+        means = [numerics.total(ptx.load_shared(self.squares + row * (4 * WARPS), WARPS, "f")) * (1 / width) for row in range(plan.rows)]
+        scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
-            rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            self.put(row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
-        w.synchronize(None, 1)
+            rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
+            self.put(row, piece, [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(rounded, weights)])
+        ptx.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:
         """Of the warp's group in the pass that has this place, row tile n: [half of the group][step] a word of bytes for each word of
         codes, and the sum and scale of row t. Columns that are not there repeat the last."""
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
-        column = w.minimum(g + 2 * ROWS * n, w.i32(2 * self.plan.rows - 1))
+        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
         at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves = [w.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
-        return halves, w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
+        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
+        return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
 def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
@@ -423,8 +423,8 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     def take(slot):
         """Codes, and scales and zeros, of the warp's group."""
         start = ring.slot(slot)
-        codes = [w.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-        one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+        codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
+        one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
     def one_turn(turn, carry):
@@ -434,50 +434,50 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             slot, parity, totals = carry
             if not stage.normed:
                 due = number_of_pass % at_once == 0
-                with w.when(due & (turn == 0) if resident else due):
+                with ptx.when(due & (turn == 0) if resident else due):
                     x.place(number, number_of_pass)
             place = number_of_pass if resident else number_of_pass % at_once
             operands = [x.operands(place, n) for n in range(plan.row_tiles)]
             new = []
             for total in totals:
-                w.wait_for_arrivals(ring.filled(slot), parity)
+                ptx.wait_for_arrivals(ring.filled(slot), parity)
                 new.append(add_group(total, *take(slot), *zip(*operands)))
-                w.synchronize(None, 1)
-                with w.when(lane == 0):
-                    w.arrive(ring.emptied(slot))
+                ptx.synchronize(None, 1)
+                with ptx.when(lane == 0):
+                    ptx.arrive(ring.emptied(slot))
                 slot, parity = ring.following(slot, parity)
             return slot, parity, new
 
-        totals = [[[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
-        slot, parity, totals = w.loop(w.i32(0), w.i32(stage.passes), (slot, parity, totals), one_pass)
+        totals = [[[ptx.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
+        slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(stage.passes), (slot, parity, totals), one_pass)
         for total in totals:
-            w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+            ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
             for n, pair in enumerate(total):
-                w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
-            w.synchronize(None, 1)
-            with w.when(lane == 0):
-                w.arrive(sums.filled(sums_slot))
+                ptx.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
+            ptx.synchronize(None, 1)
+            with ptx.when(lane == 0):
+                ptx.arrive(sums.filled(sums_slot))
             sums_slot, sums_parity = sums.following(sums_slot, sums_parity)
         return slot, parity, sums_slot, sums_parity
 
-    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
+    return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
     """totals [row tile][i], output g + 8 i and row t, and the products of one more group."""
     masks = 0x0F0F0F0F, 0xF0F0F0F0
-    acc = [[(w.i32(0),) * 4 for _ in totals] for _ in masks]
+    acc = [[(ptx.i32(0),) * 4 for _ in totals] for _ in masks]
     for s in range(0, STEPS, 2):
         for half, mask in enumerate(masks):
             fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
-            acc[half] = [w.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
+            acc[half] = [fragments.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
     new = []
     for n, (total, (sum_x, scale_x)) in enumerate(zip(totals, sums)):
         upper_and_lower = [low * 16 + high for low, high in zip(acc[0][n], acc[1][n])]
         new.append([])
         for i, (scale, zero) in enumerate(parameters):
-            product = w.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
-            new[n].append(w.fma(product, scale * scale_x, w.fma(sum_x, zero, total[i])))
+            product = numerics.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
+            new[n].append(numerics.fma(product, scale * scale_x, numerics.fma(sum_x, zero, total[i])))
     return new
 
 
@@ -486,7 +486,7 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 
 def finish(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
-    carry = (w.i32(0), w.i32(0))
+    carry = (ptx.i32(0), ptx.i32(0))
     for number in range(len(plan.stages)):
         work = lambda share, carry, number=number: finish_stage(plan, number, at, share, sums, thread, carry)
         carry = shares.of_stage(number, carry, work)
@@ -500,17 +500,17 @@ def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, th
 
     def step(tile, carry):
         slot, parity = carry
-        w.wait_for_arrivals(sums.filled(slot), parity)
+        ptx.wait_for_arrivals(sums.filled(slot), parity)
         for first in range(0, size, 32 * FINISHERS):
             which = thread + first
-            with w.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
+            with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
                 finish_output(plan, number, at, sums.slot(slot), which, tile)
-        w.synchronize(None, 1)
-        with w.when(lane == 0):
-            w.arrive(sums.emptied(slot))
+        ptx.synchronize(None, 1)
+        with ptx.when(lane == 0):
+            ptx.arrive(sums.emptied(slot))
         return sums.following(slot, parity)
 
-    return w.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
+    return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
 def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
@@ -519,21 +519,21 @@ def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
     outputs = stage.tile_outputs
     size = plan.rows * outputs
     there = (which < size) & ((which & 1) == 0)
-    which = w.minimum(which, w.i32(size - 1))
+    which = ptx.minimum(which, ptx.i32(size - 1))
     row, output = which // outputs, which % outputs
     # Where `totals` of this row and output lie, and those of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
-    total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
+    total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
     found = total(start)
     if stage.gated:
-        gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
-        found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
-    word = w.pair(found, w.shuffle("bfly", found, 1), "bf16")
-    place = (w.i64(row) * stage.width + w.i64(tile * outputs + output)) * 2
+        gate, up = numerics.round_bf16(found), numerics.round_bf16(total(start + 4))
+        found = numerics.round_bf16(gate / (numerics.exp2(gate * -LOG2_E) + 1.0)) * up
+    word = numerics.pair(found, ptx.shuffle("bfly", found, 1), "bf16")
+    place = (ptx.i64(row) * stage.width + ptx.i64(tile * outputs + output)) * 2
     hands_over = number + 1 < len(plan.stages)
-    with w.when(there):
+    with ptx.when(there):
         if hands_over:
-            w.store_relaxed(outputs_of(plan, at, number) + place, word)
+            ptx.store_relaxed(outputs_of(plan, at, number) + place, word)
         else:
-            w.store_global(at["y"] + place, word)
+            ptx.store_global(at["y"] + place, word)

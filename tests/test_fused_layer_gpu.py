@@ -170,7 +170,7 @@ def in_a_process(function: str, *flags: str) -> subprocess.CompletedProcess:
     root = Path(__file__).parents[1]
     settings = {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])}
     settings |= {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    code = f"import test_between_gpu; test_between_gpu.{function}()"
+    code = f"import test_fused_layer_gpu; test_fused_layer_gpu.{function}()"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | settings, timeout=180)
 
 
