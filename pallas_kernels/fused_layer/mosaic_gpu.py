@@ -9,14 +9,14 @@ of them that run come to an end, and launches that do not depend on each other m
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
@@ -28,20 +28,25 @@ MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with 
 def unsupported(
     x: Array,
     attended: Array,
-    o: Int4Weight,
+    o: Weight,
     norm: Array,
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     following_norm: Array | None,
-    following: Sequence[Int4Weight],
+    following: Sequence[Weight],
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Array] | None = None,
 ) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
+    if not all(isinstance(weight, Int4Weight) for weight in (o, gate, up, down, *following)):
+        return "needs all weights in INT4"
+    if biases:
+        return f"adds no biases, and there are some of {', '.join(biases)}"
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     norms = [norm, following_norm] if following else [norm]
     if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:
@@ -85,8 +90,9 @@ def between_attentions(
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Array] | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
-    """See `pallas_kernels.fused_layer.between_attentions`."""
+    """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
