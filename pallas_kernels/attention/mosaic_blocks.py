@@ -9,7 +9,7 @@ from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 
-def deal(plan: Plan, at: dict) -> tuple[list, list]:
+def partition_work(plan: Plan, at: dict) -> tuple[list, list]:
     """(chunks of the buffer, groups) of each row of the batch, and the first of its blocks, ending with their number.
 
     The blocks of a KV head are dealt to the rows in proportion to what there is to read, one at least. Chunks and groups count alike.
@@ -37,7 +37,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     split, rest = block % plan.splits, block // plan.splits
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
-    units, firsts = deal(plan, at)
+    units, firsts = partition_work(plan, at)
     batch, (chunks, groups), first, last = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
         here = firsts[b] < split + 1
@@ -96,7 +96,7 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     batch, token = place // (R * plan.kv_heads * plan.tokens), place // (R * plan.kv_heads) % plan.tokens
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
-    _, firsts = deal(plan, at)
+    _, firsts = partition_work(plan, at)
     first, last = firsts[0], firsts[1]
     for b in range(1, plan.batch):
         first, last = (ptx.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))

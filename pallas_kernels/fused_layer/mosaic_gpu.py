@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight, Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, MATH_WARPS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
@@ -59,7 +59,7 @@ def unsupported(
             return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
-    pieces = rows * math.ceil(width / (NUMBERS * 32 * WARPS))
+    pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
     if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None

@@ -23,20 +23,20 @@ from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
-    COPIERS,
     COUNTER_WORDS,
-    FINISHERS,
+    EPILOGUE_WARPS,
     GROUP_SIZE,
+    MATH_WARPS,
     NUMBERS,
     PARAMETER_PITCH,
     PASS,
     PIECES_AT_ONCE,
+    PRODUCER_WARPS,
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
     TICKET_SLOTS,
     TILE,
-    WARPS,
     Plan,
     Stage,
     passes_at_once,
@@ -58,13 +58,13 @@ def emit_block(plan: Plan, refs: dict) -> None:
     warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
     ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
-    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, ring.arrivals_end)
+    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
     tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
-    warps = WARPS + COPIERS + FINISHERS
+    warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
     with ptx.when(thread == 0):
-        ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
-        sums.start(WARPS, FINISHERS)
+        ring.start(33 * PRODUCER_WARPS, MATH_WARPS)  # every lane once its own copies are there, and one that says how many bytes come
+        sums.start(MATH_WARPS, EPILOGUE_WARPS)
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
@@ -72,17 +72,17 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ptx.synchronize(ptx.i32(0), warps)
     # The first lane of the warps that copy draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
-    with ptx.when(warp < WARPS):
-        compute(plan, at, drawn(), ring, sums, warp, thread)
-    with ptx.when((ptx.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
-        copy(plan, at, drawn(at.get("handoff")), ring, warp - WARPS, lane)
-    with ptx.when(ptx.i32(WARPS + COPIERS - 1) < warp):
-        finish(plan, at, drawn(), sums, thread - 32 * (WARPS + COPIERS))
+    with ptx.when(warp < MATH_WARPS):
+        do_math(plan, at, drawn(), ring, sums, warp, thread)
+    with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
+        produce(plan, at, drawn(at.get("handoff")), ring, warp - MATH_WARPS, lane)
+    with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
+        write_outputs(plan, at, drawn(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
     """Fills the handoff buffer of the next launch: no ticket is drawn, and no number is there."""
-    threads = 32 * (WARPS + COPIERS + FINISHERS)
+    threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
@@ -129,7 +129,7 @@ class Tickets:
 
     def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
         self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
-        self.draws = ptx.select(thread == 32 * WARPS, ptx.i32(1), ptx.i32(0))
+        self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
         drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
         self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
 
@@ -200,15 +200,15 @@ class Ring:
 # The warps that copy -------------------------------------------------------------------------------------------------------
 
 
-def copy(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
+def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
     carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
     for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: copy_stage(plan, number, at, share, ring, warp, lane, carry)
+        work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
 
 
-def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
+def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
     """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
@@ -237,7 +237,7 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
     """A warp's rows of a tile in a pass, of which so many groups are left from the first; scales and zeros are 0 for others."""
-    rows, words = TILE // COPIERS, PASS // 2  # words of scales hold two groups each
+    rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
     with ptx.when(lane == 0):
         ptx.arrive_with(arrival, row_bytes * rows)
@@ -274,7 +274,7 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
 # The warps that compute ----------------------------------------------------------------------------------------------------
 
 
-def compute(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
     x = Activations(plan, at, warp, thread)
 
     def work(number: int, share: Share, carry: tuple) -> tuple:
@@ -296,9 +296,9 @@ def read_all(addresses: list) -> list:
     return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
 
 
-def everyone() -> None:
+def math_warps_meet() -> None:
     """Waits for all warps that compute."""
-    ptx.synchronize(ptx.i32(1), WARPS)
+    ptx.synchronize(ptx.i32(1), MATH_WARPS)
 
 
 class Activations:
@@ -387,13 +387,16 @@ class Activations:
                 with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
                     ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
             squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
-        everyone()  # has read the squares before
+        math_warps_meet()  # has read the squares before
         for row, square in enumerate(squares):
             square = fragments.all_rows(fragments.all_columns(square, numerics.add), numerics.add)
             with ptx.when(self.lane == 0):
-                ptx.store_shared(self.squares + row * (4 * WARPS) + self.warp * 4, square)
-        everyone()
-        means = [numerics.total(ptx.load_shared(self.squares + row * (4 * WARPS), WARPS, "f")) * (1 / width) for row in range(plan.rows)]
+                ptx.store_shared(self.squares + row * (4 * MATH_WARPS) + self.warp * 4, square)
+        math_warps_meet()
+        means = [
+            numerics.total(ptx.load_shared(self.squares + row * (4 * MATH_WARPS), MATH_WARPS, "f")) * (1 / width)
+            for row in range(plan.rows)
+        ]
         scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
             rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
@@ -484,15 +487,15 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 # The warps that finish tiles -----------------------------------------------------------------------------------------------
 
 
-def finish(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
+def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
     carry = (ptx.i32(0), ptx.i32(0))
     for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: finish_stage(plan, number, at, share, sums, thread, carry)
+        work = lambda share, carry, number=number: write_stage(plan, number, at, share, sums, thread, carry)
         carry = shares.of_stage(number, carry, work)
 
 
-def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
+def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
     """carry: slot of the ring of sums, and its parity."""
     stage, lane = plan.stages[number], thread & 31
     lower, upper = share.tiles(stage)
@@ -501,10 +504,10 @@ def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, th
     def step(tile, carry):
         slot, parity = carry
         ptx.wait_for_arrivals(sums.filled(slot), parity)
-        for first in range(0, size, 32 * FINISHERS):
+        for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
             with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
-                finish_output(plan, number, at, sums.slot(slot), which, tile)
+                write_output(plan, number, at, sums.slot(slot), which, tile)
         ptx.synchronize(None, 1)
         with ptx.when(lane == 0):
             ptx.arrive(sums.emptied(slot))
@@ -513,7 +516,7 @@ def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, th
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
-def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
+def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
     """Adds what the warps found, for one of the tile's rows and outputs, and writes it in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
@@ -524,7 +527,7 @@ def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
     # Where `totals` of this row and output lie, and those of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
-    total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
+    total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])
     found = total(start)
     if stage.gated:
         gate, up = numerics.round_bf16(found), numerics.round_bf16(total(start + 4))

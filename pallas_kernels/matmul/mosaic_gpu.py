@@ -17,10 +17,10 @@ from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
+WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:

@@ -9,10 +9,10 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 
 TILE = support.OUTPUTS
 ROWS = 4  # of activations in a tile of the tensor cores: two columns each
-WARPS = 16  # that compute: each takes a group of a pass
-COPIERS = 4  # more warps, which copy: each rows of a tile of its own
-FINISHERS = 4  # more warps, which add what the others found of a tile
-PASS = WARPS  # groups that a block takes at once
+MATH_WARPS = 16  # that compute: each takes a group of a pass
+PRODUCER_WARPS = 4  # more warps, which copy: each rows of a tile of its own
+EPILOGUE_WARPS = 4  # more warps, which add what the others found of a tile
+PASS = MATH_WARPS  # groups that a block takes at once
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # From one output to the next in shared memory: neighbours lie in different banks.
 CODE_PITCH = PASS * CODE_BYTES + 64
@@ -125,12 +125,12 @@ class Plan:
 
     @property
     def sums_start(self) -> int:
-        squares = 4 * WARPS * self.rows
+        squares = 4 * MATH_WARPS * self.rows
         return self.x_bytes + PASS * self.room * self.group_pitch + squares
 
     @property
     def tickets_start(self) -> int:
-        return self.sums_start + SUMS_SLOTS * WARPS * self.tile_bytes
+        return self.sums_start + SUMS_SLOTS * MATH_WARPS * self.tile_bytes
 
     @property
     def arrivals_start(self) -> int:
