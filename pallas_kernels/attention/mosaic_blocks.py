@@ -1,4 +1,4 @@
-"""What the blocks of the Mosaic GPU attention do: one for the partial results, one that merges them."""
+"""The programs of the blocks of the Mosaic GPU attention: one for the partial results, one that merges them."""
 
 import functools
 import math
@@ -10,9 +10,9 @@ from pallas_kernels.gpu import fragments, numerics, ptx
 
 
 def partition_work(plan: Plan, at: dict) -> tuple[list, list]:
-    """(chunks of the buffer, groups) of each row of the batch, and the first of its blocks, ending with their number.
+    """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
 
-    The blocks of a KV head are dealt to the rows in proportion to what there is to read, one at least. Chunks and groups count alike.
+    Returns (chunks of the buffer, groups) of each row, which count alike, and the number of each row's first block, then of all blocks.
     """
     units = []
     for b in range(plan.batch):
@@ -28,7 +28,7 @@ def partition_work(plan: Plan, at: dict) -> tuple[list, list]:
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """What a block does: its teams' shares of one row of the batch, KV head and run of query rows."""
+    """Emits a block: its teams' shares of one row of the batch, one KV head and one run of query rows."""
     H, team = plan.head_dim, plan.config.team
     warps = plan.config.warpgroups * WARPS
     at = {name: ptx.address(ref) for name, ref in refs.items()}
@@ -87,7 +87,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:
-    """Merges what the workers found for one query row, the workers among four warps."""
+    """Emits the merging of the partial results for one query row, which four warps divide among them."""
     H, R = plan.head_dim, plan.heads_per_kv_head
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, place = ptx.thread_index(), ptx.block_index()

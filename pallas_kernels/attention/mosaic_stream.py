@@ -20,9 +20,9 @@ class Pipeline:
             self._issue(unit, self.lower, ptx.i32(unit))
 
     def run(self, keys: Callable, values: Callable, state):
-        """The state after all steps: logits = keys(address, step, refill), state = values(address, state, logits, refill).
+        """Runs all steps, logits = keys(address, step, refill) and state = values(address, state, logits, refill), and returns the state.
 
-        What a warp copied itself is there when these begin; the rest is once `refill` is called, which waits for the whole team.
+        What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
         """
         last = self.plan.slots - 1
         advance = lambda slot: ptx.select(slot == last, ptx.i32(0), slot + 1)
@@ -76,7 +76,7 @@ class QuantizedSource:
         size = plan.group_size * plan.head_dim // 2
         to = self.thread * 16
         if name == "key":
-            # Of four rows the middle two change places: a tile reads rows 0 and 2, and 1 and 3, which are to lie in different banks.
+            # The middle two of four rows change places: a tile reads rows 0 and 2, and 1 and 3, which are to lie in different banks.
             row_bytes = plan.head_dim // 2
             row = self.thread // (row_bytes // 16)
             to = to + (((row & 1) << 1 | (row >> 1) & 1) - (row & 3)) * row_bytes

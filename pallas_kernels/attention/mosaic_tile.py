@@ -1,9 +1,9 @@
-"""What a warp computes, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
+"""The arithmetic of a warp, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
 
-Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
-rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two: float16 then has 2^20
-from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a product of their own
-in bfloat16, the values' a number for all channels.
+Codes enter as 1024 + code in float16, which costs no arithmetic (docs/kernels.md, "Unpacking"). The excess is a multiple of the sum
+of the other operand as rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two:
+float16 then has 2^20 from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a
+product of their own in bfloat16, the values' a number for all channels.
 """
 
 import functools
@@ -27,11 +27,12 @@ HEADROOM = 8
 class Tile:
     """A warp's part of attention over whatever lies in its team's slots.
 
-    Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
-    tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
-    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's, but for
-    offset[n], what all channels have in common of this lane's tokens; top[n], the running maximum (base 2); total[n], the sum of weights
-    of this lane's tokens.
+    Lane 4 g + t holds logits and results of queries 2 t and 2 t + 1 of the 8 queries of tile n. The warps of a team divide the tokens of a
+    step for the logits, and the channels for the weighted values; between, they share the queries times the keys' scales, the maximum, and
+    the weights.
+    state: out[n][i] are weighted values of channels 16 i + g and 16 i + g + 8 of this warp's channels, without offset[n], which is the sum
+    of weights times zeros of this lane's tokens and the same for all channels; top[n] is the running maximum (base 2); total[n] is the
+    sum of weights of this lane's tokens.
     """
 
     def __init__(self, plan: Plan, at, lane, part, barrier, length):
@@ -57,11 +58,11 @@ class Tile:
         return {"out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles], **state}
 
     def _full_operand_at(self, n, a, steps: int):
-        """Where the team has the two words of the weights of tile n, step a of `steps`, that belong to this lane."""
+        """The address of this lane's two words of the weights of tile n, step a of `steps`."""
         return self.weights + (n * steps + a) * 256 + self.lane * 8
 
     def _numbers_at(self, array):
-        """Where the team shares an array of numbers, two per tile for this lane's queries."""
+        """The address of this lane's part of a per-query array that the team shares: two numbers per tile."""
         return self.numbers + array * self.plan.numbers_bytes + self.t * (self.plan.numbers_bytes // 4)
 
     def _share_numbers(self, first: int, values: list) -> None:
@@ -73,7 +74,7 @@ class Tile:
                 ptx.store_shared(at + 4 * i, *flat[i : i + 4])
 
     def _share_over_rows(self, first: int, values: list, combine: Callable) -> None:
-        """The same of what the lanes of a column hold together."""
+        """Combines numbers [n] over the lanes of a column, and writes them as `_share_numbers` does."""
         flat = [x for pair in values for x in pair]
         flat, index = fragments.scatter_rows(flat, self.g, combine)
         at = self._numbers_at(first + self.part) + index * 4
@@ -81,7 +82,7 @@ class Tile:
             ptx.store_shared(at + 4 * i, x)
 
     def _shared_numbers(self, first: int, arrays: int, combine: Callable) -> list:
-        """Numbers [n] from array `first` on, so many combined."""
+        """Numbers [n] for this lane's queries, combined over `arrays` arrays from array `first` on."""
         count = 2 * len(self.tiles)
         loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)), count, "f") for i in range(arrays))
         flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
@@ -97,11 +98,11 @@ class Tile:
         return [[half[2 * k : 2 * k + 2] for half in halves] for k in range(words)]
 
     def _each(self, function: Callable, *operands: list) -> list:
-        """function of each pair of operands [word][half]."""
+        """Applies a function to corresponding pairs of operands [word][half]."""
         return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
 
     def _half(self, operand: list, factor) -> list:
-        """Neighbours in bfloat16, times a factor, as the pairs of a product in float16."""
+        """Pairs of neighbours in bfloat16, times a factor, as the pairs that a product in float16 contracts."""
 
         def half(pairs: tuple) -> tuple:
             a, b = ([entry * factor for entry in numerics.bf16_entries(x)] for x in pairs)
@@ -110,7 +111,7 @@ class Tile:
         return [list(map(half, word)) for word in operand]
 
     def _half_scales(self, scale: list, factor) -> list:
-        """The same of scales, times a power of two, and in one plane over the 16 that high nibbles are too large by."""
+        """Scales as `_half` gives operands, times a power of two; with one plane, those for high nibbles also over 16."""
         exponent = ptx.i32(254 << 7) - (ptx.as_bits(factor) >> 16)
         exponent = (exponent << 16 | exponent) - 15 * EXPONENTS  # float16's bias is 112 less than bfloat16's 127
         biases = exponent, exponent + (4 * EXPONENTS if self.plan.planes == 1 else 0)
@@ -155,7 +156,7 @@ class Tile:
         return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
 
     def _contract(self, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> list:
-        """[m][n] codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
+        """Products [m][n] of the codes of tile m, whose rows g and g + 8 are at at[m], with operand(n, k), summed over all words k."""
         steps = row_bytes // 16
         words = [[[ptx.load_shared(row + p * plane_bytes, steps) for p in range(self.plan.planes)] for row in rows] for rows in at]
 
@@ -192,7 +193,7 @@ class Tile:
             fragments.publish()
 
     def _shared_operand(self, shared, steps: int) -> Callable:
-        """What `_contract` takes: this lane's words of an operand, or where those of all lanes begin."""
+        """The operand that `_contract` takes: this lane's words, or for a whole warpgroup the address of those of all lanes."""
 
         def operand(n: int, k: int) -> tuple:
             words = ptx.load_shared(shared + (n * steps + k) * STEP_BYTES + self.lane * 16, 4)
@@ -201,8 +202,9 @@ class Tile:
         return (lambda n, k: shared + (n * steps + k) * STEP_BYTES) if self.plan.whole_warpgroup else operand
 
     def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
-        """Logits [n][tile] of this warp's tokens, in the order of the values' rows: word k of the first half, then of the second; their
-        units [n]; and what is to be added to them [n], in these units.
+        """Logits [n][tile] of this warp's tokens, their units [n], and what is to be added to them [n], in these units.
+
+        Tokens are in the order of the values' rows: word k of the first half, then of the second.
         """
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
@@ -248,7 +250,7 @@ class Tile:
         return logits, units, start
 
     def _factors(self, n) -> tuple:
-        """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
+        """The factors that queries 2 t and 2 t + 1 were multiplied by, and their inverses."""
         words = ptx.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
@@ -308,9 +310,10 @@ class Tile:
         return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
     def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list]:
-        """The state with all but `out` brought up to date, what that is to be multiplied by, [n], and weights [n][tile].
+        """Brings all of the state but `out` up to date; returns it, the factors [n] that `out` is to be multiplied by, and weights
+        [n][tile].
 
-        units, start: [n] of the logits of two queries; start is to be added to each.
+        logits: [n][tile]. units, start: numbers [n] for two queries; start is added to each logit before its unit multiplies it.
         """
         base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
         units = [[x * base for x in pair] for pair in units]
@@ -414,7 +417,7 @@ class Tile:
         H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
-            # Where the maxima and the excess were.
+            # They take the place of the maxima and the excess.
             self.meet()
             for i, pairs in enumerate(sums.values()):
                 self._share_over_rows(1 + i * self.team, pairs, operator.add)

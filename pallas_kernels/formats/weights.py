@@ -1,4 +1,4 @@
-"""Quantized weights: INT4 by groups and its way back to full precision, and INT8."""
+"""Weights of linear layers: INT4 by groups and its way back to full precision, and INT8."""
 
 from typing import TypeAlias
 

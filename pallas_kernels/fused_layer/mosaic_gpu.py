@@ -1,10 +1,11 @@
-"""All between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
+"""All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
 
-Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
-memory idle whenever one ends and the next begins.
+It runs four stages of the INT4 matmul, and every multiprocessor one block from beginning to end. One kernel after the other would leave
+the memory idle whenever one ends and the next begins.
 
-Blocks wait for what others hand over. They draw their work in the order in which it can be done (see matmul/mosaic_block.py), so any number
-of them that run come to an end, and launches that do not depend on each other may run at the same time.
+Blocks wait for what others hand over (docs/kernels.md, "The fused layer"). They draw their work in the order in which
+it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
+other may run at the same time.
 """
 
 import functools
@@ -105,7 +106,7 @@ def between_attentions(
 
 
 def empty_handoff(plan: Plan) -> Array:
-    """A handoff buffer of which no ticket is drawn, and in which no number is there."""
+    """A handoff buffer from which no ticket is drawn, and in which no number is there."""
     from pallas_kernels.gpu.ptx import ABSENT
 
     # Not a constant, which would be as large in the program and copied each time.
@@ -122,7 +123,10 @@ def run(
     weights: Sequence[Sequence[Int4Weight]],
     handoff: Array,
 ) -> tuple[Array, Array, Array]:
-    """norms: of the stages that have one. weights: of every stage. handoff: used up; the last result takes its place."""
+    """One launch: the residual stream, the last stage's outputs, and the next launch's handoff buffer.
+
+    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place.
+    """
     from pallas_kernels.matmul import mosaic_block
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}

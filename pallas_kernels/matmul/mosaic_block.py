@@ -1,18 +1,19 @@
-"""What a block of the Mosaic GPU INT4 matmul does, stage after stage.
+"""The program of a block of the Mosaic GPU INT4 matmul, stage after stage.
 
 Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones. Activations enter as
 integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products are exact. What is lost is no
 more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x),
 group by group in float32.
 
-Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep. A warp
-that computes has groups of inputs of its own, and places the activations that it alone reads.
-A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
-kind that no stage writes, put there by the launch before, and who needs a number reads until it is another. The ring does not wait:
-weights of the next stage are on their way already.
+Producer warps copy, math warps multiply, and epilogue warps add what those found: none waits for another longer than the rings between
+them are deep. A math warp has groups of inputs of its own, and places the activations that it alone reads.
+A stage's inputs are all outputs of the stage before, of all blocks. No flag says that they are there: global memory holds NaNs of a kind
+that no stage writes, put there by the launch before, and whoever needs a number reads until it is another. Producers do not wait for
+it: weights of the next stage are on their way already.
 
-Which outputs a block works on, tickets say, drawn from a counter in the order of the stages. So whatever a block waits for is another's
-that runs already: the launch comes to its end however few of its blocks fit on the device at once, as beside other launches like it.
+Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
+block that runs already: the launch comes to its end however few of its blocks fit on the device at once, beside other launches or not.
+Rings, barriers and the handoff buffer are drawn in docs/kernels.md.
 """
 
 import dataclasses
@@ -53,6 +54,7 @@ LOG2_E = 1.4426950408889634
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
+    """Emits a block: its rings, and the program of each kind of warp."""
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
@@ -63,14 +65,15 @@ def emit_block(plan: Plan, refs: dict) -> None:
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
     with ptx.when(thread == 0):
-        ring.start(33 * PRODUCER_WARPS, MATH_WARPS)  # every lane once its own copies are there, and one that says how many bytes come
+        # Every lane of a producer warp arrives once its own copies are there, and one more time the lane that announces bytes.
+        ring.start(33 * PRODUCER_WARPS, MATH_WARPS)
         sums.start(MATH_WARPS, EPILOGUE_WARPS)
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
         make_handoff(plan, at["next_handoff"], block, thread)
     ptx.synchronize(ptx.i32(0), warps)
-    # The first lane of the warps that copy draws tickets for all warps.
+    # The first lane of the producer warps draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
     with ptx.when(warp < MATH_WARPS):
         do_math(plan, at, drawn(), ring, sums, warp, thread)
@@ -81,7 +84,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
-    """Fills the handoff buffer of the next launch: no ticket is drawn, and no number is there."""
+    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it."""
     threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
@@ -99,32 +102,32 @@ class Share:
     number: ptx.Value
 
     def tiles(self, stage: Stage) -> tuple:
-        """First and last + 1."""
+        """The share's first tile of a stage, and its last + 1."""
         return self.number * stage.tiles // self.plan.blocks, (self.number + 1) * stage.tiles // self.plan.blocks
 
     def turns(self, stage: Stage):
-        """How often a block takes as many tiles as it takes together."""
+        """How many turns the share takes, in each of which a block works on as many tiles as it may take together."""
         lower, upper = self.tiles(stage)
         together = self.plan.together(stage)
         return (upper - lower + (together - 1)) // together
 
 
 class OwnShare:
-    """The shares of a block in a launch of one stage, in which no block waits for another: that of its own number."""
+    """The one share of a block in a launch of one stage, in which no block waits for another: that of its own number."""
 
     def __init__(self, plan: Plan, block):
         self.share = Share(plan, block)
 
     def of_stage(self, number: int, carry, work: Callable):
-        """carry = work(share, carry) for each of the block's shares of a stage."""
+        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry."""
         return work(self.share, carry)
 
 
 class Tickets:
     """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
 
-    counter: for the warps that copy, where in global memory tickets are counted. The first lane of the first of them draws for the block,
-    the next ticket whenever it passes one on, so that nobody waits for the counter.
+    counter: for the producer warps, the address in global memory where tickets are counted. The first lane of the first of them draws for
+    the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
     """
 
     def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
@@ -134,7 +137,7 @@ class Tickets:
         self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
 
     def following(self, slot, parity, *drawn) -> tuple:
-        """The next ticket, and the state to come to the one after it."""
+        """The next ticket, and the state from which `following` comes to the one after it."""
         if drawn:
             with ptx.when(self.draws == 1):
                 ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
@@ -149,7 +152,7 @@ class Tickets:
         return ticket, *self.ring.following(slot, parity), *drawn
 
     def of_stage(self, number: int, carry, work: Callable):
-        """carry = work(share, carry) for each of the block's shares of a stage. Stages are to be asked for in their order."""
+        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry; stages come in their order."""
         blocks = self.plan.blocks
 
         def step(both):
@@ -164,31 +167,34 @@ class Tickets:
 class Ring:
     """Slots that some warps fill and others empty, one after the other.
 
-    A slot for a pass has codes [output][group][64 bytes], then scales and zeros [array][output][group]; one for the sums of a tile has
-    [warp][row tile][lane][2 outputs], see `add_group`.
+    A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
+    One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
     """
 
     def __init__(self, slots: int, first, size: int, arrivals):
         self.slots, self.first, self.size, self.arrivals = slots, first, size, arrivals
 
     def start(self, fillers: int, emptiers: int) -> None:
-        """How many arrivals fill a slot, and how many empty it."""
+        """Makes the barriers of all slots. fillers, emptiers: how many arrivals fill a slot, and how many empty it."""
         for slot in range(self.slots):
             ptx.arrivals_init(self.filled(ptx.i32(slot)), fillers)
             ptx.arrivals_init(self.emptied(ptx.i32(slot)), emptiers)
 
     def slot(self, slot):
+        """The address of a slot."""
         return self.first + slot * self.size
 
     def filled(self, slot):
+        """The address of the mbarrier that completes when a slot is full."""
         return self.arrivals + 8 * slot
 
     def emptied(self, slot):
+        """The address of the mbarrier that completes when a slot may be filled again."""
         return self.arrivals + 8 * (slot + self.slots)
 
     @property
     def arrivals_end(self):
-        """Behind the barriers of all slots."""
+        """The address behind the barriers of all slots."""
         return self.arrivals + 2 * 8 * self.slots
 
     def following(self, slot, parity) -> tuple:
@@ -197,7 +203,7 @@ class Ring:
         return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
 
 
-# The warps that copy -------------------------------------------------------------------------------------------------------
+# Producer warps --------------------------------------------------------------------------------------------------------
 
 
 def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
@@ -209,7 +215,10 @@ def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, 
 
 
 def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
+    """Fills the ring with the share's passes of a stage.
+
+    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
+    """
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
     together = plan.together(stage)
@@ -236,7 +245,7 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
-    """A warp's rows of a tile in a pass, of which so many groups are left from the first; scales and zeros are 0 for others."""
+    """Copies a producer warp's rows of a tile in a pass, `left` groups from group `first` on; scales and zeros of others become 0."""
     rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
     with ptx.when(lane == 0):
@@ -271,10 +280,11 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
     return array, local
 
 
-# The warps that compute ----------------------------------------------------------------------------------------------------
+# Math warps -----------------------------------------------------------------------------------------------------
 
 
 def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+    """Multiplies the tiles of all stages, and puts the warp's sums of them in the ring of sums."""
     x = Activations(plan, at, warp, thread)
 
     def work(number: int, share: Share, carry: tuple) -> tuple:
@@ -288,7 +298,7 @@ def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: 
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
-    """Where a stage's outputs go, unless it is the last."""
+    """The address of a stage's outputs in the handoff buffer; the last stage has none there."""
     return at["handoff"] + (4 * COUNTER_WORDS + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number]))
 
 
@@ -297,13 +307,16 @@ def read_all(addresses: list) -> list:
 
 
 def math_warps_meet() -> None:
-    """Waits for all warps that compute."""
+    """Waits for all math warps."""
     ptx.synchronize(ptx.i32(1), MATH_WARPS)
 
 
 class Activations:
-    """In shared memory: a stage's inputs in some passes [row][upper or lower byte][input]; their sums over groups and their scales
-    [group][row][sum or scale]; 0 for groups that are not there."""
+    """A stage's inputs in shared memory.
+
+    They are there for some passes as bytes [row][upper or lower byte][input], with sums over groups and scales [group][row][sum or scale];
+    0 for groups that are not there.
+    """
 
     def __init__(self, plan: Plan, at: dict, warp, thread):
         self.plan, self.at, self.warp, self.lane = plan, at, warp, thread & 31
@@ -312,13 +325,16 @@ class Activations:
         self.squares = self.sums + PASS * plan.room * plan.group_pitch
 
     def pieces(self, first, passes: int) -> list:
-        """(row, piece of the row) of this thread, row by row: of its warp's groups in so many passes, of two in a turn."""
+        """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
+
+        Half a warp takes one of two passes, the other half the other.
+        """
         half, within = self.lane // PIECES, self.lane % PIECES
         start = ((first + half) * PASS + self.warp) * PIECES + within
         return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
 
     def load(self, array, stage: Stage, pieces: list, read) -> list:
-        """Pieces of rows, 0 where there are none."""
+        """Reads pieces of rows of an array, 0 where there are none."""
         there = [piece < stage.groups * PIECES for _, piece in pieces]
         place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
         row_bytes = 2 * GROUP_SIZE * stage.groups
@@ -326,14 +342,14 @@ class Activations:
         return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
     def inputs(self, number: int, pieces: list) -> list:
-        """Of a stage, before any norm."""
+        """Pieces of a stage's inputs before any norm, for which other blocks may have to be waited for."""
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
         return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
 
     def place(self, number: int, first) -> None:
-        """Copies a stage's inputs in some passes."""
+        """Places a stage's inputs of some passes from `first` on."""
         stage = self.plan.stages[number]
         pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
         for start in range(0, len(pieces), PIECES_AT_ONCE):
@@ -343,6 +359,7 @@ class Activations:
         ptx.synchronize(None, 1)
 
     def put(self, row: int, piece, words: list) -> None:
+        """Writes a piece as integers, and its group's sum and scale; the lanes of a half warp hold the pieces of a group."""
         numbers = [x for word in words for x in numerics.bf16_entries(word)]
         total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
@@ -362,7 +379,7 @@ class Activations:
                 ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
     def fetch_residual(self, number: int, pieces: list) -> list:
-        """The residual stream before the stage, and the norm's weight, where these pieces are."""
+        """The residual stream before the stage, and the norm's weight, in these pieces."""
         stage = self.plan.stages[number]
         earlier = [i for i in range(number) if self.plan.stages[i].normed]
         residual = self.load(self.at["residual"], stage, pieces, read_all)
@@ -376,7 +393,10 @@ class Activations:
         return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
 
     def place_normed(self, number: int, share: Share) -> None:
-        """The norm of the residual stream with what is added. The stream before the last norm is written with the first share."""
+        """Places the norm of the residual stream plus what the stage before gave.
+
+        The share with number 0 of the last stage with a norm also writes the stream.
+        """
         plan, stage = self.plan, self.plan.stages[number]
         pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
         residual = self.fetch_residual(number, pieces)
@@ -404,8 +424,10 @@ class Activations:
         ptx.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:
-        """Of the warp's group in the pass that has this place, row tile n: [half of the group][step] a word of bytes for each word of
-        codes, and the sum and scale of row t. Columns that are not there repeat the last."""
+        """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
+
+        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
+        """
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
         column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
@@ -415,7 +437,7 @@ class Activations:
 
 
 def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
-    """The block's tiles of a stage. carry: slots of both rings with their parities."""
+    """Multiplies the share's tiles of a stage. carry: slots of the rings of codes and of sums, each with its parity."""
     stage, lane, warp = plan.stages[number], x.lane, x.warp
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
@@ -424,7 +446,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
-        """Codes, and scales and zeros, of the warp's group."""
+        """The codes, and the scales and zeros, of the warp's group."""
         start = ring.slot(slot)
         codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
         one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
@@ -467,7 +489,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
 
 
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
-    """totals [row tile][i], output g + 8 i and row t, and the products of one more group."""
+    """Adds the products of one more group to totals [row tile][i] of output g + 8 i and row t."""
     masks = 0x0F0F0F0F, 0xF0F0F0F0
     acc = [[(ptx.i32(0),) * 4 for _ in totals] for _ in masks]
     for s in range(0, STEPS, 2):
@@ -484,7 +506,7 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
     return new
 
 
-# The warps that finish tiles -----------------------------------------------------------------------------------------------
+# Epilogue warps ------------------------------------------------------------------------------------------------
 
 
 def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
@@ -496,7 +518,7 @@ def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, 
 
 
 def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
-    """carry: slot of the ring of sums, and its parity."""
+    """Writes the share's outputs of a stage. carry: slot of the ring of sums, and its parity."""
     stage, lane = plan.stages[number], thread & 31
     lower, upper = share.tiles(stage)
     size = plan.rows * stage.tile_outputs
@@ -517,14 +539,14 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
 
 
 def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
-    """Adds what the warps found, for one of the tile's rows and outputs, and writes it in a word with its neighbour's."""
+    """Adds the math warps' sums for one of the tile's rows and outputs, and writes the result in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
     size = plan.rows * outputs
     there = (which < size) & ((which & 1) == 0)
     which = ptx.minimum(which, ptx.i32(size - 1))
     row, output = which // outputs, which % outputs
-    # Where `totals` of this row and output lie, and those of output + 8.
+    # The place of `totals` of this row and output, and behind it that of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
     total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])

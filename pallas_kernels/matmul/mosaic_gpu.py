@@ -1,10 +1,10 @@
 """INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory.
 
-A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
-in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
-of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
-warps add them. Where there are more activations than a block can keep, it takes several tiles together, over some of the inputs, then
-over the next.
+A block keeps the activations in shared memory and owns tiles of 16 outputs. Its producer warps copy codes, scales and zeros to a
+ring in shared memory, a thousand bytes of a row at a time. Its math warps divide the groups of inputs among them:
+codes become the first operand of the tensor cores, where activations, 4 rows a tile, are the second. Their sums meet in shared memory,
+once a tile, where epilogue warps add them. Where there are more activations than a block can keep, it takes several tiles together,
+over some of the inputs, then over the next.
 """
 
 import functools

@@ -43,7 +43,7 @@ def add_rms_norm(
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnames="eps")
 def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float[Array, "D"], *, eps: float) -> tuple[Array | None, Array]:
-    """The sum, None where nothing is added, and its norm."""
+    """One launch: the sum (None where nothing is added) and its norm."""
     rows, width = x.shape
     inputs = {"x": x, "weight": weight} | ({} if added is None else {"added": added})
     outputs = {"normed": x} | ({} if added is None else {"total": x})

@@ -49,7 +49,7 @@ def rotate_and_append(
 # A function of its own in the program: however many layers call it, it is lowered once.
 @jax.jit
 def run(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> tuple[Array, FullLayer]:
-    """cos, sin: in bfloat16."""
+    """One launch. cos, sin: in bfloat16."""
     B, T, channels = qkv.shape
     _, kv_heads, rows, head_dim = buffer.keys.shape
     heads = channels // head_dim - 2 * kv_heads

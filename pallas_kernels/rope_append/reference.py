@@ -1,4 +1,4 @@
-"""Plain JAX."""
+"""RoPE and append in plain JAX."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
