@@ -81,7 +81,7 @@ def constant(x, dtype) -> np.ndarray:
 
 
 def scalar(x: Lanes) -> int:
-    """Of all lanes that run."""
+    """The one value that all lanes that run agree on."""
     values = x.raw[here.mask]
     assert (values == values[0]).all(), f"lanes do not agree: {values}"
     return int(values[0])
