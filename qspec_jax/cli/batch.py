@@ -102,7 +102,8 @@ def batch(
     elif stats.prompts:
         busy = stats.rates["busy_slots"]
         places = "" if busy is None else f"; {busy:.1%} of places busy"
-        print(f"{'standard output' if output == STANDARD else output}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+        where = "standard output" if output == STANDARD else output
+        print(f"{where}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
 
 
 def of_checkpoint(directory: Path) -> list[bytes]:

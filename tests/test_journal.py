@@ -1,0 +1,206 @@
+"""The journal of a batch beside hostile neighbours: what lies in its place, what comes there meanwhile, outputs that nothing replaces."""
+
+import errno
+import fcntl
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoints import hf_config, write_checkpoint
+
+from convert.to_orbax import convert
+from qspec_jax import demo
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.cli import batch
+from qspec_jax.cli.batch import of_checkpoint
+from qspec_jax.decoding.jsonl import Journal
+from qspec_jax.errors import InputError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "loop", "folder", "socket"])
+def test_what_is_no_journal_stays_as_it_is(kind, tmp_path):
+    path, other = tmp_path / "out.partial", tmp_path / "other"
+    other.write_text("")
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(other),
+        "loop": lambda: path.symlink_to(path),
+        "folder": path.mkdir,
+        "socket": lambda: os.mknod(path, 0o140600),
+    }
+    make[kind]()
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match=r"out\.partial: not what a run has left, so --overwrite does not touch it; move it away"):
+            Journal(tmp_path / "out", "run", overwrite=overwrite)
+    assert names(tmp_path) == ["other", "out.partial"] and other.read_text() == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_device_in_the_journal_s_place(tmp_path):
+    os.mknod(tmp_path / "out.partial", 0o020600, os.makedev(1, 3))  # as /dev/null
+    with pytest.raises(InputError, match="not what a run has left"):
+        Journal(tmp_path / "out", "run", overwrite=True)
+
+
+@pytest.mark.parametrize("journal_stays", [False, True])
+def test_an_output_that_came_before_the_journal_was_locked(journal_stays, tmp_path, monkeypatch):
+    """Another process has finished just then; its journal is gone, or this one has made it anew."""
+    out, path, lock = tmp_path / "out", tmp_path / "out.partial", fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        out.write_text("theirs")
+        if not journal_stays:
+            path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(InputError, match="out: exists already; --overwrite replaces it"):
+        Journal(out, "run", overwrite=False)
+    assert names(tmp_path) == ["out"] and out.read_text() == "theirs"
+
+
+def test_a_journal_that_another_process_removes_is_made_anew(tmp_path, monkeypatch):
+    path, lock = tmp_path / "out.partial", fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    journal = Journal(tmp_path / "out", "run", overwrite=False)
+    assert path.read_bytes().count(b"\n") == 1
+    with pytest.raises(InputError, match="another process"):
+        Journal(tmp_path / "out", "run", overwrite=False)
+    journal.add({"line": 1})
+    journal.finish()
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_device_that_cannot_be_opened_is_refused_before_the_work(tmp_path):
+    os.mknod(tmp_path / "device", 0o020600, os.makedev(250, 7))
+    with pytest.raises(InputError, match=r"device: cannot be written \(No such device or address\)"):
+        Journal(tmp_path / "device", "run", overwrite=False)
+
+
+def test_a_pipe_is_open_from_the_beginning(tmp_path):
+    """So its reader, who waits for it to be opened, goes on before the work."""
+    fifo, opened, read = tmp_path / "fifo", threading.Event(), []
+    os.mkfifo(fifo)
+
+    def reads():
+        with fifo.open() as file:
+            opened.set()
+            read.append(file.read())
+
+    reader = threading.Thread(target=reads, daemon=True)
+    reader.start()
+    journal = Journal(fifo, "run", overwrite=False)
+    assert opened.wait(60)
+    journal.add({"line": 2})
+    journal.add({"line": 1})
+    assert reader.is_alive() and not read
+    journal.finish()
+    reader.join(60)
+    assert read == ['{"line": 1}\n{"line": 2}\n'] and names(tmp_path) == ["fifo"]
+
+
+def test_names_that_leave_no_room_for_another(tmp_path):
+    """The longest name that a journal has room for is written; a longer one is refused before any work."""
+    for length in (240, 247):
+        journal = Journal(tmp_path / ("a" * length), "run", overwrite=False)
+        journal.add({"line": 1})
+        journal.finish()
+        assert (tmp_path / ("a" * length)).read_text() == '{"line": 1}\n'
+    before = names(tmp_path)
+    for length in (248, 255, 256, 300):
+        with pytest.raises(InputError, match=r"cannot be written \(File name too long"):
+            Journal(tmp_path / ("a" * length), "run", overwrite=False)
+    assert names(tmp_path) == before
+
+
+def test_a_journal_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "out.partial").write_text("[" * 100_000 + "\n")
+    with pytest.raises(InputError, match="not what a run has left"):
+        Journal(tmp_path / "out", "run", overwrite=False)
+
+
+def test_standard_output_by_its_short_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    journal = Journal(Path("-"), "run", overwrite=False)
+    journal.add({"line": 1})
+    journal.finish()
+    assert capsys.readouterr().out == '{"line": 1}\n' and names(tmp_path) == []
+
+
+def test_a_run_sees_weights_that_were_changed_in_place_with_their_time_set_back(tmp_path):
+    write_checkpoint(tmp_path, hf_config())
+    weights, seen = tmp_path / "model.safetensors", of_checkpoint(tmp_path)
+    found = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    with weights.open("r+b") as file:
+        file.write(content)
+    os.utime(weights, ns=(found.st_atime_ns, found.st_mtime_ns))
+    now = weights.stat()
+    assert (now.st_size, now.st_mtime_ns, now.st_ino) == (found.st_size, found.st_mtime_ns, found.st_ino)
+    assert of_checkpoint(tmp_path) != seen
+
+
+def test_what_loading_refuses_is_not_refused_before(tmp_path):
+    """The hash comes first, and loading has the better messages."""
+    write_checkpoint(tmp_path, hf_config())
+    for map_of_weights in ({"a": "no such file"}, {"a": "\udcff\ud800"}, {"a": "a\0b"}, {"a": 3}, [], None):
+        (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {json.dumps(map_of_weights)}}}')
+        of_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    of_checkpoint(tmp_path)
+
+
+def test_weights_that_change_while_they_are_loaded(fails, tmp_path, monkeypatch):
+    """Results of both would be one file's: those that were made before a restart are of what was there before."""
+    model, source = tmp_path / "model", tmp_path / "in.jsonl"
+    write_checkpoint(model, hf_config(vocab_size=4096, num_hidden_layers=1), tokenizer=demo.MODEL)
+    source.write_text('{"token_ids": [1]}')
+    load = batch.load
+
+    def slow(*args, **settings):
+        loaded = load(*args, **settings)
+        os.utime(model / "model.safetensors", (1, 1))
+        return loaded
+
+    monkeypatch.setattr(batch, "load", slow)
+    fails(["batch", source, tmp_path / "out", "--model", model, "--max-new-tokens", 2], model, "its files changed while they were loaded")
+    assert names(tmp_path) == ["in.jsonl", "model"]
+
+
+def test_a_conversion_with_a_link_that_leads_nowhere(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out)
+    seen = of_checkpoint(out)
+    (out / "target" / "x").symlink_to("nowhere")
+    assert load_model(out, progress=False).config.num_layers == 2 and of_checkpoint(out) == seen
+    stored = next(path for path in (out / "target").rglob("*") if path.is_file())
+    stored.rename(tmp_path / "moved")
+    stored.symlink_to("nowhere")
+    with pytest.raises(InputError, match="is not there, or not whole"):
+        load_model(out, progress=False)
+
+
+def test_a_full_disk_while_the_first_line_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "_write", full)
+    with pytest.raises(InputError, match=r"out\.partial: cannot be written \(No space left on device\)"):
+        Journal(tmp_path / "out", "run", overwrite=False)
+    assert names(tmp_path) == []
