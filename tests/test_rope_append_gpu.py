@@ -55,9 +55,18 @@ def test_an_offset_without_room_writes_to_the_last_rows(tokens):
     *args, _ = problem(4, tokens, 4, 2, 64)
     skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(*args, jnp.array(OUTSIDE, jnp.int32)))
     ours = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="mosaic_gpu")[1]
-    theirs = run(*args, jnp.maximum(jnp.array(OUTSIDE, jnp.int32), 0), implementation="reference")[1]
+    theirs = run(*args, jnp.array(OUTSIDE, jnp.int32), implementation="reference")[1]
     np.testing.assert_array_equal(np.asarray(ours.values, np.float32), np.asarray(theirs.values, np.float32))
     np.testing.assert_allclose(np.asarray(ours.keys, np.float32), np.asarray(theirs.keys, np.float32), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_the_reference_moves_an_offset_without_room_as_the_kernel_does(tokens):
+    *args, _ = problem(4, tokens, 4, 2, 64)
+    last = 40 - max(2, tokens)
+    outside, inside = (run(*args, jnp.array(rows, jnp.int32), implementation="reference")[1] for rows in (OUTSIDE, [0, last, last, last]))
+    np.testing.assert_array_equal(np.asarray(outside.values, np.float32), np.asarray(inside.values, np.float32))
+    np.testing.assert_array_equal(np.asarray(outside.keys, np.float32), np.asarray(inside.keys, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
         {"splits": 4, "team": 3},
         {"splits": 4, "blocks": 16, "warpgroups": 3},  # leaves no room
         {"splits": 4, "warpgroups": 9},
+        {"splits": 10**9},
+        {"splits": 10**30},
+        {"splits": 4, "blocks": 10**30},
+        {"splits": 4, "team": 10**30},
     ],
 )
 def test_a_tuned_configuration_that_cannot_work_is_passed_over(folder, caplog, config):
@@ -68,10 +72,31 @@ def test_a_tuned_configuration_that_cannot_work_is_passed_over(folder, caplog, c
     assert str(tuning.path()) in caplog.text
 
 
-@pytest.mark.parametrize("config", [{"splits": 0, "num_warps": 1}, {"splits": 1, "num_warps": 3}, {"splits": 1, "num_warps": 1, "tile": 8}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"splits": 0, "num_warps": 1},
+        {"splits": 1, "num_warps": 3},
+        {"splits": 1, "num_warps": 1, "tile": 8},
+        {"splits": 1, "num_warps": 1, "num_stages": 1000},
+        {"splits": 1, "num_warps": 1, "num_stages": 8},  # leaves no room, as the next one
+        {"splits": 1, "num_warps": 1, "tile": 65536},
+        {"splits": 10**9, "num_warps": 1},
+        {"splits": 10**30, "num_warps": 1},
+    ],
+)
 def test_what_triton_cannot_take(config):
-    with pytest.raises(ValueError, match=r"splits|num_warps"):
-        triton.Config(**config)
+    problem = triton._Problem(planes=2, head_dim=128, group_size=128, programs=8, block_rows=16)
+    with pytest.raises(ValueError, match=r"splits|num_warps|num_stages|shared memory"):
+        problem.checked(triton.Config(**config))
+
+
+@pytest.mark.parametrize("planes", [0, 1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_triton_has_by_default_can_work(planes, head_dim):
+    for programs in (1, 8, 100, 100_000):
+        problem = triton._Problem(planes, head_dim, 128 if planes else 0, programs, 16)
+        assert problem.checked(problem.default()) == problem.default()
 
 
 def test_candidates_can_work_and_begin_with_the_default():
@@ -107,7 +132,9 @@ def test_the_files_in_the_package():
 
 def test_a_file_that_cannot_be_read_is_as_none(folder, caplog):
     tuning._entries.cache_clear()
-    for text in ("{", "[]", '{"k": [{"problem": {}}]}'):
+    entries = ('{"problem": {}}', '{"problem": 1, "config": {}}', '{"problem": {"n": "1"}, "config": {}}', "null", "3")
+    rows = ("null", "3", "{}", *(f"[{entry}]" for entry in entries))
+    for text in ("{", "[]", "[" * 100_000, *(f'{{"k": {of_kernel}}}' for of_kernel in rows)):
         tuning.path().write_text(text)
         tuning._entries.cache_clear()
         assert tuning.lookup("k", {}) is None

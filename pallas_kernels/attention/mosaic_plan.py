@@ -11,6 +11,7 @@ KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
 WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
+WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
 LEAST_SLOTS = 2  # of a team: keys and values in turn
 ROWS = 8  # query rows of a tile
 # What a multiprocessor has, and what a thread may have at most.
@@ -55,6 +56,8 @@ class Plan:
         """The plan with this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
         if config is None:
             return tuning.tuned(KERNEL, self.problem, lambda found: self.configured(Config(**found)).with_room()) or self.default()
+        if config.splits > (most := max(1, WAVES * multiprocessors() // self.heads)):
+            raise ValueError(f"splits is {config.splits}, should be at most {most}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]

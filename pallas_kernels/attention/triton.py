@@ -9,12 +9,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import support
-from pallas_kernels.dispatch import multiprocessors, no_triton
+from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import View
 
 KERNEL = "attention.triton"
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
+WAVES = 64  # most programs for each multiprocessor, and most stages of a loop: more only cost memory
+MOST_STAGES = 8
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
 
 
@@ -34,6 +36,8 @@ class Config:
                 raise ValueError(f"{name} is {value}, should be a power of two")
         if self.num_warps > 32 or self.tile < 16:
             raise ValueError(f"num_warps is {self.num_warps} and tile {self.tile}, should be at most 32 and at least 16")
+        if self.num_stages > MOST_STAGES:
+            raise ValueError(f"num_stages is {self.num_stages}, should be at most {MOST_STAGES}")
 
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
@@ -63,7 +67,7 @@ def decode_attention(
     # Without any, q stands for what is not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
     if config is None:
-        config = tuning.tuned(KERNEL, dataclasses.asdict(problem), lambda found: Config(**found)) or problem.default()
+        config = tuning.tuned(KERNEL, dataclasses.asdict(problem), lambda found: problem.checked(Config(**found))) or problem.default()
     groups = layer.groups if problem.planes else 0
     splits = min(config.splits, groups + math.ceil(capacity / config.tile))
 
@@ -125,6 +129,16 @@ class _Problem:
         block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
         programs = B * K * math.ceil(rows / block_rows)
         return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows)
+
+    def checked(self, config: Config) -> Config:
+        """The configuration. Raises ValueError where it cannot work: its stages do not fit in shared memory, or its grid is too large."""
+        codes = self.planes * self.group_size * self.head_dim  # bytes of a group's keys and values
+        tile = 4 * config.tile * self.head_dim  # and of a tile's, in 16 bits
+        if (needed := config.num_stages * max(codes, tile)) > (there := shared_memory()):
+            raise ValueError(f"{config} needs {needed} bytes of shared memory; there are {there}")
+        if config.splits > (most := max(1, WAVES * multiprocessors() // self.programs)):
+            raise ValueError(f"splits is {config.splits}, should be at most {most}")
+        return config
 
     def default(self) -> Config:
         # One warp waits for nobody. More share the registers that larger tiles need.

@@ -21,7 +21,7 @@ def rotate_and_append(
     """Queries after RoPE, and the buffer with keys, after RoPE, and values from row `offset[b]` on.
 
     qkv: for each token, N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
-    where they are not, the last rows are written instead, and nothing beyond the buffer.
+    where they are not, the last rows are written instead, the first ones for a negative offset, and nothing beyond the buffer.
     Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
     module = choose("rope_append", GPU_IMPLEMENTATIONS, implementation, qkv, cos, sin, buffer, offset, slow_reference=False)

@@ -15,7 +15,7 @@ def rotate_and_append(
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
     """See `pallas_kernels.rope_append.rotate_and_append`."""
     q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=buffer.keys.shape[1])
-    return q, buffer.append(_two_rows(k), _two_rows(v), offset)
+    return q, buffer.append(_two_rows(k), _two_rows(v), jnp.maximum(offset, 0))  # a negative one would count from the end
 
 
 def split_and_rotate(

@@ -95,7 +95,16 @@ def _entries(file: Path) -> dict:
 def _read(file: Path) -> dict:
     if not file.exists():
         return {}
-    entries = json.loads(file.read_text())
-    if not isinstance(entries, dict) or any(not {"problem", "config"} <= entry.keys() for rows in entries.values() for entry in rows):
+    try:
+        entries = json.loads(file.read_text())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(entries, dict) or not all(isinstance(rows, list) and all(map(_is_entry, rows)) for rows in entries.values()):
         raise ValueError("not an object of lists of problems and configurations")
     return entries
+
+
+def _is_entry(row: Any) -> bool:
+    if not isinstance(row, dict) or not all(isinstance(row.get(part), dict) for part in ("problem", "config")):
+        return False
+    return all(value is None or type(value) is int for value in row["problem"].values())
