@@ -379,3 +379,23 @@ def test_a_tokenizer(tmp_path):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")  # with a byte order mark
     assert load(tmp_path)[1].encode("abba") == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("marked", ["config.json", "tokenizer_config.json", "additional_chat_templates/b.jinja", "tokenizer.1.0.0.json"])
+def test_a_byte_order_mark_changes_nothing_else(marked, tmp_path):
+    """Neither the chat templates beside the well-known files, nor the tokenizer of a certain version of transformers."""
+    from tokenizers import Tokenizer, models
+
+    write_checkpoint(tmp_path, hf_config())
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, vocabulary in {"tokenizer.json": {"a": 1, "b": 0}, "tokenizer.1.0.0.json": {"a": 0, "b": 1}}.items():
+        Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / name))
+    of_versions = {"tokenizer_class": "PreTrainedTokenizerFast", "fast_tokenizer_files": ["tokenizer.1.0.0.json", "tokenizer.json"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(of_versions))
+    for name in ("chat_template", "additional_chat_templates/a", "additional_chat_templates/b"):
+        (tmp_path / f"{name}.jinja").write_text(name)
+    plain = load_tokenizer(tmp_path)
+    assert plain.encode("ab") == [0, 1] and sorted(plain.chat_template) == ["a", "b", "default"]
+    (tmp_path / marked).write_text((tmp_path / marked).read_text(), encoding="utf-8-sig")
+    found = load_tokenizer(tmp_path)
+    assert (found.encode("ab"), found.chat_template) == ([0, 1], plain.chat_template)

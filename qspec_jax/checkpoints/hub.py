@@ -15,6 +15,7 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
+TEMPLATES = "additional_chat_templates/*.jinja"  # further chat templates, as transformers stores them
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
 # Left out: another layout of the same weights, and all that is in folders.
 _LEFT = ("consolidated*", "adapter*", "*/*")

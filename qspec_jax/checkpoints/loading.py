@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from qspec_jax.checkpoints import converted
-from qspec_jax.checkpoints.hub import SMALL_FILES, local
+from qspec_jax.checkpoints.hub import TEMPLATES, local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError, with_type
@@ -23,6 +23,7 @@ from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TEXTS = (".json", ".jinja", ".txt")  # what may begin with a byte order mark
 _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
@@ -104,15 +105,27 @@ def load_tokenizer(directory: str | Path):
 
 @contextlib.contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
-    """Yields the directory, or for a while a copy of its small files without the byte order marks that transformers does not take."""
-    contents = {name: (directory / name).read_bytes() for name in SMALL_FILES if (directory / name).is_file()}
-    if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
+    """Yields the directory, or for a while one of links to all that is in it, but for texts with a byte order mark, which transformers does
+    not take: these are copied without it."""
+    files = [path for path in (*directory.iterdir(), *directory.glob(TEMPLATES)) if path.is_file()]
+    marked = [path for path in files if path.suffix in _TEXTS and _begins_with_mark(path)]
+    if not marked:
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
-        for name, content in contents.items():
-            Path(folder, name).write_bytes(content.removeprefix(codecs.BOM_UTF8))
+        for path in files:
+            place = folder / path.relative_to(directory)
+            place.parent.mkdir(exist_ok=True)
+            if path in marked:
+                place.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+            else:
+                place.symlink_to(path.resolve())
         yield Path(folder)
+
+
+def _begins_with_mark(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
 def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):

@@ -24,9 +24,6 @@ from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
 
-# Further chat templates, as transformers stores them.
-TEMPLATES = "additional_chat_templates/*.jinja"
-
 log = logging.getLogger(__name__)
 
 
@@ -117,7 +114,7 @@ def of_checkpoint(directory: Path) -> list[bytes]:
         shards = shards.values() if isinstance(shards, dict) else ["model.safetensors"]
         listed, names = index, sorted({name for name in shards if isinstance(name, str)})
     # Some tokenizers have files for certain versions of transformers beside those with well-known names.
-    small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(TEMPLATES)}
+    small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(hub.TEMPLATES)}
     contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in small | {listed} if path.is_file()}
     weights = [(name, *_state(directory / name)) for name in names]
     return [*(part for name in sorted(contents) for part in (os.fsencode(name), contents[name])), repr(weights).encode()]
