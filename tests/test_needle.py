@@ -1,6 +1,7 @@
 """Needle in a haystack: prompts that are what they should be, answers that are scored exactly, and the command."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -56,6 +57,13 @@ def test_prompts_follow_the_seed(tokenizer):
 def test_too_short_for_a_haystack(tokenizer):
     with pytest.raises(InputError, match="no room for a haystack"):
         needle.make_prompt(tokenizer, 25, 0.5, style="python", seed=0, sample=0)
+
+
+def test_answers_that_cross_to_the_long_rope_factors_are_refused_before_the_work(tokenizer, monkeypatch):
+    monkeypatch.setattr(needle, "make_draft", lambda *_, **__: pytest.fail("the work has begun"))
+    model = SimpleNamespace(config=SimpleNamespace(max_length=4096, short_length=400))
+    with pytest.raises(InputError, match=r"a prompt of 3.. tokens and 10 new ones cross the 400 tokens"):
+        needle.run(model, tokenizer, lengths=[150, 398], depths=[0.5], samples=1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import CASES, write_checkpoint
 from models import target_logits
 from runs import random_model, random_prompts
 from scipy.special import log_softmax, rel_entr, softmax
@@ -103,6 +104,16 @@ def test_token_logprobs_refuse_what_cannot_be_scored(model):
             ask([[1], [1]], [[2], wrong])
     with pytest.raises(InputError, match="4096 positions"):
         ask([[1] * 4090], [[2] * 7])
+
+
+def test_texts_that_cross_to_the_long_rope_factors_are_refused(tmp_path):
+    """The cache would hold keys of both factors; on one side of the boundary there is nothing to refuse."""
+    model = loading.load_model(write_checkpoint(tmp_path, CASES["phi3-longrope"]), progress=False)
+    ask = lambda prompt, new: token_logprobs(model, [[1], [1] * prompt], [[2], [2] * new], CacheConfig("full"))
+    for prompt, new in ((30, 4), (1, 40)):
+        with pytest.raises(InputError, match=r"prompt 1 of .* cross the 32 tokens"):
+            ask(prompt, new)
+    assert np.isfinite(ask(30, 3)[1]).all()
 
 
 def test_divergence():
