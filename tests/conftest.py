@@ -1,5 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
+import signal
 from pathlib import Path
 
 import jax
@@ -14,6 +15,8 @@ from qspec_jax.decoding.compiled import Compiled
 
 def pytest_configure(config):
     sharing.begin(config)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs; what tests start would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
