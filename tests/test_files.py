@@ -2,13 +2,15 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from qspec_jax.errors import InputError, one_line, reading, with_type, writing
-from qspec_jax.files import UNFINISHED, whole_file, whole_folder, write_json
+from qspec_jax.files import UNFINISHED, is_replaced, is_same_file, output_to, whole_file, whole_folder, write_json
 
 _KILLED = """
 import os, signal, sys
@@ -82,6 +84,38 @@ def test_links_permissions_and_devices(tmp_path):
     with whole_file(fifo) as draft:
         assert draft == fifo
     assert fifo.is_fifo() and names(tmp_path) == ["fifo", "link", "loop", "target"]
+
+
+def test_the_longest_names_a_file_can_have(tmp_path):
+    """They are written; what is too long is refused before the work, whose result would be lost."""
+    for length in (245, 246, 255):
+        path = tmp_path / ("a" * length)
+        with output_to(path) as write:
+            write("text")
+        assert path.read_text() == "text"
+        with whole_folder(tmp_path / ("b" * length), lambda: None) as draft:
+            (draft / "file").touch()
+    before = names(tmp_path)
+    assert len(before) == 6
+    deep = tmp_path / "d"
+    while len(str(deep)) < 4000:
+        deep = deep / ("d" * 90)
+    deep.mkdir(parents=True)
+    # The folder's path is not too long, and the file's is.
+    for path in (tmp_path / ("a" * 256), tmp_path / ("a" * 300), deep / ("a" * 200)):
+        with pytest.raises(InputError, match=r"cannot be written \(File name too long"), output_to(path):
+            pytest.fail("the work has begun")
+    shutil.rmtree(tmp_path / "d")
+    assert names(tmp_path) == before and is_replaced(tmp_path / ("a" * 300))
+
+
+def test_what_would_be_read_and_replaced(tmp_path):
+    one, other, link = (tmp_path / name for name in ("one", "other", "link"))
+    one.touch()
+    link.symlink_to(one)
+    assert is_same_file(one, one) and is_same_file(link, one) and is_same_file(one, link)
+    for pair in ((one, other), (other, other), (one, tmp_path / ("a" * 300)), (tmp_path, tmp_path), (Path("/dev/null"), Path("/dev/null"))):
+        assert not is_same_file(*pair)
 
 
 def test_a_folder_called_as_the_marker(tmp_path):
