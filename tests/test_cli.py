@@ -18,8 +18,10 @@ import pytest
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
+from convert.compare import VerificationReport
 from qspec_jax import cli, demo
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.cli import convert as convert_commands
 from qspec_jax.cli import generate
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
@@ -365,6 +367,12 @@ def test_version(run):
 def test_json_has_no_infinities():
     value = {"a": [1.5, float("-inf"), ("é", float("nan"))], "b": "\udcff"}
     assert to_json(value) == '{"a": [1.5, null, ["\\u00e9", null]], "b": "\\udcff"}'
+
+
+def test_reports_of_conversions_have_no_infinities(run, monkeypatch):
+    report = VerificationReport("s", "d", 1, 1, math.nan, False, [])
+    monkeypatch.setattr(convert_commands, "verify", lambda *_, **__: report)
+    assert json.loads(run("verify", "s", "d", "--json")[1], parse_constant=pytest.fail)["draft_error"] is None
 
 
 @pytest.mark.parametrize(
