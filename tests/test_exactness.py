@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from markov import Markov, MarkovDraft
 from runs import prepared, random_model, random_prompts, run_rounds
+from two_levels import TwoLevels
 
 from pallas_kernels.formats import kv_cache, quantization
 from qspec_jax.caches.full import FullCache
@@ -22,7 +24,7 @@ from qspec_jax.decoding.prefill import prefill
 from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
-from qspec_jax.drafts import quantspec
+from qspec_jax.drafts import make_draft, quantspec
 from qspec_jax.errors import InputError
 
 G = 8
@@ -93,17 +95,45 @@ def check_schedule(run, lengths, config):
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_greedy_quantspec_is_its_target(model, targets, gamma):
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
-    draft = quantspec(model)
-    drafted = accepted = 0
     # One prompt alone with the other gammas: test_decode.py.
-    for lengths in BATCHES + ALONE * (gamma == 4):
+    rate = check_greedy(model, targets, config, quantspec(model), BATCHES + ALONE * (gamma == 4))
+    # Otherwise nothing was rejected, or nothing accepted, and little was tested.
+    assert 0.05 < rate < 0.95
+
+
+def check_greedy(model, targets, config, draft, batches):
+    """Tokens, lengths and flushes of prompts of these lengths; returns the acceptance rate."""
+    drafted = accepted = 0
+    for lengths in batches:
         run = run_rounds(model, prompts_of(lengths), config, draft=draft)
         assert run.tokens == [targets[n] for n in lengths]
         check_schedule(run, lengths, config)
         assert (run.rounds[-1].flushes >= 3).all()
         drafted, accepted = drafted + run.rounds[-1].drafted.sum(), accepted + run.rounds[-1].accepted.sum()
-    # Otherwise nothing was rejected, or nothing accepted, and little was tested.
-    assert 0.05 < accepted / drafted < 0.95
+    return accepted / drafted
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    """A model of one layer, which compiles in half the time, what one-by-one decoding with it emits, and drafts of other kinds."""
+    model = random_model(jnp.float64, num_hidden_layers=1)
+    targets = {n: run_rounds(model, random_prompts([n]), TARGET).tokens[0] for n in LENGTHS}
+    # Logits of each token behind nothing: a toy that is right now and then.
+    empty = CacheConfig("full").empty(model.config, batch=64, capacity=1, num_speculative_tokens=0, dtype=jnp.float64)
+    alone, _ = jax.jit(model)(jnp.arange(64)[:, None], jnp.zeros((64, 1), jnp.int32), empty)
+    noise = jax.random.normal(jax.random.key(0), (2, 64, 64)) * alone.std() / 4
+    small, middle = (Markov(alone[:, 0] + more) for more in noise)
+    sparse = make_draft("sparse:budget=0.2,least_groups=2,weight_bits=16", model)
+    return model, targets, {"sparse": sparse, "two levels": TwoLevels(MarkovDraft(small), middle)}
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("kind", ["sparse", "two levels"])
+def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind, gamma):
+    model, targets, drafts = shallow
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
+    rate = check_greedy(model, targets, config, drafts[kind], BATCHES + ALONE * (gamma == 4))
+    assert 0.02 < rate < 0.98
 
 
 def test_the_targets_own_lengths_follow_the_schedule(model):

@@ -1,0 +1,1 @@
+"""Checkpoints: tensor names, Hugging Face directories and the Hub, converted directories."""

@@ -91,7 +91,8 @@ def _settings(
     num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
     draft_cost: Annotated[
-        float | None, typer.Option(help=f"Of a draft, for --adaptive; verifying a round is 1. {GenerationConfig.draft_cost}, if not given.")
+        float | None,
+        typer.Option(help=f"The cost of a draft, for --adaptive; verifying a round is 1. {GenerationConfig.draft_cost}, if not given."),
     ] = None,
     min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,

@@ -88,7 +88,7 @@ class Compiled:
                 compiled.programs.clear()
 
     def _jitted(self):
-        # Of a function of its own: JAX keeps every program of a function for as long as the function is there.
+        # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.
         @functools.wraps(self._function)
         def own(*args, **static):
             return self._function(*args, **static)

@@ -303,7 +303,7 @@ def as_line(line: Line, result: Result) -> dict:
 
 
 def run_hash(*parts: bytes) -> str:
-    """Of all that the results of a run depend on."""
+    """The hash of all that the results of a run depend on."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)

@@ -50,7 +50,7 @@ class Processors:
 
 
 def make_processors(*configs: GenerationConfig) -> Processors | None:
-    """Of each row; None where no config asks for any."""
+    """The processors of rows with these configs, one for each row; None where no config asks for any."""
     biases = [config.logit_bias | dict.fromkeys(config.banned_token_ids, -np.inf) for config in configs]
     width = rounded_up(max(map(len, biases)))
     ids = np.full((len(configs), width), NOWHERE, np.int32)

@@ -156,7 +156,7 @@ def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B 
 
 
 def make_sampler(*configs: GenerationConfig) -> Sampler:
-    """Of one config for all rows, or one for each. Greedy where all have temperature 0, otherwise sampling."""
+    """The sampler of one config for all rows, or of one for each. Greedy where all have temperature 0, otherwise sampling."""
     hot = [config for config in configs if config.temperature > 0]
     if not hot:
         return Greedy()

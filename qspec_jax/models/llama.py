@@ -199,7 +199,7 @@ class Llama(nnx.Module):
         return (jnp.ones_like(cos), jnp.zeros_like(sin)) if layer in self.config.nope_layers else (cos, sin)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
-        """Of the last hidden states, x or x + added."""
+        """Logits of the last hidden states, x or x + added."""
         head = self.embedding if self.head is None else self.head
         return linear(self.norm.add(x, added)[1], [head.get_value()], dtype=accumulation_dtype(x.dtype))
 

@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 
-# Of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
+# Tokens of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
 CHUNK_TOKENS = 2048
 CHUNK_QUERIES = 512  # of attention without cuDNN, whose logits are in float32
 CUDNN_HEAD_DIM = 128  # the largest that it takes on every device

@@ -1,0 +1,1 @@
+"""Weights in INT4 and INT8, and their calibration."""
