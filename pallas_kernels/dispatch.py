@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: the one asked for, or the first that supports the device and the shapes."""
+"""Chooses which implementation of a kernel runs: the one asked for, or the first that supports the device and the shapes."""
 
 import functools
 import importlib
@@ -20,8 +20,8 @@ def choose(
     """The module of package `pallas_kernels.<kernel>` to run, for the default device.
 
     candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
-    it cannot run on these arguments, or None if it can. The reference supports everything and comes last. slow_reference: to run it
-    on a GPU deserves a warning.
+    it cannot run on these arguments, or None if it can. The reference supports everything and comes last. slow_reference: whether
+    running it on a GPU deserves a warning; else the reasons are logged as information.
     Raises ValueError where the implementation asked for is unknown or unsupported.
     """
     module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
@@ -44,7 +44,7 @@ def choose(
 
 
 def compute_capability() -> float:
-    """Of the default device: 9.0 is NVIDIA Hopper; 0 where it has none."""
+    """The compute capability of the default device: 9.0 is NVIDIA Hopper; 0 where it has none."""
     # AMD's names an architecture, such as gfx90a.
     text = str(getattr(jax.devices()[0], "compute_capability", ""))
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
@@ -65,12 +65,12 @@ def no_triton() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Of the default device, or an H100's where it is no GPU: what is compiled there is for another machine."""
+    """Multiprocessors of the default device, or an H100's where that is no GPU: what is compiled there is for another machine."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 
 def shared_memory() -> int:
-    """Bytes of it that a block may have on the default device, or on an H100 where that is no GPU."""
+    """Bytes of shared memory that a block may have on the default device, or on an H100 where that is no GPU."""
     capability = compute_capability() if jax.default_backend() == "gpu" else 9.0
     return {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227}.get(capability, 99) * 1024
 

@@ -27,8 +27,8 @@ class NoCache(Cache):
 
     lengths: Lengths
     room: jax.Array
+    layers: tuple = ()
 
-    layers = ()
     schedule = Schedule(None)
     make = fill = attend = None
 
@@ -94,20 +94,27 @@ def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 LOOP, WRONG = (jax.jit(lambda *args: decode(*args)) for _ in range(2))
 
 
-def counted(target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP, at=1, length=2, settings=None):
+def counted(
+    target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP, at=1, length=2, settings=None, draft_state=()
+):
     """Counts [V] * length of the tokens emitted from `at` on, after token 0, over ROWS rows or some of them.
 
-    settings: a config, for what `make_limits` makes of it.
+    target, draft: tables, or a model and a draft. settings: a config, for what `make_limits` makes of it. draft_state: what the draft
+    begins with.
     """
     nothing, new = jnp.zeros(ROWS, jnp.int32), at + length + 1
     cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
     config = dataclasses.replace(settings or GenerationConfig(ignore_eos=True), max_new_tokens=new, num_speculative_tokens=gamma)
     limits = make_limits(None, *[config] * ROWS)
     seen = jnp.zeros((ROWS, V), bool) if limits.asks_what_was_seen else None
-    state = start(cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, seen=seen)
+    state = start(
+        cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, draft=draft_state, seen=seen
+    )
     if not isinstance(draft, Draft):
         draft = MarkovDraft(Markov(jnp.asarray(draft)))
-    state = loop(Markov(jnp.asarray(target)), draft, sampler, state, limits, jnp.int32(UNLIMITED))
+    if isinstance(target, np.ndarray):
+        target = Markov(jnp.asarray(target))
+    state = loop(target, draft, sampler, state, limits, jnp.int32(UNLIMITED))
     tokens = np.asarray(state.tokens)[rows, at : at + length]
     assert (np.asarray(state.emitted) >= at + length).all()
     return np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length).reshape([V] * length)

@@ -1,7 +1,7 @@
-"""A GPU for kernels whose bodies place every register themselves (pallas_kernels/warp.py): every warp a thread, its lanes arrays.
+"""A GPU for kernels whose bodies place every register themselves (pallas_kernels/gpu/ptx.py): every warp a thread, its lanes arrays.
 
 Alignment and bounds of every access are checked, and waits that nobody ends fail. Nothing is told of speed, of registers, or of what the
-memory model allows. What the warps do is in simulated_warp.py.
+memory model allows. What the warps do is in simulated_ptx.py.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ here = Here()
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """As `warp.Value`, one number for each lane."""
+    """As `ptx.Value`, one number for each lane."""
 
     raw: np.ndarray
 
@@ -81,7 +81,7 @@ def constant(x, dtype) -> np.ndarray:
 
 
 def scalar(x: Lanes) -> int:
-    """Of all lanes that run."""
+    """The one value that all lanes that run agree on."""
     values = x.raw[here.mask]
     assert (values == values[0]).all(), f"lanes do not agree: {values}"
     return int(values[0])
@@ -223,7 +223,10 @@ def launch(
     *,
     resident: int | None = None,
 ) -> dict:
-    """As `pallas_kernels.launch.launch`. resident: blocks that fit on the device at once, all by default; others begin when those end."""
+    """Does what `pallas_kernels.gpu.launch.launch` does.
+
+    resident: blocks that fit on the device at once, all by default; others begin when those end.
+    """
     arrays = {name: np.asarray(array) for name, array in (inputs | (updated or {})).items()}
     unwritten = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else 0
     arrays |= {name: np.full(shape.shape, unwritten(shape.dtype), shape.dtype) for name, shape in outputs.items()}

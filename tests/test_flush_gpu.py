@@ -42,7 +42,7 @@ def same_but_for_ties(tokens: FullLayer, got: tuple[Planes, Planes], expected: t
 
 
 def with_extremes(layer: HierarchicalLayer) -> HierarchicalLayer:
-    """Of every row: keys and values that are not finite, constant, zero, tiny, huge and outliers, in another group each."""
+    """Gives every row keys and values that are not finite, constant, zero, tiny, huge and outliers, each in another group."""
     G, H = layer.group_size, layer.buffer.keys.shape[-1]
     cases = [
         lambda x: np.where(np.arange(x.shape[-1]) == 7, np.nan, x),

@@ -32,6 +32,7 @@ from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
+from qspec_jax.models import prompts
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import attend_prompt
@@ -137,16 +138,19 @@ def test_from_one_attention_to_the_next(settings, weights):
     np.testing.assert_allclose(before + added, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_gets_the_blank_memory_of_the_layer_before(monkeypatch):
+def test_a_layer_gets_the_carry_of_the_layer_before(monkeypatch):
     given = []
 
-    def fake(x, attended, *weights, eps):
+    def fake(x, attended, *weights, **settings):
         given.append(weights[-1])
-        return *between_attentions(x, attended, *weights, eps=eps, implementation="reference")[:2], jnp.full(1, len(given))
+        return *between_attentions(x, attended, *weights, **settings, implementation="reference")[:2], jnp.full(1, len(given))
 
     monkeypatch.setattr("qspec_jax.models.llama.between_attentions", fake)
-    one_pass(quantize_linears(random_model(jnp.float32, num_hidden_layers=3)), np.zeros((1, 2), np.int32), 2)
-    assert given[0] is None and given[1:] == [1, 2]
+    model = random_model(jnp.float32, num_hidden_layers=3)
+    for any_weights in (model, quantize_linears(model)):
+        given.clear()
+        one_pass(any_weights, np.zeros((1, 2), np.int32), 2)
+        assert given[0] is None and given[1:] == [1, 2]
 
 
 def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
@@ -178,9 +182,9 @@ def test_prompts_are_attended_some_heads_at_a_time(heads, kv_heads, monkeypatch)
         return attend(q, k, v, is_causal=is_causal)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", flash)
-    monkeypatch.setattr(prefill, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(prompts, "compute_capability", lambda: 9.0)
     for flash_bytes, parts in (q.nbytes + 1, 1), (q.nbytes, 2), (q.nbytes // 4, 8):
-        monkeypatch.setattr(prefill, "FLASH_BYTES", flash_bytes)
+        monkeypatch.setattr(prompts, "FLASH_BYTES", flash_bytes)
         np.testing.assert_array_equal(attend_prompt(q, k, v), expected)
         parts = math.gcd(parts, kv_heads)
         assert seen.pop() == ("cudnn", heads // parts, kv_heads // parts)

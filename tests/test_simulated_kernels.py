@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels on a CPU, instruction by instruction (simulated_warp.py): what they compute. The GPU tests take real shapes.
+"""The Mosaic GPU kernels on a CPU, instruction by instruction (simulated_ptx.py): what they compute. The GPU tests take real shapes.
 
 Not here: flush, which is not written for warps.
 """
@@ -10,36 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_append_gpu
-import test_between_gpu
+import test_fused_layer_gpu
 import test_matmul_gpu
 import test_norm_gpu
+import test_rope_append_gpu
 from attention_problems import Case, random_problem
 from simulated_gpu import launch
-from simulated_warp import simulated_warp
+from simulated_ptx import simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
-import pallas_kernels.fused_layer.mosaic_gpu as between
+import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.norm.mosaic_gpu as norm
-import pallas_kernels.rope_append.mosaic_gpu as append
-from pallas_kernels.attention import mosaic_blocks, mosaic_stream, mosaic_tile
+import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.views import DenseView
+from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
-from pallas_kernels.rope_append import reference as append_reference
-from pallas_kernels.warp import ABSENT
+from pallas_kernels.rope_append import reference as rope_append_reference
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
-    warp = simulated_warp()
-    monkeypatch.setattr("pallas_kernels.warp", warp)  # of modules that import it in a function
-    for module in (mosaic_block, mosaic_blocks, mosaic_stream, mosaic_tile):
-        monkeypatch.setattr(module, "w", warp)
-    for kernel in (append, attention, between, matmul, norm):
+    simulate(monkeypatch)
+    for kernel in (attention, fused_layer, matmul, norm, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -91,22 +87,22 @@ def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
     ids=["four stages", "three stages", "fewer blocks fit than there are"],
 )
 def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
-    monkeypatch.setattr(between, "launch", functools.partial(launch, resident=resident))
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_between_gpu.problem(*shape, rows)
-    plan = dataclasses.replace(between.plan_for(rows, o, gate, down, following, test_between_gpu.EPS), blocks=blocks)
+    monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
+    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
+    plan = dataclasses.replace(fused_layer.plan_for(rows, o, gate, down, following, test_fused_layer_gpu.EPS), blocks=blocks)
     norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
     count = len(plan.stages)
-    handoff = between.empty_handoff(plan)
-    *found, another = at_once(between.run)(plan, x, attended, norms[: count // 2], weights[:count], handoff)
+    handoff = fused_layer.empty_handoff(plan)
+    *found, another = at_once(fused_layer.run)(plan, x, attended, norms[: count // 2], weights[:count], handoff)
     assert_empty(another)
-    for ours, exact in zip(found, test_between_gpu.exact(*problem)):
+    for ours, exact in zip(found, test_fused_layer_gpu.exact(*problem)):
         assert ours.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
 
 
 def assert_empty(handoff: jax.Array) -> None:
     assert handoff[0] == 0
-    np.testing.assert_array_equal(np.asarray(handoff[COUNTER_WORDS:]), ABSENT)
+    np.testing.assert_array_equal(np.asarray(handoff[COUNTER_WORDS:]), ptx.ABSENT)
 
 
 def test_a_launch_leaves_an_empty_handoff_buffer():
@@ -114,22 +110,25 @@ def test_a_launch_leaves_an_empty_handoff_buffer():
     plan = Plan(8, (Stage(16, (2048,)), Stage(16, (2048,))), blocks=3, room=1)
 
     def emit(refs: dict) -> None:
-        warp = mosaic_block.w
-        mosaic_block.make_handoff(plan, warp.address(refs["next"]), warp.block_index(), warp.thread_index())
+        mosaic_block.make_handoff(plan, ptx.address(refs["next"]), ptx.block_index(), ptx.thread_index())
 
-    found = launch("make_handoff", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, between.WARPGROUPS, 128)
-    assert found["next"].size == between.empty_handoff(plan).size
+    found = launch(
+        "make_handoff", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, fused_layer.WARPGROUPS, 128
+    )
+    assert found["next"].size == fused_layer.empty_handoff(plan).size
     assert_empty(found["next"])
 
 
 def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
-    problem = test_between_gpu.problem(256, 256, 256, (), 1)
+    problem = test_fused_layer_gpu.problem(256, 256, 256, (), 1)
     plans = []
-    monkeypatch.setattr(between, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(between, "run", lambda plan, x, attended, norms, weights, handoff: plans.append((plan, handoff)) or (x, x, handoff))
+    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(
+        fused_layer, "run", lambda plan, x, attended, norms, weights, handoff: plans.append((plan, handoff)) or (x, x, handoff)
+    )
     for size in (None, 8, 288, 1024):
         handoff = None if size is None else jnp.zeros(size, jnp.uint32)
-        between.between_attentions(*problem, handoff, eps=1e-5)
+        fused_layer.between_attentions(*problem, handoff, eps=1e-5)
         plan, used = plans.pop()
         assert plan.handoff_words == 288
         if size is not None and size >= 288:
@@ -157,17 +156,17 @@ def test_norm(rows, width):
     [
         (2, 3, 6, 2, 64, None),
         (1, 2, 4, 2, 96, None),
-        (4, 2, 2, 1, 64, test_append_gpu.OUTSIDE),
-        (4, 3, 2, 1, 64, test_append_gpu.OUTSIDE),
+        (4, 2, 2, 1, 64, test_rope_append_gpu.OUTSIDE),
+        (4, 3, 2, 1, 64, test_rope_append_gpu.OUTSIDE),
     ],
 )
-def test_append(batch, tokens, heads, kv_heads, head_dim, offset):
-    qkv, cos, sin, buffer, within = test_append_gpu.problem(batch, tokens, heads, kv_heads, head_dim)
+def test_rope_append(batch, tokens, heads, kv_heads, head_dim, offset):
+    qkv, cos, sin, buffer, within = test_rope_append_gpu.problem(batch, tokens, heads, kv_heads, head_dim)
     offset = within if offset is None else jnp.array(offset, jnp.int32)
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
-    q, new = at_once(append.run)(qkv, cos, sin, buffer, offset)
+    q, new = at_once(rope_append.run)(qkv, cos, sin, buffer, offset)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    expected = append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
+    expected = rope_append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
     for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
 

@@ -11,8 +11,8 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import random_model
 
-from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
-from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.matmul import int4_matmul, linear
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -162,6 +162,35 @@ def test_matmul(dtype, in_features):
         rounding = 2.0**-8 * abs(expected) if dtype == "bfloat16" else 0
         assert (abs(np.asarray(y).astype(np.float64) - expected) <= tolerance + rounding).all()
         np.testing.assert_allclose(matmul_jit(x[0, 0], q).astype(jnp.float32), y[0, 0].astype(jnp.float32), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "formats", [("full",), ("int4",), ("int8",), ("int4", "int4"), ("int8", "full"), ("full", "int4", "int8")], ids="-".join
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_linear_layers_of_any_format(dtype, formats, biased):
+    with jax.enable_x64(dtype == "float64"):
+        r = np.random.default_rng(2)
+        draw = lambda *shape: jnp.asarray(r.standard_normal(shape), dtype)
+        make = {"full": lambda w: w, "int4": quantize_weight, "int8": quantize_rows}
+        layers = [make[name](draw(OUT + i, 128)) for i, name in enumerate(formats)]
+        biases = [draw(OUT + i) for i in range(len(layers))] if biased else []
+        x = draw(2, 3, 128)
+        y = linear(x, layers, biases)
+        assert y.dtype == dtype
+        wide = lambda array: np.asarray(array, np.float64)
+        stored = {Int4Weight: read, Int8Weight: lambda w: wide(w.codes) * wide(w.scale)[:, None]}
+        expected = np.concatenate([wide(x) @ stored.get(type(w), wide)(w).T for w in layers], -1)
+        expected = expected + np.concatenate([wide(bias) for bias in biases]) if biased else expected
+        np.testing.assert_allclose(wide(y), expected, rtol=0, atol={"float32": 1e-4, "bfloat16": 0.3, "float64": 1e-11}[dtype])
+        if not biased:
+            assert linear(x, layers, dtype=jnp.promote_types(dtype, jnp.float32)).dtype == jnp.promote_types(dtype, jnp.float32)
+
+
+def test_linear_layers_have_all_a_bias_or_none():
+    with pytest.raises(ValueError, match="1 biases for 2 weights"):
+        linear(jnp.zeros((1, 4)), [jnp.zeros((2, 4))] * 2, [jnp.zeros(2)])
 
 
 # Rounding for the inputs ----------------------------------------------------------------------------------------------

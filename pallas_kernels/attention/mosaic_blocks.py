@@ -1,83 +1,83 @@
-"""What the blocks of the Mosaic GPU attention do: one for the partial results, one that merges them."""
+"""The programs of the blocks of the Mosaic GPU attention: one for the partial results, one that merges them."""
 
 import functools
 import math
 
-from pallas_kernels import warp as w
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
+from pallas_kernels.gpu import fragments, numerics, ptx
 
 
-def deal(plan: Plan, at: dict) -> tuple[list, list]:
-    """(chunks of the buffer, groups) of each row of the batch, and the first of its blocks, ending with their number.
+def partition_work(plan: Plan, at: dict) -> tuple[list, list]:
+    """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
 
-    The blocks of a KV head are dealt to the rows in proportion to what there is to read, one at least. Chunks and groups count alike.
+    Returns (chunks of the buffer, groups) of each row, which count alike, and the number of each row's first block, then of all blocks.
     """
     units = []
     for b in range(plan.batch):
-        quantized, buffered = (w.load_global(at[name] + 4 * b)[0] for name in ("quantized", "buffered"))
-        groups = w.minimum(quantized // plan.group_size, w.i32(plan.groups)) if plan.planes else w.i32(0)
+        quantized, buffered = (ptx.load_global(at[name] + 4 * b)[0] for name in ("quantized", "buffered"))
+        groups = ptx.minimum(quantized // plan.group_size, ptx.i32(plan.groups)) if plan.planes else ptx.i32(0)
         units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups))
-    total = w.maximum(w.total([x for unit in units for x in unit]), w.i32(1))
-    firsts, seen = [w.i32(0)], w.i32(0)
+    total = ptx.maximum(numerics.total([x for unit in units for x in unit]), ptx.i32(1))
+    firsts, seen = [ptx.i32(0)], ptx.i32(0)
     for b, unit in enumerate(units[:-1]):
-        seen = seen + w.total(unit)
+        seen = seen + numerics.total(unit)
         firsts.append(seen * (plan.splits - plan.batch) // total + (b + 1))
-    return units, [*firsts, w.i32(plan.splits)]
+    return units, [*firsts, ptx.i32(plan.splits)]
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """What a block does: its teams' shares of one row of the batch, KV head and run of query rows."""
+    """Emits a block: its teams' shares of one row of the batch, one KV head and one run of query rows."""
     H, team = plan.head_dim, plan.config.team
     warps = plan.config.warpgroups * WARPS
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    thread, block = w.thread_index(), w.block_index()
-    lane, warp = thread & 31, w.uniform(thread >> 5)
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, block = ptx.thread_index(), ptx.block_index()
+    lane, warp = thread & 31, ptx.uniform(thread >> 5)
     split, rest = block % plan.splits, block // plan.splits
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
-    units, firsts = deal(plan, at)
-    batch, (chunks, groups), first, last = w.i32(0), units[0], firsts[0], firsts[1]
+    units, firsts = partition_work(plan, at)
+    batch, (chunks, groups), first, last = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
         here = firsts[b] < split + 1
-        new = (w.i32(b), *units[b], firsts[b], firsts[b + 1])
-        batch, chunks, groups, first, last = (w.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, first, last)))
+        new = (ptx.i32(b), *units[b], firsts[b], firsts[b + 1])
+        batch, chunks, groups, first, last = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, first, last)))
     worker, workers = (split - first) * plan.teams + warp // team, (last - first) * plan.teams
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
-    buffered = w.load_global(at["buffered"] + w.i64(batch) * 4)[0]
+    buffered = ptx.load_global(at["buffered"] + ptx.i64(batch) * 4)[0]
     head = batch * plan.kv_heads + kv_head
 
     queries = at["shared"]
     pieces = H // 8
     for offset in range(0, plan.block_rows * pieces, 32 * warps):
         row, piece = (thread + offset) // pieces, thread % pieces
-        with w.when(row < plan.block_rows):
-            source = plan.query_row(batch, kv_head, w.minimum(row_block * plan.block_rows + row, w.i32(plan.rows - 1)))
-            w.copy_async(queries + row * plan.query_pitch + piece * 16, at["q"] + w.i64(source) * (2 * H) + w.i64(piece * 16))
-    w.commit_copies()
+        with ptx.when(row < plan.block_rows):
+            source = plan.query_row(batch, kv_head, ptx.minimum(row_block * plan.block_rows + row, ptx.i32(plan.rows - 1)))
+            ptx.copy_async(queries + row * plan.query_pitch + piece * 16, at["q"] + ptx.i64(source) * (2 * H) + ptx.i64(piece * 16))
+    ptx.commit_copies()
 
     shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
     tile = Tile(plan, (queries, shared), lane, part, barrier, buffered)
     ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
-    full = ring(FullSource(plan, at, head, lane, part, buffered), *(w.minimum(x, chunks) for x in (first, last)))
+    full = ring(FullSource(plan, at, head, lane, part, buffered), *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
     if plan.planes is not None:
         source = QuantizedSource(plan, at, head, lane, part)
-        streams.insert(0, ring(source, *(w.maximum(x - chunks, w.i32(0)) for x in (first, last))))
+        streams.insert(0, ring(source, *(ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
     # The ring fills while the queries come and are prepared.
     streams[0].prefetch()
-    w.wait_for_copies(plan.slots - 1)
-    w.synchronize(w.i32(0), warps)
+    ptx.wait_for_copies(plan.slots - 1)
+    ptx.synchronize(ptx.i32(0), warps)
     state = tile.empty()
     if plan.planes is not None:
         for n in range(0, plan.block_tiles, warps):
-            with w.when(warp + n < plan.block_tiles):
-                tile.halve_queries(warp + n)
-        w.synchronize(w.i32(0), warps)
+            with ptx.when(warp + n < plan.block_tiles):
+                tile.queries_to_float16(warp + n)
+        ptx.synchronize(ptx.i32(0), warps)
         state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
-        w.wait_for_copies(0)
+        ptx.wait_for_copies(0)
         tile.meet()
         full.prefetch()
     limits = tile.limits(row_block * plan.block_rows, buffered)
@@ -87,51 +87,51 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:
-    """Merges what the workers found for one query row, the workers among four warps."""
+    """Emits the merging of the partial results for one query row, which four warps divide among them."""
     H, R = plan.head_dim, plan.heads_per_kv_head
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    thread, place = w.thread_index(), w.block_index()
-    lane, warp = thread & 31, w.uniform(thread >> 5)
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, place = ptx.thread_index(), ptx.block_index()
+    lane, warp = thread & 31, ptx.uniform(thread >> 5)
     kv_head = place // R % plan.kv_heads
     batch, token = place // (R * plan.kv_heads * plan.tokens), place // (R * plan.kv_heads) % plan.tokens
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
-    _, firsts = deal(plan, at)
+    _, firsts = partition_work(plan, at)
     first, last = firsts[0], firsts[1]
     for b in range(1, plan.batch):
-        first, last = (w.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))
+        first, last = (ptx.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))
     workers = (last - first) * plan.teams
     first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
-    index = lambda worker: w.i64((first + w.minimum(worker, workers - 1)) * plan.block_rows + row)
-    load = lambda name, worker: w.load_global(at[name] + index(worker) * 4, result="f")[0]
+    index = lambda worker: ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)
+    load = lambda name, worker: ptx.load_global(at[name] + index(worker) * 4, result="f")[0]
 
     def highest(i, top):
-        return functools.reduce(w.maximum, [load("top", i * 128 + lane + k) for k in range(0, 128, 32)], top)
+        return functools.reduce(ptx.maximum, [load("top", i * 128 + lane + k) for k in range(0, 128, 32)], top)
 
-    top = w.loop(w.i32(0), (workers + 127) // 128, w.f32(-math.inf), highest)
-    top = w.all_rows(w.all_columns(top, w.maximum), w.maximum)
+    top = ptx.loop(ptx.i32(0), (workers + 127) // 128, ptx.f32(-math.inf), highest)
+    top = fragments.all_rows(fragments.all_columns(top, ptx.maximum), ptx.maximum)
     width = H // 32  # channels of a lane
 
     def add(i, state):
         # Eight workers at a time, so that the loads wait together.
         for k in range(8):
             worker = i * (8 * WARPS) + warp + k * WARPS
-            weight = w.select(worker < workers, w.exp2(load("top", worker) - top), w.f32(0.0))
-            source = at["out"] + index(worker) * (4 * H) + w.i64(lane * (4 * width))
-            values = [x for j in range(0, width, 4) for x in w.load_global(source + 4 * j, min(4, width), result="f")]
+            weight = ptx.select(worker < workers, numerics.exp2(load("top", worker) - top), ptx.f32(0.0))
+            source = at["out"] + index(worker) * (4 * H) + ptx.i64(lane * (4 * width))
+            values = [x for j in range(0, width, 4) for x in ptx.load_global(source + 4 * j, min(4, width), result="f")]
             values.append(load("total", worker))
-            state = [w.fma(weight, x, old) for x, old in zip(values, state)]
+            state = [numerics.fma(weight, x, old) for x, old in zip(values, state)]
         return state
 
-    state = w.loop(w.i32(0), (workers + (8 * WARPS - 1)) // (8 * WARPS), [w.f32(0.0)] * (width + 1), add)
+    state = ptx.loop(ptx.i32(0), (workers + (8 * WARPS - 1)) // (8 * WARPS), [ptx.f32(0.0)] * (width + 1), add)
     mine = at["shared"] + warp * (4 * (H + 1))
     for i, x in enumerate(state[:-1]):
-        w.store_shared(mine + (lane * width + i) * 4, x)
-    w.store_shared(mine + 4 * H, state[-1])
-    w.synchronize(w.i32(0), WARPS)
+        ptx.store_shared(mine + (lane * width + i) * 4, x)
+    ptx.store_shared(mine + 4 * H, state[-1])
+    ptx.synchronize(ptx.i32(0), WARPS)
     pair = thread % (H // 2)
-    merged = lambda i: w.total([w.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
-    divisor = merged(w.i32(H))
-    with w.when(thread < H // 2):
-        word = w.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor, "bf16")
-        w.store_global(at["merged"] + w.i64(place) * (2 * H) + w.i64(pair * 4), word)
+    merged = lambda i: numerics.total([ptx.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
+    divisor = merged(ptx.i32(H))
+    with ptx.when(thread < H // 2):
+        word = numerics.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor, "bf16")
+        ptx.store_global(at["merged"] + ptx.i64(place) * (2 * H) + ptx.i64(pair * 4), word)

@@ -13,14 +13,17 @@ WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
 LEAST_SLOTS = 2  # of a team: keys and values in turn
 ROWS = 8  # query rows of a tile
-# Of a multiprocessor, and of a thread at most.
+# What a multiprocessor has, and what a thread may have at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: as many are to be resident on a
-    multiprocessor, of `warpgroups` times four warps. team: warps that work on one group together, for many query rows."""
+    """How the work is divided.
+
+    splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: how many of them are to be resident on a
+    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows.
+    """
 
     splits: int
     blocks: int = 1
@@ -49,7 +52,7 @@ class Plan:
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
-        """With this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
+        """The plan with this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
         if config is None:
             return tuning.tuned(KERNEL, self.problem, lambda found: self.configured(Config(**found)).with_room()) or self.default()
         if config.warpgroups > WARPGROUPS:
@@ -63,13 +66,13 @@ class Plan:
         return plan
 
     def with_room(self) -> "Plan":
-        """The plan. Raises ValueError where its configuration leaves too few slots of the ring."""
+        """The plan itself. Raises ValueError where its configuration leaves too few slots of the ring."""
         if self.slots < LEAST_SLOTS:
             raise ValueError(f"{self.config} leaves no room for {LEAST_SLOTS} slots of {self.slot_bytes} bytes for each team")
         return self
 
     def default(self) -> "Plan":
-        """What did well in sweeps on an H100, with three slots of the ring where they fit."""
+        """The configuration that did well in sweeps on an H100, with three slots of the ring where they fit."""
         largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
@@ -82,7 +85,7 @@ class Plan:
         return next((plan for plan in options if plan.slots >= 3), options[-1])
 
     def candidates(self) -> list["Plan"]:
-        """What is worth measuring: the default first, then all that leave three slots and the registers that they need."""
+        """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need."""
         plans = []
         for blocks, warpgroups, team in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4)):
             try:
@@ -97,17 +100,17 @@ class Plan:
         return list(dict.fromkeys([self.default(), *plans]))
 
     def _resident(self, blocks: int, warpgroups: int, team: int) -> "Plan":
-        """With as many blocks as are resident at once."""
+        """The plan with as many blocks as are resident at once."""
         return dataclasses.replace(self, config=Config(max(1, multiprocessors() * blocks // self.heads), blocks, warpgroups, team))
 
     @property
     def heads(self) -> int:
-        """Blocks without splits."""
+        """Blocks there would be without splits."""
         return self.kv_heads * self.blocks_of_rows
 
     @property
     def problem(self) -> dict:
-        """What the best configuration depends on."""
+        """The properties that the best configuration depends on."""
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
         return {name: getattr(self, name) for name in names}
 
@@ -117,7 +120,7 @@ class Plan:
         return self.tokens * self.heads_per_kv_head
 
     def query_row(self, batch, kv_head, row):
-        """Where that row lies in [B T N]."""
+        """The place of that row in [B T N]."""
         token, head = row // self.heads_per_kv_head, row % self.heads_per_kv_head
         return ((batch * self.tokens + token) * self.kv_heads + kv_head) * self.heads_per_kv_head + head
 
@@ -147,27 +150,30 @@ class Plan:
 
     @property
     def query_bytes(self) -> int:
-        """Of the queries in bfloat16, and if there are codes, in float16 and what they were multiplied by, and its inverse."""
+        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse."""
         return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
 
     @property
     def key_bytes(self) -> int:
-        """Of the operands that a team shares for the logits: queries times scales."""
+        """Bytes of the operands that a team shares for the logits: queries times scales."""
         return 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
 
     @property
     def operand_bytes(self) -> int:
-        """Of those for the weighted values: softmax weights."""
+        """Bytes of the operands that a team shares for the weighted values: softmax weights."""
         return 16 * max(self.group_size, self.chunk) * self.block_tiles
 
     @property
     def numbers_bytes(self) -> int:
-        """Of an array of a number for each query: in the four lanes of a row two for each tile, filled up to a power of two from 4 on."""
+        """Bytes of a per-query float array.
+
+        Each of a row's four lanes holds two entries per tile, padded to a power of two of at least 4.
+        """
         return 4 * 4 * max(4, 1 << (2 * self.block_tiles - 1).bit_length())
 
     @property
     def team_bytes(self) -> int:
-        """Of what a team shares: operands, and arrays of numbers: what logits are too small by, and twice what each warp has."""
+        """Bytes that a team shares: operands, and per-query arrays: one that is added to logits, and two for each warp."""
         arrays = 1 + 2 * self.config.team
         return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + arrays * self.numbers_bytes
 
@@ -178,7 +184,7 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Of the ring: the keys or the values of a group, or of a chunk."""
+        """Bytes of a slot of the ring: the keys or the values of a group, or of a chunk."""
         full = self.chunk * self.head_dim * 2
         if self.planes is None:
             return full
@@ -187,6 +193,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
+        """Slots of a team's ring, as many as there is room for, up to 8."""
         available = SHARED_BYTES // self.config.blocks - 2048 - self.query_bytes - self.teams * self.team_bytes
         return min(8, available // (self.teams * self.slot_bytes))
 

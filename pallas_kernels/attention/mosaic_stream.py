@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import warp as w
 from pallas_kernels.attention.mosaic_plan import Plan
+from pallas_kernels.gpu import ptx
 
 
 class Pipeline:
@@ -17,15 +17,15 @@ class Pipeline:
     def prefetch(self) -> None:
         """Fills the ring but for one slot."""
         for unit in range(self.plan.slots - 1):
-            self._issue(unit, self.lower, w.i32(unit))
+            self._issue(unit, self.lower, ptx.i32(unit))
 
     def run(self, keys: Callable, values: Callable, state):
-        """The state after all steps: logits = keys(address, step, refill), state = values(address, state, logits, refill).
+        """Runs all steps, logits = keys(address, step, refill) and state = values(address, state, logits, refill), and returns the state.
 
-        What a warp copied itself is there when these begin; the rest is once `refill` is called, which waits for the whole team.
+        What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
         """
         last = self.plan.slots - 1
-        advance = lambda slot: w.select(slot == last, w.i32(0), slot + 1)
+        advance = lambda slot: ptx.select(slot == last, ptx.i32(0), slot + 1)
 
         def step(i, carry):
             slot, state = carry
@@ -34,19 +34,19 @@ class Pipeline:
             state = values(self._arrived(slot), state, logits, functools.partial(self._refill, 1, i, slot))
             return advance(slot), state
 
-        return w.loop(self.lower, self.upper, (w.i32(0), state), step)[1]
+        return ptx.loop(self.lower, self.upper, (ptx.i32(0), state), step)[1]
 
     def _issue(self, unit: int, step, slot) -> None:
         # The unit-th half step from here, if it is within the run.
         ahead = step + unit // 2
-        with w.when(ahead < self.upper):
+        with ptx.when(ahead < self.upper):
             copy = self.source.copy_values if unit % 2 else self.source.copy_keys
             copy(self.ring + slot * self.plan.slot_bytes, ahead)
-        w.commit_copies()
+        ptx.commit_copies()
 
     def _arrived(self, slot):
-        w.wait_for_copies(self.plan.slots - 2)
-        w.synchronize(None, 1)
+        ptx.wait_for_copies(self.plan.slots - 2)
+        ptx.synchronize(None, 1)
         return self.ring + slot * self.plan.slot_bytes
 
     def _refill(self, unit: int, step, slot) -> None:
@@ -54,7 +54,7 @@ class Pipeline:
         if self.plan.config.team > 1:
             self.meet()
         # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
-        self._issue(unit + slots - 1, step, w.select(slot == 0, w.i32(slots - 1), slot - 1))
+        self._issue(unit + slots - 1, step, ptx.select(slot == 0, ptx.i32(slots - 1), slot - 1))
 
 
 class QuantizedSource:
@@ -72,27 +72,27 @@ class QuantizedSource:
 
     def _copy(self, name: str, parameters: int, shared, group) -> None:
         plan = self.plan
-        index = w.i64(self.head * plan.groups + group)
+        index = ptx.i64(self.head * plan.groups + group)
         size = plan.group_size * plan.head_dim // 2
         to = self.thread * 16
         if name == "key":
-            # Of four rows the middle two change places: a tile reads rows 0 and 2, and 1 and 3, which are to lie in different banks.
+            # The middle two of four rows change places: a tile reads rows 0 and 2, and 1 and 3, which are to lie in different banks.
             row_bytes = plan.head_dim // 2
             row = self.thread // (row_bytes // 16)
             to = to + (((row & 1) << 1 | (row >> 1) & 1) - (row & 3)) * row_bytes
         for plane in ("upper", "lower")[: plan.planes]:
-            source = self.at[f"{name}_{plane}"] + index * size + w.i64(self.thread * 16)
+            source = self.at[f"{name}_{plane}"] + index * size + ptx.i64(self.thread * 16)
             for offset in range(0, size, 512 * plan.config.team):
-                w.copy_async(shared + to, source, offset=offset)
+                ptx.copy_async(shared + to, source, offset=offset)
             shared += size
         # Every warp of a team copies these few, the same bytes to the same place, for it reads them before the team has met.
         chunk = self.lane % min(32, parameters // 4)
         for first in range(0, parameters // 4, 32):
             i = chunk + first
             is_zero = i < parameters // 8
-            array = w.select(is_zero, self.at[f"{name}_scale"], self.at[f"{name}_zero"])
-            within = w.select(is_zero, i, i - parameters // 8)
-            w.copy_async(shared + i * 16, array + index * (2 * parameters) + w.i64(within * 16))
+            array = ptx.select(is_zero, self.at[f"{name}_scale"], self.at[f"{name}_zero"])
+            within = ptx.select(is_zero, i, i - parameters // 8)
+            ptx.copy_async(shared + i * 16, array + index * (2 * parameters) + ptx.i64(within * 16))
 
 
 class FullSource:
@@ -118,7 +118,7 @@ class FullSource:
         for first in range(0, plan.chunk * pieces, threads):
             row = self.thread // pieces + first // pieces
             token = chunk * plan.chunk + row
-            size = w.select(token < self.length, w.i32(16), w.i32(0))
-            place = self.head * plan.buffer_rows + w.minimum(token, w.i32(plan.buffer_rows - 1))
-            source = self.at[name] + w.i64(place) * (2 * plan.head_dim) + w.i64(piece * 16)
-            w.copy_async(shared + row * (2 * plan.head_dim) + (piece ^ (row & 7)) * 16, source, size)
+            size = ptx.select(token < self.length, ptx.i32(16), ptx.i32(0))
+            place = self.head * plan.buffer_rows + ptx.minimum(token, ptx.i32(plan.buffer_rows - 1))
+            source = self.at[name] + ptx.i64(place) * (2 * plan.head_dim) + ptx.i64(piece * 16)
+            ptx.copy_async(shared + row * (2 * plan.head_dim) + (piece ^ (row & 7)) * 16, source, size)

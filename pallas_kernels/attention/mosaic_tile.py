@@ -1,9 +1,9 @@
-"""What a warp computes, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
+"""The arithmetic of a warp, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
 
-Codes enter as 1024 + code in float16, which costs no arithmetic. What is too much is a multiple of the sum of the operand as
-rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two: float16 then has 2^20
-from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a product of their own
-in bfloat16, the values' a number for all channels.
+Codes enter as 1024 + code in float16, which costs no arithmetic (docs/kernels.md, "Unpacking"). The excess is a multiple of the sum
+of the other operand as rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two:
+float16 then has 2^20 from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a
+product of their own in bfloat16, the values' a number for all channels.
 """
 
 import functools
@@ -11,8 +11,8 @@ import math
 import operator
 from collections.abc import Callable
 
-from pallas_kernels import warp as w
 from pallas_kernels.attention.mosaic_plan import ROWS, Plan
+from pallas_kernels.gpu import fragments, numerics, ptx
 
 ONES = 0x3C003C00  # a pair of float16
 SIGNS = 0x80008000
@@ -27,16 +27,17 @@ HEADROOM = 8
 class Tile:
     """A warp's part of attention over whatever lies in its team's slots.
 
-    Lane 4 g + t. Of the 8 queries of tile n, logits and results belong to queries 2 t and 2 t + 1. The warps of a team divide the
-    tokens of a step for the logits, and the channels for the weighted values; between, they share the queries times the keys'
-    scales, the maximum, and the weights. state: out[n][i], weighted values of channels 16 i + g and 16 i + g + 8 of this warp's, but for
-    offset[n], what all channels have in common of this lane's tokens; top[n], the running maximum (base 2); total[n], the sum of weights
-    of this lane's tokens.
+    Lane 4 g + t holds logits and results of queries 2 t and 2 t + 1 of the 8 queries of tile n. The warps of a team divide the tokens of a
+    step for the logits, and the channels for the weighted values; between, they share the queries times the keys' scales, the maximum, and
+    the weights.
+    state: out[n][i] are weighted values of channels 16 i + g and 16 i + g + 8 of this warp's channels, without offset[n], which is the sum
+    of weights times zeros of this lane's tokens and the same for all channels; top[n] is the running maximum (base 2); total[n] is the
+    sum of weights of this lane's tokens.
     """
 
     def __init__(self, plan: Plan, at, lane, part, barrier, length):
         self.plan = plan
-        self.masks = w.nibble_masks(length >> 31)  # no length is negative
+        self.masks = numerics.nibble_masks(length >> 31)  # no length is negative
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
         self.queries, self.shared = at
         self.weights = self.shared + plan.key_bytes
@@ -45,45 +46,45 @@ class Tile:
         self.factors = self.halves + plan.block_rows * plan.query_pitch
         self.tiles = range(plan.block_tiles)
         self.team = plan.config.team
-        self.meet = functools.partial(w.synchronize, barrier, self.team)
+        self.meet = functools.partial(ptx.synchronize, barrier, self.team)
         # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
         self.excess, self.unit = (1024.0, 1.0) if plan.planes == 1 else (1032.0, 1 / 16)
 
     def empty(self) -> dict:
-        f = w.f32
+        f = ptx.f32
         channels = range(self.plan.head_dim // 16 // self.team)
         numbers = {"top": -1e30, "total": 0.0} | ({} if self.plan.planes is None else {"offset": 0.0})
         state = {name: [[f(x)] * 2 for _ in self.tiles] for name, x in numbers.items()}
         return {"out": [[(f(0.0),) * 4 for _ in channels] for _ in self.tiles], **state}
 
     def _full_operand_at(self, n, a, steps: int):
-        """Where the team has the two words of the weights of tile n, step a of `steps`, that belong to this lane."""
+        """The address of this lane's two words of the weights of tile n, step a of `steps`."""
         return self.weights + (n * steps + a) * 256 + self.lane * 8
 
     def _numbers_at(self, array):
-        """Where the team shares an array of numbers, two per tile for this lane's queries."""
+        """The address of this lane's part of a per-query array that the team shares: two numbers per tile."""
         return self.numbers + array * self.plan.numbers_bytes + self.t * (self.plan.numbers_bytes // 4)
 
     def _share_numbers(self, first: int, values: list) -> None:
         """Writes this warp's numbers [n] to its array, from array `first` on."""
         at = self._numbers_at(first + self.part)
         flat = [x for pair in values for x in pair]
-        with w.when(self.g == 0):
+        with ptx.when(self.g == 0):
             for i in range(0, len(flat), 4):
-                w.store_shared(at + 4 * i, *flat[i : i + 4])
+                ptx.store_shared(at + 4 * i, *flat[i : i + 4])
 
     def _share_over_rows(self, first: int, values: list, combine: Callable) -> None:
-        """The same of what the lanes of a column hold together."""
+        """Combines numbers [n] over the lanes of a column, and writes them as `_share_numbers` does."""
         flat = [x for pair in values for x in pair]
-        flat, index = w.scatter_rows(flat, self.g, combine)
+        flat, index = fragments.scatter_rows(flat, self.g, combine)
         at = self._numbers_at(first + self.part) + index * 4
         for i, x in enumerate(flat):
-            w.store_shared(at + 4 * i, x)
+            ptx.store_shared(at + 4 * i, x)
 
     def _shared_numbers(self, first: int, arrays: int, combine: Callable) -> list:
-        """Numbers [n] from array `first` on, so many combined."""
+        """Numbers [n] for this lane's queries, combined over `arrays` arrays from array `first` on."""
         count = 2 * len(self.tiles)
-        loaded = (w.load_shared(self._numbers_at(w.i32(first + i)), count, "f") for i in range(arrays))
+        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)), count, "f") for i in range(arrays))
         flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
         return [flat[2 * n : 2 * n + 2] for n in self.tiles]
 
@@ -93,84 +94,87 @@ class Tile:
 
     def _pairs(self, at, entries: int, words: int) -> list:
         """This lane's pairs of an array of 16-bit floats [word][half], from `at` on."""
-        halves = [w.load_shared(at + self.t * (entries // 4) + half * entries, 2 * words) for half in (0, 1)]
+        halves = [ptx.load_shared(at + self.t * (entries // 4) + half * entries, 2 * words) for half in (0, 1)]
         return [[half[2 * k : 2 * k + 2] for half in halves] for k in range(words)]
 
     def _each(self, function: Callable, *operands: list) -> list:
-        """function of each pair of operands [word][half]."""
+        """Applies a function to corresponding pairs of operands [word][half]."""
         return [[tuple(map(function, *half)) for half in zip(*word)] for word in zip(*operands)]
 
     def _half(self, operand: list, factor) -> list:
-        """Neighbours in bfloat16, times a factor, as the pairs of a product in float16."""
+        """Pairs of neighbours in bfloat16, times a factor, as the pairs that a product in float16 contracts."""
 
         def half(pairs: tuple) -> tuple:
-            a, b = ([entry * factor for entry in w.bf16_entries(x)] for x in pairs)
-            return tuple(w.pair(*both, "f16") for both in zip(a, b))
+            a, b = ([entry * factor for entry in numerics.bf16_entries(x)] for x in pairs)
+            return tuple(numerics.pair(*both, "f16") for both in zip(a, b))
 
         return [list(map(half, word)) for word in operand]
 
     def _half_scales(self, scale: list, factor) -> list:
-        """The same of scales, times a power of two, and in one plane over the 16 that high nibbles are too large by."""
-        exponent = w.i32(254 << 7) - (w.as_bits(factor) >> 16)
+        """Scales as `_half` gives operands, times a power of two; with one plane, those for high nibbles also over 16."""
+        exponent = ptx.i32(254 << 7) - (ptx.as_bits(factor) >> 16)
         exponent = (exponent << 16 | exponent) - 15 * EXPONENTS  # float16's bias is 112 less than bfloat16's 127
         biases = exponent, exponent + (4 * EXPONENTS if self.plan.planes == 1 else 0)
-        return [[w.swap_neighbours(*(w.halve_positive(x, bias) for x in half)) for half, bias in zip(word, biases)] for word in scale]
+        return [
+            [numerics.swap_neighbours(*(numerics.positive_to_float16(x, bias) for x in half)) for half, bias in zip(word, biases)]
+            for word in scale
+        ]
 
     def _normalized(self, scale: list) -> tuple:
         """A power of two that brings the scales of a row of lanes to a common size, and its inverse: NaN if one of the scales is."""
-        largest = w.all_columns(w.largest_positive([x for word in scale for half in word for x in half]), w.maximum)
-        factor, inverse = w.powers_of_two(w.as_float(largest), SIZE, LEAST)
+        largest = fragments.all_columns(numerics.largest_positive([x for word in scale for half in word for x in half]), ptx.maximum)
+        factor, inverse = numerics.powers_of_two(ptx.as_float(largest), SIZE, LEAST)
         # In float16 a NaN would be lost.
-        return factor, w.fma(w.as_float(largest), w.f32(0.0), inverse)
+        return factor, numerics.fma(ptx.as_float(largest), ptx.f32(0.0), inverse)
 
-    def halve_queries(self, n) -> None:
+    def queries_to_float16(self, n) -> None:
         """Writes the queries of tile n in float16, what they were multiplied by, and the inverse."""
         plan = self.plan
         row = self.g + n * ROWS
         plain = self._pairs(self.queries + row * plan.query_pitch, plan.head_dim, plan.head_dim // 32)
-        largest = w.largest([x & ~SIGNS for word in plain for half in word for x in half])
-        factor, inverse = w.powers_of_two(w.all_columns(largest, w.maximum), SIZE, LEAST)
+        largest = numerics.largest([x & ~SIGNS for word in plain for half in word for x in half])
+        factor, inverse = numerics.powers_of_two(fragments.all_columns(largest, ptx.maximum), SIZE, LEAST)
         for k, word in enumerate(self._half(plain, factor)):
             for half, pairs in enumerate(word):
                 at = self.halves + row * plan.query_pitch + self.t * (plan.head_dim // 4) + half * plan.head_dim
-                w.store_shared(at + 8 * k, *pairs)
-        w.store_shared(self.factors + row * 8, factor, inverse)
+                ptx.store_shared(at + 8 * k, *pairs)
+        ptx.store_shared(self.factors + row * 8, factor, inverse)
 
     def _sums(self, operand: list, weights: list, kind: str) -> tuple:
         """Sums of operand times weights over [word][half], for queries 2 t and 2 t + 1."""
         # Two chains, for each product waits for the one before it.
-        acc = [(w.f32(0.0),) * 4] * 2
+        acc = [(ptx.f32(0.0),) * 4] * 2
         for word in zip(operand, weights):
             for half, (x, weight) in enumerate(zip(*word)):
-                acc[half] = w.mma(acc[half], (weight[0], weight[0], weight[1], weight[1]), x, kind)
+                acc[half] = fragments.mma(acc[half], (weight[0], weight[0], weight[1], weight[1]), x, kind)
         return tuple(a + b for a, b in zip(*acc))[:2]
 
     def _scaled(self, operand: list, scale: list) -> tuple[list, tuple]:
         """The operand times the scales, and its excess: the sum times what the codes are read too large by."""
-        scaled = self._each(w.multiply_pairs, operand, scale)
-        ones = self._each(lambda _: w.i32(ONES), scaled)
+        scaled = self._each(numerics.multiply_pairs, operand, scale)
+        ones = self._each(lambda _: ptx.i32(ONES), scaled)
         return scaled, tuple(x * self.excess for x in self._sums(scaled, ones, "f16"))
 
     def _contract(self, at: list, row_bytes: int, plane_bytes: int, operand: Callable) -> list:
-        """[m][n] codes of tile m, whose rows g and g + 8 are at at[m], times operand(n, k) over all words k."""
+        """Products [m][n] of the codes of tile m, whose rows g and g + 8 are at at[m], with operand(n, k), summed over all words k."""
         steps = row_bytes // 16
-        words = [[[w.load_shared(row + p * plane_bytes, steps) for p in range(self.plan.planes)] for row in rows] for rows in at]
+        words = [[[ptx.load_shared(row + p * plane_bytes, steps) for p in range(self.plan.planes)] for row in rows] for rows in at]
 
-        def fragments(m: int, k: int) -> list:
-            a, b = (w.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in words[m])
+        def code_fragments(m: int, k: int) -> list:
+            a, b = (numerics.unpack(planes[0][k], planes[1][k] if len(planes) == 2 else None, self.masks) for planes in words[m])
             return [(a[half][0], b[half][0], a[half][1], b[half][1]) for half in (0, 1)]
 
         if self.plan.whole_warpgroup:
-            all_fragments = ([x for k in range(steps) for x in fragments(m, k)] for m in range(len(at)))
-            return [w.mma_warpgroup(x, operand(0, 0), len(self.tiles), steps * STEP_BYTES) for x in all_fragments]
-        acc = [[(w.f32(0.0),) * 4 for _ in self.tiles] for _ in at]
+            all_fragments = ([x for k in range(steps) for x in code_fragments(m, k)] for m in range(len(at)))
+            return [fragments.mma_warpgroup(x, operand(0, 0), len(self.tiles), steps * STEP_BYTES) for x in all_fragments]
+        acc = [[(ptx.f32(0.0),) * 4 for _ in self.tiles] for _ in at]
         for k in range(steps):
             operands = [operand(n, k) for n in self.tiles]
-            codes = [fragments(m, k) for m in range(len(at))]
+            codes = [code_fragments(m, k) for m in range(len(at))]
             for half in (0, 1):
                 for n in self.tiles:
                     for m, fragment in enumerate(codes):
-                        acc[m][n] = w.mma(acc[m][n], fragment[half], operands[n][half], "f16")
+                        acc[m][n] = fragments.mma(acc[m][n], fragment[half], operands[n][half], "f16")
         return acc
 
     def _share_operand(self, shared, n, first, steps: int, operand: list) -> None:
@@ -180,26 +184,27 @@ class Tile:
             words = [x for half in halves for x in half]
             if self.plan.whole_warpgroup:
                 for i, word in enumerate(words):
-                    w.store_shared(at + i * (STEP_BYTES // 4) + self.lane * 4, word)
+                    ptx.store_shared(at + i * (STEP_BYTES // 4) + self.lane * 4, word)
             else:
-                w.store_shared(at + self.lane * 16, *words)
+                ptx.store_shared(at + self.lane * 16, *words)
 
     def _publish(self) -> None:
         if self.plan.whole_warpgroup:
-            w.publish()
+            fragments.publish()
 
     def _shared_operand(self, shared, steps: int) -> Callable:
-        """What `_contract` takes: this lane's words of an operand, or where those of all lanes begin."""
+        """The operand that `_contract` takes: this lane's words, or for a whole warpgroup the address of those of all lanes."""
 
         def operand(n: int, k: int) -> tuple:
-            words = w.load_shared(shared + (n * steps + k) * STEP_BYTES + self.lane * 16, 4)
+            words = ptx.load_shared(shared + (n * steps + k) * STEP_BYTES + self.lane * 16, 4)
             return words[:2], words[2:]
 
         return (lambda n, k: shared + (n * steps + k) * STEP_BYTES) if self.plan.whole_warpgroup else operand
 
     def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
-        """Logits [n][tile] of this warp's tokens, in the order of the values' rows: word k of the first half, then of the second; their
-        units [n]; and what is to be added to them [n], in these units.
+        """Logits [n][tile] of this warp's tokens, their units [n], and what is to be added to them [n], in these units.
+
+        Tokens are in the order of the values' rows: word k of the first half, then of the second.
         """
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
@@ -219,16 +224,16 @@ class Tile:
 
         if self.team == 1:
             refill()
-            scaled, start = zip(*(prepared(w.i32(n)) for n in self.tiles))
+            scaled, start = zip(*(prepared(ptx.i32(n)) for n in self.tiles))
             operand = lambda n, k: scaled[n][k]
         else:
             for n in range(0, len(self.tiles), self.team):
                 n = self.part + n
-                with w.when(n < len(self.tiles)):
+                with ptx.when(n < len(self.tiles)):
                     scaled, start = prepared(n)
                     self._share_operand(self.shared, n, 0, steps, scaled)
-                    with w.when(self.g == 0):
-                        w.store_shared(self._numbers_at(w.i32(0)) + n * 8, *start)
+                    with ptx.when(self.g == 0):
+                        ptx.store_shared(self._numbers_at(ptx.i32(0)) + n * 8, *start)
             self._publish()
             refill()
             start = self._shared_numbers(0, 1, operator.add)
@@ -241,12 +246,12 @@ class Tile:
             acc = self._contract([(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
-        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(w.i32(n))] for n in self.tiles]
+        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(ptx.i32(n))] for n in self.tiles]
         return logits, units, start
 
     def _factors(self, n) -> tuple:
-        """What queries 2 t and 2 t + 1 were multiplied by, and the inverse."""
-        words = w.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
+        """The factors that queries 2 t and 2 t + 1 were multiplied by, and their inverses."""
+        words = ptx.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
     def quantized_values(self, slot, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
@@ -263,7 +268,7 @@ class Tile:
         scale = self._half_scales(scale, factor)
         zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
         state, alphas, weights = self._softmax(state, *logits, refill)
-        state["offset"] = [[w.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
+        state["offset"] = [[numerics.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
         scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
         operand = lambda n, k: scaled[n][k]
         if self.team > 1:
@@ -277,7 +282,7 @@ class Tile:
         unit = inverse * self.unit
         for n in self.tiles:
             below = [x * (unit * -1.0) for x in excess[n]]
-            state["out"][n] = [tuple(w.fma(x, alphas[n][c % 2], below[c % 2]) for c, x in enumerate(acc)) for acc in state["out"][n]]
+            state["out"][n] = [tuple(numerics.fma(x, alphas[n][c % 2], below[c % 2]) for c, x in enumerate(acc)) for acc in state["out"][n]]
         channels = range(H // 16 // self.team)
         first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
         for i in channels[::2]:
@@ -286,52 +291,53 @@ class Tile:
             acc = self._contract([(row, row + 8 * row_bytes) for row in rows], row_bytes, H * row_bytes, operand)
             for n in self.tiles:
                 for m, tiles in zip(both, acc):
-                    state["out"][n][m] = tuple(w.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
+                    state["out"][n][m] = tuple(numerics.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
         return state
 
     def _zeros_of_tokens(self, at, mine: int) -> list:
         """The values' zeros of this lane's tokens [tile][row], from the array at `at`."""
         words = self.plan.group_size // 32
         token = ((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1) * 2
-        load = lambda k, half: w.load_shared(at + token * 2 + (8 * k + half * self.plan.group_size), 1)[0]
-        return [w.bf16_entries(load(k, half)) for k in range(mine) for half in (0, 1)]
+        load = lambda k, half: ptx.load_shared(at + token * 2 + (8 * k + half * self.plan.group_size), 1)[0]
+        return [numerics.bf16_entries(load(k, half)) for k in range(mine) for half in (0, 1)]
 
     def _operand(self, p: tuple, kind: str) -> tuple:
         """Softmax weights of a tile of tokens as an operand."""
-        return w.transpose(w.pair(p[0], p[1], kind)), w.transpose(w.pair(p[2], p[3], kind))
+        return fragments.transpose(numerics.pair(p[0], p[1], kind)), fragments.transpose(numerics.pair(p[2], p[3], kind))
 
     def _weights_of_words(self, p: list, words: int) -> list:
         """Softmax weights [tile] as an operand [word][half]."""
         return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
     def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list]:
-        """The state with all but `out` brought up to date, what that is to be multiplied by, [n], and weights [n][tile].
+        """Brings all of the state but `out` up to date; returns it, the factors [n] that `out` is to be multiplied by, and weights
+        [n][tile].
 
-        units, start: [n] of the logits of two queries; start is to be added to each.
+        logits: [n][tile]. units, start: numbers [n] for two queries; start is added to each logit before its unit multiplies it.
         """
         base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
         units = [[x * base for x in pair] for pair in units]
         added = start and [[x * unit for x, unit in zip(*pairs)] for pairs in zip(start, units)]
         more = lambda n, c, x: x if added is None else x + added[n][c]
-        peak = lambda tiles, c: functools.reduce(w.maximum, [x for s in tiles for x in s[c::2]])
+        peak = lambda tiles, c: functools.reduce(ptx.maximum, [x for s in tiles for x in s[c::2]])
         peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
         if self.team > 1:
-            self._share_over_rows(1, peaks, w.maximum)
+            self._share_over_rows(1, peaks, ptx.maximum)
             refill()
-            peaks = self._shared_numbers(1, self.team, w.maximum)
+            peaks = self._shared_numbers(1, self.team, ptx.maximum)
         else:
             refill()
-            peaks = [[w.all_rows(x, w.maximum) for x in pair] for pair in peaks]
+            peaks = [[fragments.all_rows(x, ptx.maximum) for x in pair] for pair in peaks]
         new = {name: [] for name in state} | {"out": list(state["out"])}
         alphas, weights = [], []
         for n, tiles in enumerate(logits):
-            top = [w.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
-            alpha = [w.exp2(old - x) for old, x in zip(state["top"][n], top)]
-            down = [more(n, c, w.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
-            p = [tuple(w.exp2(w.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
-            sums = [w.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
+            top = [ptx.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
+            alpha = [numerics.exp2(old - x) for old, x in zip(state["top"][n], top)]
+            down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
+            p = [tuple(numerics.exp2(numerics.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
+            sums = [numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
             new["top"].append(top)
-            new["total"].append([w.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums)])
+            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums)])
             if "offset" in state:
                 new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha)])
             alphas.append(alpha)
@@ -345,12 +351,12 @@ class Tile:
         plan = self.plan
         row = lambda n, c: first_row + (self.t * 2 + (n * ROWS + c))
         limit = lambda n, c: length - (plan.tokens - 1) + row(n, c) // plan.heads_per_kv_head
-        return [[w.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
+        return [[ptx.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
 
     def full_queries(self) -> Callable:
         """The queries as operands (n, step); a warp with few tiles keeps them."""
         start = self.queries + self.g * self.plan.query_pitch + self.t * 4
-        word = lambda n, channel: w.load_shared(start + (n * ROWS * self.plan.query_pitch + 2 * channel), 1)[0]
+        word = lambda n, channel: ptx.load_shared(start + (n * ROWS * self.plan.query_pitch + 2 * channel), 1)[0]
         load = lambda n, b: (word(n, 16 * b), word(n, 16 * b + 8))
         if self.team > 1:
             return load
@@ -361,7 +367,7 @@ class Tile:
         """Loads the fragment whose rows start at 16 a and pieces at 2 b, as function (a, b)."""
         H = self.plan.head_dim
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
-        return lambda a, b: w.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
+        return lambda a, b: fragments.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
     def full_keys(self, slot, chunk, queries: Callable, limits: list, refill: Callable) -> tuple[list, list, None]:
         """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query may not see; and their units [n]."""
@@ -372,15 +378,15 @@ class Tile:
         logits = [[] for _ in self.tiles]
         for a in range(mine):
             a = self.part * mine + a
-            acc = [(w.f32(0.0),) * 4 for _ in self.tiles]
+            acc = [(ptx.f32(0.0),) * 4 for _ in self.tiles]
             for b in range(plan.head_dim // 16):
-                fragment = load(a, w.i32(b))
-                acc = [w.mma(acc[n], fragment, queries(n, b), "bf16") for n in self.tiles]
+                fragment = load(a, ptx.i32(b))
+                acc = [fragments.mma(acc[n], fragment, queries(n, b), "bf16") for n in self.tiles]
             token = chunk * plan.chunk + self.g + a * 16
-            hidden = w.f32(-math.inf)
+            hidden = ptx.f32(-math.inf)
             for n in self.tiles:
-                logits[n].append(tuple(w.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
-        return logits, [[w.f32(1.0)] * 2 for _ in self.tiles], None
+                logits[n].append(tuple(ptx.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
+        return logits, [[ptx.f32(1.0)] * 2 for _ in self.tiles], None
 
     def full_values(self, slot, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
         """The state after this chunk."""
@@ -394,16 +400,16 @@ class Tile:
         if self.team > 1:
             for n in self.tiles:
                 for a, words in enumerate(weights[n]):
-                    w.store_shared(self._full_operand_at(n, self.part * mine + a, steps), *words)
+                    ptx.store_shared(self._full_operand_at(n, self.part * mine + a, steps), *words)
             self.meet()
-            operand = lambda n, a: w.load_shared(self._full_operand_at(n, a, steps), 2)
+            operand = lambda n, a: ptx.load_shared(self._full_operand_at(n, a, steps), 2)
         load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
         for a in range(steps):
             operands = [operand(n, a) for n in self.tiles]
             for i in range(channels):
-                fragment = load(w.i32(a), self.part * channels + i)
+                fragment = load(ptx.i32(a), self.part * channels + i)
                 for n in self.tiles:
-                    state["out"][n][i] = w.mma(state["out"][n][i], fragment, operands[n], "bf16")
+                    state["out"][n][i] = fragments.mma(state["out"][n][i], fragment, operands[n], "bf16")
         return state
 
     def store(self, at: dict, first_row, state: dict) -> None:
@@ -411,22 +417,22 @@ class Tile:
         H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
-            # Where the maxima and the excess were.
+            # They take the place of the maxima and the excess.
             self.meet()
             for i, pairs in enumerate(sums.values()):
                 self._share_over_rows(1 + i * self.team, pairs, operator.add)
             self.meet()
             sums = {name: self._shared_numbers(1 + i * self.team, self.team, operator.add) for i, name in enumerate(sums)}
         else:
-            sums = {name: [[w.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
+            sums = {name: [[fragments.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
         for n in self.tiles:
             for c in (0, 1):
-                row = w.i64(first_row + self.t * 2 + (n * ROWS + c))
-                to = at["out"] + row * (4 * H) + w.i64(self.g * 4 + self.part * (4 * H // self.team))
+                row = ptx.i64(first_row + self.t * 2 + (n * ROWS + c))
+                to = at["out"] + row * (4 * H) + ptx.i64(self.g * 4 + self.part * (4 * H // self.team))
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
                         x = acc[c + 2 * high]
-                        w.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
-                with w.when(self.g == 0):
-                    w.store_global(at["top"] + row * 4, state["top"][n][c])
-                    w.store_global(at["total"] + row * 4, sums["total"][n][c])
+                        ptx.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
+                with ptx.when(self.g == 0):
+                    ptx.store_global(at["top"] + row * 4, state["top"][n][c])
+                    ptx.store_global(at["total"] + row * 4, sums["total"][n][c])

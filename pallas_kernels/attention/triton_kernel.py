@@ -1,7 +1,7 @@
 """The Triton program of decode attention: one KV head, one share of its tokens, one block of query rows.
 
 Codes enter the tensor cores under a constant high byte: as 128 + code in bfloat16, for one. That takes one byte permutation and no
-arithmetic. What is too much is a multiple of the sum of the other operand as rounded, and is taken off in every step: left to the
+arithmetic. The excess is a multiple of the sum of the other operand as rounded, and is taken off in every step: left to the
 end, it would outgrow the accumulator. Codes count from 8, so that rounding errs in proportion to the spread of the data and not to
 its mean.
 
@@ -20,7 +20,7 @@ KEY_UPPER = tl.constexpr(0x64)  # float16 1024 + n
 KEY_LOWER = tl.constexpr(0x54)  # float16 64 + n / 16
 VALUE_UPPER = tl.constexpr(0x43)  # bfloat16 128 + n
 VALUE_LOWER = tl.constexpr(0x41)  # bfloat16 8 + n / 16
-# What is too much, and 8 (the lower code is stored plus 8 already, at a sixteenth).
+# The excess, and 8 (the lower code is stored plus 8 already, at a sixteenth).
 KEY_OFFSET = tl.constexpr((1024 + 8, 1024 + 8 + 64 + 0.5))
 VALUE_OFFSET = tl.constexpr((128 + 8, 128 + 8 + 8 + 0.5))
 
@@ -150,7 +150,7 @@ def attend(
 
     q = tl.load(q_ptr + q_row[:, None] * H + channels[None, :], mask=valid[:, None], other=0.0)
     seen = buffered - T + query + 1
-    # What the last row of the block sees.
+    # The tokens that the last row of the block sees.
     longest = buffered - T + 1 + tl.minimum((tl.program_id(2) * M + M - 1) // PER_HEAD, T - 1)
     tiles = (longest + TILE - 1) // TILE
     tokens = tl.arange(0, TILE)

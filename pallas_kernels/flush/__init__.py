@@ -1,4 +1,4 @@
-"""Quantize the oldest group of each row that is due and append it in place."""
+"""Flush: quantizes the oldest group of each row that is due and appends it in place."""
 
 from jaxtyping import Array, Bool
 
@@ -11,7 +11,7 @@ GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 def flush(
     layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str, implementation: Implementation = "auto"
 ) -> HierarchicalLayer:
-    """For each row that is due: its oldest G buffered tokens become group `lengths.quantized // G`, the rest move up.
+    """Makes the oldest G buffered tokens of each row that is due group `lengths.quantized // G`, and moves the rest up.
 
     Rows that are not due keep every bit. The caller updates the lengths.
     Raises ValueError where the implementation asked for does not support the device or the shapes.

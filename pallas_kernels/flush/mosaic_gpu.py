@@ -2,7 +2,7 @@
 
 A block of one warpgroup does the keys or the values of a KV head, and nothing if its row is not due. Values are read transposed,
 through shared memory, so that a group spans the rows for both. Columns half a row apart share bytes: tiles of both go together
-through the schemes of `kv_format`. Little is moved, once in G tokens: the plain structure costs nothing that matters.
+through the schemes of `formats/quantization.py`. Little is moved, once in G tokens: the plain structure costs nothing that matters.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats import quantization
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths, Planes
 
-# Of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
+# Sizes of a tile: no more than 256 x 16 and 64 x 256 numbers are in the registers of the 128 threads.
 COLUMNS = 16
 ROWS = 64
 
@@ -85,7 +85,7 @@ def _load(ref) -> Array:
 
 
 def _quantize(columns: Callable, planes: Planes, scheme: str) -> None:
-    """Writes a group. columns: those of its keys, or of its transposed values."""
+    """Quantizes a group and writes it. columns: reads columns of its keys, or of its transposed values."""
     half = planes.upper.shape[1]
     encode = functools.partial(quantization.encode, scheme=scheme, dtype=jnp.dtype(jnp.bfloat16))
 

@@ -6,7 +6,7 @@ import jax
 
 
 def pytree(*static: str):
-    """A frozen dataclass registered with JAX; the fields named are static."""
+    """A decorator: makes a class a frozen dataclass registered with JAX; the fields named are static."""
 
     def register(cls):
         cls = dataclasses.dataclass(frozen=True)(cls)

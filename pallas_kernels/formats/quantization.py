@@ -56,7 +56,10 @@ def quantize(x: Float[Array, "..."], axis: int, *, scheme: str, dtype) -> tuple[
 
 
 def encode(x: Array, low: Array, high: Array, *, scheme: str, dtype) -> tuple[Array, Array, Array, Array]:
-    """What `quantize` stores, still in x's dtype. low, high: extremes of each value's group, NaN if it has one."""
+    """The upper and lower codes, scale and zero that `quantize` stores, still in x's dtype.
+
+    low, high: extremes of each value's group, NaN if it has one.
+    """
     upper, lower, scale, zero = SCHEMES[scheme](x, low, high, dtype)
     finite = is_finite(scale) & is_finite(zero)
     return jnp.where(finite, upper, 0), jnp.where(finite, lower + 8, 8), jnp.where(finite, scale, jnp.nan), jnp.where(finite, zero, 0)

@@ -1,4 +1,6 @@
-"""Quantized weights: INT4 by groups and its way back to full precision, and INT8."""
+"""Weights of linear layers: INT4 by groups and its way back to full precision, and INT8."""
+
+from typing import TypeAlias
 
 from jaxtyping import Array, Float, Int8, UInt8
 
@@ -42,6 +44,10 @@ class Int8Weight:
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
+
+
+Weight: TypeAlias = Array | Int4Weight | Int8Weight
+"""A linear layer's weight [out, in] in any format: a plain array is full precision."""
 
 
 def dequantize_weight(weight: Int4Weight, dtype) -> Float[Array, "out in"]:

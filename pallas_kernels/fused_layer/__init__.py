@@ -1,44 +1,52 @@
-"""All that a layer with INT4 weights does between its attention and the next layer's."""
+"""All that a layer does between its attention and the next layer's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Weight
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+BIASED = "o", "gate", "up", "down"  # projections that may have a bias
 
 
 def between_attentions(
     x: Float[Array, "*rows D"],
     attended: Float[Array, "*rows channels"],
-    o: Int4Weight,
+    o: Weight,
     norm: Float[Array, "D"],
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     following_norm: Float[Array, "D"] | None = None,
-    following: Sequence[Int4Weight] = (),
+    following: Sequence[Weight] = (),
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Float[Array, "out"]] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
-    x: the residual stream. attended: what attention read. Returns the new residual stream and the projections, one after the other in
-    the last axis; without `following` and its norm, the stream before the MLP and what the MLP adds to it; and `handoff` for the next
-    layer's call. On a GPU the reference is a composition of kernels.
+    x: the residual stream. attended: what attention read. The weights [out, in] may be of any format; `norm`, `following_norm` and `eps`
+    are those of RMSNorm. biases: those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
 
-    handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first.
+    Returns the new residual stream and the outputs of `following`, one after the other in the last axis; without `following` and its
+    norm, the stream before the MLP and what the MLP adds to it. Last comes the handoff buffer for the next layer's call.
 
-    Raises ValueError where of `following` and its norm one is missing, and where the implementation asked for does not support the
-    device or the shapes.
+    handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. What it holds is
+    the kernel's affair: callers pass it on and never look into it.
+
+    On a GPU, what the kernel does not support is done by the reference, a composition of kernels.
+    Raises ValueError where `following` or its norm is missing without the other, where a bias is for no such projection, and where the
+    implementation asked for does not support the device or the arguments.
     """
     if (following_norm is None) == bool(following):
         raise ValueError("fused_layer: `following` and `following_norm` go together")
+    if others := set(biases or ()) - set(BIASED):
+        raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
     args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
-    return choose("fused_layer", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, eps=eps).between_attentions(
-        *args, eps=eps
-    )
+    settings = {"eps": eps, "biases": dict(biases or {})}
+    module = choose("fused_layer", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, **settings)
+    return module.between_attentions(*args, **settings)

@@ -1,25 +1,26 @@
-"""All between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
+"""All that lies between two attentions in one launch, on NVIDIA Hopper in Pallas Mosaic GPU, for the few rows of a draft step.
 
-Four stages of the INT4 matmul, of which every multiprocessor runs one block to the end. One kernel after the other would leave the
-memory idle whenever one ends and the next begins.
+It runs four stages of the INT4 matmul, and every multiprocessor one block from beginning to end. One kernel after the other would leave
+the memory idle whenever one ends and the next begins.
 
-Blocks wait for what others hand over. They draw their work in the order in which it can be done (see matmul/mosaic_block.py), so any number
-of them that run come to an end, and launches that do not depend on each other may run at the same time.
+Blocks wait for what others hand over (docs/kernels.md, "The fused layer"). They draw their work in the order in which
+it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
+other may run at the same time.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, NUMBERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, MATH_WARPS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
@@ -28,20 +29,25 @@ MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with 
 def unsupported(
     x: Array,
     attended: Array,
-    o: Int4Weight,
+    o: Weight,
     norm: Array,
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     following_norm: Array | None,
-    following: Sequence[Int4Weight],
+    following: Sequence[Weight],
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Array] | None = None,
 ) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
+    if not all(isinstance(weight, Int4Weight) for weight in (o, gate, up, down, *following)):
+        return "needs all weights in INT4"
+    if biases:
+        return f"adds no biases, and there are some of {', '.join(biases)}"
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     norms = [norm, following_norm] if following else [norm]
     if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:
@@ -54,7 +60,7 @@ def unsupported(
             return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
-    pieces = rows * math.ceil(width / (NUMBERS * 32 * WARPS))
+    pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
     if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
@@ -85,8 +91,9 @@ def between_attentions(
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Array] | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
-    """See `pallas_kernels.between.between_attentions`."""
+    """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
@@ -99,8 +106,8 @@ def between_attentions(
 
 
 def empty_handoff(plan: Plan) -> Array:
-    """A handoff buffer of which no ticket is drawn, and in which no number is there."""
-    from pallas_kernels.warp import ABSENT
+    """A handoff buffer from which no ticket is drawn, and in which no number is there."""
+    from pallas_kernels.gpu.ptx import ABSENT
 
     # Not a constant, which would be as large in the program and copied each time.
     return jnp.where(jnp.arange(plan.handoff_words) < COUNTER_WORDS, jnp.uint32(0), jnp.uint32(ABSENT))
@@ -116,7 +123,10 @@ def run(
     weights: Sequence[Sequence[Int4Weight]],
     handoff: Array,
 ) -> tuple[Array, Array, Array]:
-    """norms: of the stages that have one. weights: of every stage. handoff: used up; the last result takes its place."""
+    """One launch: the residual stream, the last stage's outputs, and the next launch's handoff buffer.
+
+    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place.
+    """
     from pallas_kernels.matmul import mosaic_block
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}

@@ -1,35 +1,37 @@
-"""A kernel for each step: the INT4 matmul, and the residual connection with its norm."""
+"""The layer as a composition: linear layers of any weight format, and the residual connection with its norm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.formats.weights import Int4Weight
-from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.formats.weights import Weight
+from pallas_kernels.matmul import linear
 from pallas_kernels.norm import add_rms_norm
 
 
 def between_attentions(
     x: Float[Array, "*rows D"],
     attended: Float[Array, "*rows channels"],
-    o: Int4Weight,
+    o: Weight,
     norm: Float[Array, "D"],
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     following_norm: Float[Array, "D"] | None,
-    following: Sequence[Int4Weight],
+    following: Sequence[Weight],
     handoff: Array | None = None,
     *,
     eps: float,
+    biases: Mapping[str, Float[Array, "out"]],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
-    """See `pallas_kernels.between.between_attentions`."""
-    x, h = add_rms_norm(x, int4_matmul(attended, [o]), norm, eps=eps)
-    gates, ups = jnp.split(int4_matmul(h, [gate, up]), 2, axis=-1)
-    added = int4_matmul(jax.nn.silu(gates) * ups, [down])
+    """See `pallas_kernels.fused_layer.between_attentions`."""
+    of = lambda *names: [biases[name] for name in names if name in biases]
+    x, h = add_rms_norm(x, linear(attended, [o], of("o")), norm, eps=eps)
+    gates, ups = jnp.split(linear(h, [gate, up], of("gate", "up")), 2, axis=-1)
+    added = linear(jax.nn.silu(gates) * ups, [down], of("down"))
     if following_norm is None:
         return x, added, handoff
     x, h = add_rms_norm(x, added, following_norm, eps=eps)
-    return x, int4_matmul(h, following), handoff
+    return x, linear(h, following), handoff

@@ -1,4 +1,4 @@
-"""Launching a kernel whose body places every register itself (see warp.py)."""
+"""Launches a kernel whose body places every register itself (see ptx.py)."""
 
 from collections.abc import Callable
 

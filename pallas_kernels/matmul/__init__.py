@@ -1,13 +1,30 @@
-"""Activations times group-quantized INT4 weights."""
+"""Linear layers: activations times weights in full precision, in INT4 by groups, or in INT8."""
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
+
+
+def linear(
+    x: Float[Array, "*rows in"], weights: Sequence[Weight], biases: Sequence[Float[Array, "out"]] = (), *, dtype=None
+) -> Float[Array, "*rows out"]:
+    """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
+
+    weights: [out, in] in any format; where all are INT4, they share a launch. biases: one for each weight, or none at all.
+    dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
+    Raises ValueError where there are biases for some of the weights only.
+    """
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"linear: {len(biases)} biases for {len(weights)} weights, should be as many or none")
+    y = _multiply(x, weights, x.dtype if dtype is None else dtype)
+    return y + jnp.concatenate(biases) if biases else y
 
 
 def int4_matmul(
@@ -15,8 +32,24 @@ def int4_matmul(
 ) -> Float[Array, "*rows out"]:
     """x @ weight.T for each weight, one after the other in the last axis, accumulated in at least float32, in x's dtype.
 
-    One launch for all, where a kernel runs.
-
+    One launch computes all of them, where a kernel runs.
     Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
     return choose("matmul", GPU_IMPLEMENTATIONS, implementation, x, weights).int4_matmul(x, weights)
+
+
+def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
+    """The outputs without biases."""
+    if all(isinstance(weight, Int4Weight) for weight in weights):
+        return int4_matmul(x, weights).astype(dtype)
+    return jnp.concatenate([_multiply_one(x, weight, dtype) for weight in weights], axis=-1)
+
+
+def _multiply_one(x: Array, weight: Weight, dtype) -> Array:
+    if isinstance(weight, Int4Weight):
+        return int4_matmul(x, [weight]).astype(dtype)
+    if isinstance(weight, Int8Weight):
+        return _multiply_one(x, weight.codes.astype(x.dtype), dtype) * weight.scale.astype(dtype)
+    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)

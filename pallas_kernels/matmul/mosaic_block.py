@@ -1,42 +1,43 @@
-"""What a block of the Mosaic GPU INT4 matmul does, stage after stage.
+"""The program of a block of the Mosaic GPU INT4 matmul, stage after stage.
 
 Codes enter the tensor cores as bytes: a mask takes the low nibbles of a word, another 16 times the high ones. Activations enter as
 integers of 16 bits, with a scale for each row and group of inputs: two columns of bytes, whose products are exact. What is lost is no
 more than 1/64,000 of the largest of a group, a small part of what bfloat16 loses of it. Then y = scale (sum x code) + zero (sum x),
 group by group in float32.
 
-Some warps copy, some compute, and some add what those found: none waits for another longer than the rings between them are deep. A warp
-that computes has groups of inputs of its own, and places the activations that it alone reads.
-A stage's inputs are all outputs of the stage before, of all blocks. Nobody says that they are there: in global memory lie NaNs of a
-kind that no stage writes, put there by the launch before, and who needs a number reads until it is another. The ring does not wait:
-weights of the next stage are on their way already.
+Producer warps copy, math warps multiply, and epilogue warps add what those found: none waits for another longer than the rings between
+them are deep. A math warp has groups of inputs of its own, and places the activations that it alone reads.
+A stage's inputs are all outputs of the stage before, of all blocks. No flag says that they are there: global memory holds NaNs of a kind
+that no stage writes, put there by the launch before, and whoever needs a number reads until it is another. Producers do not wait for
+it: weights of the next stage are on their way already.
 
-Which outputs a block works on, tickets say, drawn from a counter in the order of the stages. So whatever a block waits for is another's
-that runs already: the launch comes to its end however few of its blocks fit on the device at once, as beside other launches like it.
+Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
+block that runs already: the launch comes to its end however few of its blocks fit on the device at once, beside other launches or not.
+Rings, barriers and the handoff buffer are drawn in docs/kernels.md.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import warp as w
+from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
-    COPIERS,
     COUNTER_WORDS,
-    FINISHERS,
+    EPILOGUE_WARPS,
     GROUP_SIZE,
+    MATH_WARPS,
     NUMBERS,
     PARAMETER_PITCH,
     PASS,
     PIECES_AT_ONCE,
+    PRODUCER_WARPS,
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
     TICKET_SLOTS,
     TILE,
-    WARPS,
     Plan,
     Stage,
     passes_at_once,
@@ -53,42 +54,44 @@ LOG2_E = 1.4426950408889634
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    thread, block = w.thread_index(), w.block_index()
-    warp, lane = w.uniform(thread >> 5), thread & 31
+    """Emits a block: its rings, and the program of each kind of warp."""
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, block = ptx.thread_index(), ptx.block_index()
+    warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
     ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
-    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, WARPS * plan.tile_bytes, ring.arrivals_end)
+    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
     tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
-    warps = WARPS + COPIERS + FINISHERS
+    warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
-    with w.when(thread == 0):
-        ring.start(33 * COPIERS, WARPS)  # every lane once its own copies are there, and one that says how many bytes come
-        sums.start(WARPS, FINISHERS)
+    with ptx.when(thread == 0):
+        # Every lane of a producer warp arrives once its own copies are there, and one more time the lane that announces bytes.
+        ring.start(33 * PRODUCER_WARPS, MATH_WARPS)
+        sums.start(MATH_WARPS, EPILOGUE_WARPS)
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
         make_handoff(plan, at["next_handoff"], block, thread)
-    w.synchronize(w.i32(0), warps)
-    # The first lane of the warps that copy draws tickets for all warps.
+    ptx.synchronize(ptx.i32(0), warps)
+    # The first lane of the producer warps draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
-    with w.when(warp < WARPS):
-        compute(plan, at, drawn(), ring, sums, warp, thread)
-    with w.when((w.i32(WARPS - 1) < warp) & (warp < WARPS + COPIERS)):
-        copy(plan, at, drawn(at.get("handoff")), ring, warp - WARPS, lane)
-    with w.when(w.i32(WARPS + COPIERS - 1) < warp):
-        finish(plan, at, drawn(), sums, thread - 32 * (WARPS + COPIERS))
+    with ptx.when(warp < MATH_WARPS):
+        do_math(plan, at, drawn(), ring, sums, warp, thread)
+    with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
+        produce(plan, at, drawn(at.get("handoff")), ring, warp - MATH_WARPS, lane)
+    with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
+        write_outputs(plan, at, drawn(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
-    """Fills the handoff buffer of the next launch: no ticket is drawn, and no number is there."""
-    threads = 32 * (WARPS + COPIERS + FINISHERS)
+    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it."""
+    threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
-        word = w.select(piece == 0, w.i32(0), w.i32(-1))  # `ABSENT`
-        with w.when(piece < pieces):
-            w.store_global_words(handoff + w.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
+        word = ptx.select(piece == 0, ptx.i32(0), ptx.i32(-1))  # `ABSENT`
+        with ptx.when(piece < pieces):
+            ptx.store_global_words(handoff + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,60 +99,60 @@ class Share:
     """A number from 0 to `plan.blocks` - 1, and the tiles of outputs of a stage that belong to it."""
 
     plan: Plan
-    number: w.Value
+    number: ptx.Value
 
     def tiles(self, stage: Stage) -> tuple:
-        """First and last + 1."""
+        """The share's first tile of a stage, and its last + 1."""
         return self.number * stage.tiles // self.plan.blocks, (self.number + 1) * stage.tiles // self.plan.blocks
 
     def turns(self, stage: Stage):
-        """How often a block takes as many tiles as it takes together."""
+        """How many turns the share takes, in each of which a block works on as many tiles as it may take together."""
         lower, upper = self.tiles(stage)
         together = self.plan.together(stage)
         return (upper - lower + (together - 1)) // together
 
 
 class OwnShare:
-    """The shares of a block in a launch of one stage, in which no block waits for another: that of its own number."""
+    """The one share of a block in a launch of one stage, in which no block waits for another: that of its own number."""
 
     def __init__(self, plan: Plan, block):
         self.share = Share(plan, block)
 
     def of_stage(self, number: int, carry, work: Callable):
-        """carry = work(share, carry) for each of the block's shares of a stage."""
+        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry."""
         return work(self.share, carry)
 
 
 class Tickets:
     """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
 
-    counter: for the warps that copy, where in global memory tickets are counted. The first lane of the first of them draws for the block,
-    the next ticket whenever it passes one on, so that nobody waits for the counter.
+    counter: for the producer warps, the address in global memory where tickets are counted. The first lane of the first of them draws for
+    the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
     """
 
     def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
         self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
-        self.draws = w.select(thread == 32 * WARPS, w.i32(1), w.i32(0))
-        drawn = () if counter is None else (w.take_ticket(counter, self.draws),)
-        self.state = self.following(w.i32(0), w.i32(0), *drawn)
+        self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
+        drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
+        self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
 
     def following(self, slot, parity, *drawn) -> tuple:
-        """The next ticket, and the state to come to the one after it."""
+        """The next ticket, and the state from which `following` comes to the one after it."""
         if drawn:
-            with w.when(self.draws == 1):
-                w.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
-                w.store_shared(self.ring.slot(slot), *drawn)
-                w.arrive(self.ring.filled(slot))
-            drawn = (w.take_ticket(self.counter, self.draws),)
-        w.wait_for_arrivals(self.ring.filled(slot), parity)
-        ticket = w.uniform(w.load_shared(self.ring.slot(slot), 1)[0])
-        w.synchronize(None, 1)
-        with w.when(self.lane == 0):
-            w.arrive(self.ring.emptied(slot))
+            with ptx.when(self.draws == 1):
+                ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
+                ptx.store_shared(self.ring.slot(slot), *drawn)
+                ptx.arrive(self.ring.filled(slot))
+            drawn = (ptx.take_ticket(self.counter, self.draws),)
+        ptx.wait_for_arrivals(self.ring.filled(slot), parity)
+        ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
+        ptx.synchronize(None, 1)
+        with ptx.when(self.lane == 0):
+            ptx.arrive(self.ring.emptied(slot))
         return ticket, *self.ring.following(slot, parity), *drawn
 
     def of_stage(self, number: int, carry, work: Callable):
-        """carry = work(share, carry) for each of the block's shares of a stage. Stages are to be asked for in their order."""
+        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry; stages come in their order."""
         blocks = self.plan.blocks
 
         def step(both):
@@ -157,59 +160,65 @@ class Tickets:
             carry = work(Share(self.plan, ticket - number * blocks), carry)
             return self.following(*state), carry
 
-        self.state, carry = w.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
+        self.state, carry = ptx.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
         return carry
 
 
 class Ring:
     """Slots that some warps fill and others empty, one after the other.
 
-    A slot for a pass has codes [output][group][64 bytes], then scales and zeros [array][output][group]; one for the sums of a tile has
-    [warp][row tile][lane][2 outputs], see `add_group`.
+    A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
+    One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
     """
 
     def __init__(self, slots: int, first, size: int, arrivals):
         self.slots, self.first, self.size, self.arrivals = slots, first, size, arrivals
 
     def start(self, fillers: int, emptiers: int) -> None:
-        """How many arrivals fill a slot, and how many empty it."""
+        """Makes the barriers of all slots. fillers, emptiers: how many arrivals fill a slot, and how many empty it."""
         for slot in range(self.slots):
-            w.arrivals_init(self.filled(w.i32(slot)), fillers)
-            w.arrivals_init(self.emptied(w.i32(slot)), emptiers)
+            ptx.arrivals_init(self.filled(ptx.i32(slot)), fillers)
+            ptx.arrivals_init(self.emptied(ptx.i32(slot)), emptiers)
 
     def slot(self, slot):
+        """The address of a slot."""
         return self.first + slot * self.size
 
     def filled(self, slot):
+        """The address of the mbarrier that completes when a slot is full."""
         return self.arrivals + 8 * slot
 
     def emptied(self, slot):
+        """The address of the mbarrier that completes when a slot may be filled again."""
         return self.arrivals + 8 * (slot + self.slots)
 
     @property
     def arrivals_end(self):
-        """Behind the barriers of all slots."""
+        """The address behind the barriers of all slots."""
         return self.arrivals + 2 * 8 * self.slots
 
     def following(self, slot, parity) -> tuple:
         """The next slot, and its parity."""
         last = slot == self.slots - 1
-        return w.select(last, w.i32(0), slot + 1), w.select(last, parity ^ 1, parity)
+        return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
 
 
-# The warps that copy -------------------------------------------------------------------------------------------------------
+# Producer warps --------------------------------------------------------------------------------------------------------
 
 
-def copy(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
+def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
-    carry = (w.i32(0), w.i32(1), w.i32(max(0, plan.slots - COPIES)), w.i32(1))
+    carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
     for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: copy_stage(plan, number, at, share, ring, warp, lane, carry)
+        work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
 
 
-def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """carry: slot of the ring and its parity, and those of the pass that must be there before this one is on its way."""
+def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
+    """Fills the ring with the share's passes of a stage.
+
+    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
+    """
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
     together = plan.together(stage)
@@ -218,42 +227,42 @@ def copy_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp
         def one_pass(number_of_pass, carry):
             for which in range(together):
                 slot, parity, *earlier = carry
-                w.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-                w.wait_for_arrivals(ring.emptied(slot), parity)
-                left = w.minimum(w.i32(stage.groups) - number_of_pass * PASS, w.i32(PASS))
+                ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+                ptx.wait_for_arrivals(ring.emptied(slot), parity)
+                left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
                 tile = lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
-                    left = w.select(tile < upper, left, w.i32(0))
-                    tile = w.minimum(tile, upper - 1)
+                    left = ptx.select(tile < upper, left, ptx.i32(0))
+                    tile = ptx.minimum(tile, upper - 1)
                 source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
                 copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
                 carry = *ring.following(slot, parity), *ring.following(*earlier)
             return carry
 
-        return w.loop(w.i32(0), w.i32(stage.passes), carry, one_pass)
+        return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
 
-    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
+    return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
-    """A warp's rows of a tile in a pass, of which so many groups are left from the first; scales and zeros are 0 for others."""
-    rows, words = TILE // COPIERS, PASS // 2  # words of scales hold two groups each
+    """Copies a producer warp's rows of a tile in a pass, `left` groups from group `first` on; scales and zeros of others become 0."""
+    rows, words = TILE // PRODUCER_WARPS, PASS // 2  # words of scales hold two groups each
     row_bytes = left * CODE_BYTES
-    with w.when(lane == 0):
-        w.arrive_with(arrival, row_bytes * rows)
-    with w.when((lane < rows) & (w.i32(0) < left)):
+    with ptx.when(lane == 0):
+        ptx.arrive_with(arrival, row_bytes * rows)
+    with ptx.when((lane < rows) & (ptx.i32(0) < left)):
         output = warp * rows + lane
         array, row = source("codes", output)
-        place = w.i64(row) * stage.groups + w.i64(first)
-        w.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
+        place = ptx.i64(row) * stage.groups + ptx.i64(first)
+        ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
     output, pair = warp * rows + lane // words, lane % words * 2
     there = pair < left
-    group = w.i64(w.select(there, first + pair, w.i32(0)))
+    group = ptx.i64(ptx.select(there, first + pair, ptx.i32(0)))
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
         to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH + pair * 2
-        w.copy_async(to, array + (w.i64(row) * stage.groups + group) * 2, w.select(there, w.i32(4), w.i32(0)), width=4)
-    w.arrive_after_copies(arrival)
+        ptx.copy_async(to, array + (ptx.i64(row) * stage.groups + group) * 2, ptx.select(there, ptx.i32(4), ptx.i32(0)), width=4)
+    ptx.arrive_after_copies(arrival)
 
 
 def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> tuple:
@@ -261,20 +270,21 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
     arrays = [at[f"{name}{number}_{i}"] for i in range(len(stage.outputs))]
     if stage.gated:  # half a tile of each
         half = TILE // 2
-        return w.select(output < half, *arrays), tile * half + (output & (half - 1))
+        return ptx.select(output < half, *arrays), tile * half + (output & (half - 1))
     row = tile * TILE + output
     array, before, local = arrays[0], 0, row
     for outputs, other in zip(stage.outputs, arrays[1:]):
         before += outputs
-        beyond = w.i32(before - 1) < row
-        array, local = w.select(beyond, other, array), w.select(beyond, row - before, local)
+        beyond = ptx.i32(before - 1) < row
+        array, local = ptx.select(beyond, other, array), ptx.select(beyond, row - before, local)
     return array, local
 
 
-# The warps that compute ----------------------------------------------------------------------------------------------------
+# Math warps -----------------------------------------------------------------------------------------------------
 
 
-def compute(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+    """Multiplies the tiles of all stages, and puts the warp's sums of them in the ring of sums."""
     x = Activations(plan, at, warp, thread)
 
     def work(number: int, share: Share, carry: tuple) -> tuple:
@@ -282,28 +292,31 @@ def compute(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: 
             x.place_normed(number, share)
         return multiply(plan, number, share, ring, sums, x, carry)
 
-    carry = (w.i32(0), w.i32(0), w.i32(0), w.i32(1))
+    carry = (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1))
     for number in range(len(plan.stages)):
         carry = shares.of_stage(number, carry, functools.partial(work, number))
 
 
 def outputs_of(plan: Plan, at: dict, number: int):
-    """Where a stage's outputs go, unless it is the last."""
+    """The address of a stage's outputs in the handoff buffer; the last stage has none there."""
     return at["handoff"] + (4 * COUNTER_WORDS + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number]))
 
 
 def read_all(addresses: list) -> list:
-    return [w.load_global(at, NUMBERS // 2) for at in addresses]
+    return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
 
 
-def everyone() -> None:
-    """Waits for all warps that compute."""
-    w.synchronize(w.i32(1), WARPS)
+def math_warps_meet() -> None:
+    """Waits for all math warps."""
+    ptx.synchronize(ptx.i32(1), MATH_WARPS)
 
 
 class Activations:
-    """In shared memory: a stage's inputs in some passes [row][upper or lower byte][input]; their sums over groups and their scales
-    [group][row][sum or scale]; 0 for groups that are not there."""
+    """A stage's inputs in shared memory.
+
+    They are there for some passes as bytes [row][upper or lower byte][input], with sums over groups and scales [group][row][sum or scale];
+    0 for groups that are not there.
+    """
 
     def __init__(self, plan: Plan, at: dict, warp, thread):
         self.plan, self.at, self.warp, self.lane = plan, at, warp, thread & 31
@@ -312,57 +325,61 @@ class Activations:
         self.squares = self.sums + PASS * plan.room * plan.group_pitch
 
     def pieces(self, first, passes: int) -> list:
-        """(row, piece of the row) of this thread, row by row: of its warp's groups in so many passes, of two in a turn."""
+        """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
+
+        Half a warp takes one of two passes, the other half the other.
+        """
         half, within = self.lane // PIECES, self.lane % PIECES
         start = ((first + half) * PASS + self.warp) * PIECES + within
         return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
 
     def load(self, array, stage: Stage, pieces: list, read) -> list:
-        """Pieces of rows, 0 where there are none."""
+        """Reads pieces of rows of an array, 0 where there are none."""
         there = [piece < stage.groups * PIECES for _, piece in pieces]
-        place = lambda piece, is_there: w.i64(w.select(is_there, piece, w.i32(0))) * (2 * NUMBERS)
+        place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
         row_bytes = 2 * GROUP_SIZE * stage.groups
         found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
-        return [[w.select(is_there, word, w.i32(0)) for word in words] for is_there, words in zip(there, found)]
+        return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
     def inputs(self, number: int, pieces: list) -> list:
-        """Of a stage, before any norm."""
+        """Pieces of a stage's inputs before any norm, for which other blocks may have to be waited for."""
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, w.spin_wait)
+        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
 
     def place(self, number: int, first) -> None:
-        """Copies a stage's inputs in some passes."""
+        """Places a stage's inputs of some passes from `first` on."""
         stage = self.plan.stages[number]
         pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
         for start in range(0, len(pieces), PIECES_AT_ONCE):
             some = pieces[start : start + PIECES_AT_ONCE]
             for (row, piece), words in zip(some, self.inputs(number, some)):
                 self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
-        w.synchronize(None, 1)
+        ptx.synchronize(None, 1)
 
     def put(self, row: int, piece, words: list) -> None:
-        numbers = [x for word in words for x in w.bf16_entries(word)]
-        total, most = w.total(numbers), w.largest([word & 0x7FFF7FFF for word in words])
+        """Writes a piece as integers, and its group's sum and scale; the lanes of a half warp hold the pieces of a group."""
+        numbers = [x for word in words for x in numerics.bf16_entries(word)]
+        total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
-            total, most = total + w.shuffle("bfly", total, bit), w.maximum(most, w.shuffle("bfly", most, bit))
-        most = w.maximum(most, w.f32(LEAST_SCALED))
-        factor = w.reciprocal(most) * LARGEST
+            total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
+        most = ptx.maximum(most, ptx.f32(LEAST_SCALED))
+        factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
-        integers = [w.as_bits(w.fma(x, factor, w.f32(INTEGERS + 128))) for x in numbers]
-        upper, lower = ([w.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with w.when(piece < self.plan.room * (PASS * PIECES)):
+        integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
+        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
+        with ptx.when(piece < self.plan.room * (PASS * PIECES)):
             to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
-            w.store_shared(to, *upper)
-            w.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
-            with w.when((self.lane & (PIECES - 1)) == 0):
+            ptx.store_shared(to, *upper)
+            ptx.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
+            with ptx.when((self.lane & (PIECES - 1)) == 0):
                 # The products of high nibbles are 16 times as large, and those of low ones are made so.
                 scale = most * (1 / (16 * LARGEST))
-                w.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
+                ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
 
     def fetch_residual(self, number: int, pieces: list) -> list:
-        """The residual stream before the stage, and the norm's weight, where these pieces are."""
+        """The residual stream before the stage, and the norm's weight, in these pieces."""
         stage = self.plan.stages[number]
         earlier = [i for i in range(number) if self.plan.stages[i].normed]
         residual = self.load(self.at["residual"], stage, pieces, read_all)
@@ -373,46 +390,54 @@ class Activations:
         return list(zip(residual, weight * self.plan.rows))
 
     def sums_of(self, residual: list, added: list) -> list:
-        return [[w.combine_bf16(w.add, *both) for both in zip(*words)] for words in zip(residual, added)]
+        return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
 
     def place_normed(self, number: int, share: Share) -> None:
-        """The norm of the residual stream with what is added. The stream before the last norm is written with the first share."""
+        """Places the norm of the residual stream plus what the stage before gave.
+
+        The share with number 0 of the last stage with a norm also writes the stream.
+        """
         plan, stage = self.plan, self.plan.stages[number]
-        pieces, width = self.pieces(w.i32(0), stage.passes), stage.groups * GROUP_SIZE
+        pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
         residual = self.fetch_residual(number, pieces)
         totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
-        squares = [w.f32(0.0)] * plan.rows
+        squares = [ptx.f32(0.0)] * plan.rows
         for (row, piece), words in zip(pieces, totals):
             if not any(later.normed for later in plan.stages[number + 1 :]):
-                with w.when((share.number == 0) & (piece < width // NUMBERS)):
-                    w.store_global_words(self.at["residual_out"] + w.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
-            squares[row] = w.total([squares[row], *(x * x for word in words for x in w.bf16_entries(word))])
-        everyone()  # has read the squares before
+                with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
+                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
+            squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
+        math_warps_meet()  # has read the squares before
         for row, square in enumerate(squares):
-            square = w.all_rows(w.all_columns(square, w.add), w.add)
-            with w.when(self.lane == 0):
-                w.store_shared(self.squares + row * (4 * WARPS) + self.warp * 4, square)
-        everyone()
-        means = [w.total(w.load_shared(self.squares + row * (4 * WARPS), WARPS, "f")) * (1 / width) for row in range(plan.rows)]
-        scales = [w.rsqrt(mean + plan.eps) for mean in means]
+            square = fragments.all_rows(fragments.all_columns(square, numerics.add), numerics.add)
+            with ptx.when(self.lane == 0):
+                ptx.store_shared(self.squares + row * (4 * MATH_WARPS) + self.warp * 4, square)
+        math_warps_meet()
+        means = [
+            numerics.total(ptx.load_shared(self.squares + row * (4 * MATH_WARPS), MATH_WARPS, "f")) * (1 / width)
+            for row in range(plan.rows)
+        ]
+        scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
         for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
-            rounded = [w.pair(*(x * scales[row] for x in w.bf16_entries(word)), "bf16") for word in words]
-            self.put(row, piece, [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(rounded, weights)])
-        w.synchronize(None, 1)
+            rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
+            self.put(row, piece, [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(rounded, weights)])
+        ptx.synchronize(None, 1)
 
     def operands(self, place, n: int) -> tuple:
-        """Of the warp's group in the pass that has this place, row tile n: [half of the group][step] a word of bytes for each word of
-        codes, and the sum and scale of row t. Columns that are not there repeat the last."""
+        """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
+
+        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
+        """
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
-        column = w.minimum(g + 2 * ROWS * n, w.i32(2 * self.plan.rows - 1))
+        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
         at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves = [w.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
-        return halves, w.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
+        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
+        return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
 def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
-    """The block's tiles of a stage. carry: slots of both rings with their parities."""
+    """Multiplies the share's tiles of a stage. carry: slots of the rings of codes and of sums, each with its parity."""
     stage, lane, warp = plan.stages[number], x.lane, x.warp
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
@@ -421,10 +446,10 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
-        """Codes, and scales and zeros, of the warp's group."""
+        """The codes, and the scales and zeros, of the warp's group."""
         start = ring.slot(slot)
-        codes = [w.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-        one = lambda row: w.as_float((w.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+        codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
+        one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
     def one_turn(turn, carry):
@@ -434,106 +459,106 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             slot, parity, totals = carry
             if not stage.normed:
                 due = number_of_pass % at_once == 0
-                with w.when(due & (turn == 0) if resident else due):
+                with ptx.when(due & (turn == 0) if resident else due):
                     x.place(number, number_of_pass)
             place = number_of_pass if resident else number_of_pass % at_once
             operands = [x.operands(place, n) for n in range(plan.row_tiles)]
             new = []
             for total in totals:
-                w.wait_for_arrivals(ring.filled(slot), parity)
+                ptx.wait_for_arrivals(ring.filled(slot), parity)
                 new.append(add_group(total, *take(slot), *zip(*operands)))
-                w.synchronize(None, 1)
-                with w.when(lane == 0):
-                    w.arrive(ring.emptied(slot))
+                ptx.synchronize(None, 1)
+                with ptx.when(lane == 0):
+                    ptx.arrive(ring.emptied(slot))
                 slot, parity = ring.following(slot, parity)
             return slot, parity, new
 
-        totals = [[[w.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
-        slot, parity, totals = w.loop(w.i32(0), w.i32(stage.passes), (slot, parity, totals), one_pass)
+        totals = [[[ptx.f32(0.0)] * 2 for _ in range(plan.row_tiles)] for _ in range(plan.together(stage))]
+        slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(stage.passes), (slot, parity, totals), one_pass)
         for total in totals:
-            w.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+            ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
             for n, pair in enumerate(total):
-                w.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
-            w.synchronize(None, 1)
-            with w.when(lane == 0):
-                w.arrive(sums.filled(sums_slot))
+                ptx.store_shared(sums.slot(sums_slot) + warp * plan.tile_bytes + n * (4 * TILE * ROWS) + lane * 8, *pair)
+            ptx.synchronize(None, 1)
+            with ptx.when(lane == 0):
+                ptx.arrive(sums.filled(sums_slot))
             sums_slot, sums_parity = sums.following(sums_slot, sums_parity)
         return slot, parity, sums_slot, sums_parity
 
-    return w.loop(w.i32(0), share.turns(stage), carry, one_turn)
+    return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
 
 
 def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) -> list:
-    """totals [row tile][i], output g + 8 i and row t, and the products of one more group."""
+    """Adds the products of one more group to totals [row tile][i] of output g + 8 i and row t."""
     masks = 0x0F0F0F0F, 0xF0F0F0F0
-    acc = [[(w.i32(0),) * 4 for _ in totals] for _ in masks]
+    acc = [[(ptx.i32(0),) * 4 for _ in totals] for _ in masks]
     for s in range(0, STEPS, 2):
         for half, mask in enumerate(masks):
             fragment = [row[s + k] & mask for k in (0, 1) for row in codes]
-            acc[half] = [w.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
+            acc[half] = [fragments.mma_bytes(old, fragment, x[n][half][s : s + 2]) for n, old in enumerate(acc[half])]
     new = []
     for n, (total, (sum_x, scale_x)) in enumerate(zip(totals, sums)):
         upper_and_lower = [low * 16 + high for low, high in zip(acc[0][n], acc[1][n])]
         new.append([])
         for i, (scale, zero) in enumerate(parameters):
-            product = w.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
-            new[n].append(w.fma(product, scale * scale_x, w.fma(sum_x, zero, total[i])))
+            product = numerics.to_float(upper_and_lower[2 * i] * 256 + upper_and_lower[2 * i + 1])
+            new[n].append(numerics.fma(product, scale * scale_x, numerics.fma(sum_x, zero, total[i])))
     return new
 
 
-# The warps that finish tiles -----------------------------------------------------------------------------------------------
+# Epilogue warps ------------------------------------------------------------------------------------------------
 
 
-def finish(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
+def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
-    carry = (w.i32(0), w.i32(0))
+    carry = (ptx.i32(0), ptx.i32(0))
     for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: finish_stage(plan, number, at, share, sums, thread, carry)
+        work = lambda share, carry, number=number: write_stage(plan, number, at, share, sums, thread, carry)
         carry = shares.of_stage(number, carry, work)
 
 
-def finish_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
-    """carry: slot of the ring of sums, and its parity."""
+def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
+    """Writes the share's outputs of a stage. carry: slot of the ring of sums, and its parity."""
     stage, lane = plan.stages[number], thread & 31
     lower, upper = share.tiles(stage)
     size = plan.rows * stage.tile_outputs
 
     def step(tile, carry):
         slot, parity = carry
-        w.wait_for_arrivals(sums.filled(slot), parity)
-        for first in range(0, size, 32 * FINISHERS):
+        ptx.wait_for_arrivals(sums.filled(slot), parity)
+        for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
-            with w.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
-                finish_output(plan, number, at, sums.slot(slot), which, tile)
-        w.synchronize(None, 1)
-        with w.when(lane == 0):
-            w.arrive(sums.emptied(slot))
+            with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
+                write_output(plan, number, at, sums.slot(slot), which, tile)
+        ptx.synchronize(None, 1)
+        with ptx.when(lane == 0):
+            ptx.arrive(sums.emptied(slot))
         return sums.following(slot, parity)
 
-    return w.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
+    return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
-def finish_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
-    """Adds what the warps found, for one of the tile's rows and outputs, and writes it in a word with its neighbour's."""
+def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
+    """Adds the math warps' sums for one of the tile's rows and outputs, and writes the result in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
     size = plan.rows * outputs
     there = (which < size) & ((which & 1) == 0)
-    which = w.minimum(which, w.i32(size - 1))
+    which = ptx.minimum(which, ptx.i32(size - 1))
     row, output = which // outputs, which % outputs
-    # Where `totals` of this row and output lie, and those of output + 8.
+    # The place of `totals` of this row and output, and behind it that of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
-    total = lambda at: w.total([w.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(WARPS)])
+    total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])
     found = total(start)
     if stage.gated:
-        gate, up = w.round_bf16(found), w.round_bf16(total(start + 4))
-        found = w.round_bf16(gate / (w.exp2(gate * -LOG2_E) + 1.0)) * up
-    word = w.pair(found, w.shuffle("bfly", found, 1), "bf16")
-    place = (w.i64(row) * stage.width + w.i64(tile * outputs + output)) * 2
+        gate, up = numerics.round_bf16(found), numerics.round_bf16(total(start + 4))
+        found = numerics.round_bf16(gate / (numerics.exp2(gate * -LOG2_E) + 1.0)) * up
+    word = numerics.pair(found, ptx.shuffle("bfly", found, 1), "bf16")
+    place = (ptx.i64(row) * stage.width + ptx.i64(tile * outputs + output)) * 2
     hands_over = number + 1 < len(plan.stages)
-    with w.when(there):
+    with ptx.when(there):
         if hands_over:
-            w.store_relaxed(outputs_of(plan, at, number) + place, word)
+            ptx.store_relaxed(outputs_of(plan, at, number) + place, word)
         else:
-            w.store_global(at["y"] + place, word)
+            ptx.store_global(at["y"] + place, word)

@@ -1,10 +1,10 @@
 """INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory.
 
-A block keeps the activations in shared memory and owns tiles of 16 outputs. Some of its warps copy codes, scales and zeros to a ring
-in shared memory, a thousand bytes of a row at a time. Others divide the groups of inputs among them: codes become the first operand
-of the tensor cores, where activations, 4 rows a tile, are the second. The warps' sums meet in shared memory, once a tile, where more
-warps add them. Where there are more activations than a block can keep, it takes several tiles together, over some of the inputs, then
-over the next.
+A block keeps the activations in shared memory and owns tiles of 16 outputs. Its producer warps copy codes, scales and zeros to a
+ring in shared memory, a thousand bytes of a row at a time. Its math warps divide the groups of inputs among them:
+codes become the first operand of the tensor cores, where activations, 4 rows a tile, are the second. Their sums meet in shared memory,
+once a tile, where epilogue warps add them. Where there are more activations than a block can keep, it takes several tiles together,
+over some of the inputs, then over the next.
 """
 
 import functools
@@ -17,10 +17,10 @@ from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
-from pallas_kernels.matmul.mosaic_plan import COPIERS, FINISHERS, WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-WARPGROUPS = (WARPS + COPIERS + FINISHERS) // 4
+WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:

@@ -9,16 +9,16 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 
 TILE = support.OUTPUTS
 ROWS = 4  # of activations in a tile of the tensor cores: two columns each
-WARPS = 16  # that compute: each takes a group of a pass
-COPIERS = 4  # more warps, which copy: each rows of a tile of its own
-FINISHERS = 4  # more warps, which add what the others found of a tile
-PASS = WARPS  # groups that a block takes at once
+MATH_WARPS = 16  # they multiply: each takes a group of a pass
+PRODUCER_WARPS = 4  # they copy: each has rows of a tile of its own
+EPILOGUE_WARPS = 4  # they add what the math warps found of a tile
+PASS = MATH_WARPS  # groups that a block takes at once
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
-# From one output to the next in shared memory: neighbours lie in different banks.
+# Bytes from one output to the next in shared memory: neighbours lie in different banks.
 CODE_PITCH = PASS * CODE_BYTES + 64
 PARAMETER_PITCH = 2 * PASS + 4
 SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
-# Of the ring: fewer than enough leave the memory idle, and more than the most are of no use.
+# Slots of the ring of codes: fewer than enough leave the memory idle, and more than the most are of no use.
 LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 TICKET_SLOTS = 4  # tickets that warps of a block may be apart
@@ -30,9 +30,9 @@ MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the r
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A matmul. groups: of the inputs. outputs: of each weight.
+    """A matmul. groups: groups of inputs. outputs: the number of each weight's outputs.
 
-    normed: its inputs are the norm of the residual stream, to which is added what the stage before gave. gated: what the first weight
+    normed: whether its inputs are the norm of the residual stream plus what the stage before gave. gated: whether what the first weight
     gives goes through silu and multiplies what the second gives.
     """
 
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def passes(self) -> int:
-        """For a tile."""
+        """Passes over the inputs of a tile."""
         return math.ceil(self.groups / PASS)
 
     @property
@@ -61,10 +61,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """room: passes whose activations there is place for in a block. eps: of norms.
+    """The stages of one launch, and where everything lies in shared memory.
 
-    A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. Of
-    another, a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
+    room: passes whose activations there is place for in a block. eps: the norms' epsilon.
+
+    A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. In any
+    other stage a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
     """
 
     rows: int
@@ -75,7 +77,7 @@ class Plan:
 
     @classmethod
     def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
-        """As many stages resident as leave enough slots; those with a norm always are."""
+        """A plan with as many stages resident as leave enough slots; those with a norm always are."""
         least = max((stage.passes for stage in stages if stage.normed), default=0)
         for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
             others = any(stage.passes > most for stage in stages)
@@ -106,8 +108,8 @@ class Plan:
         """Words of 32 bits of a handoff buffer: the counter of tickets, and pairs of numbers that stages hand to those after them."""
         return COUNTER_WORDS + self.rows * sum(stage.width for stage in self.stages[:-1]) // 2
 
-    # In shared memory lie: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps' sums of tiles,
-    # the ring of tickets, who has arrived at the three rings, and the ring of codes.
+    # Shared memory holds, in this order: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps'
+    # sums of tiles, the ring of tickets, the mbarriers of the three rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -120,17 +122,17 @@ class Plan:
 
     @property
     def tile_bytes(self) -> int:
-        """Of a warp's sums of a tile."""
+        """Bytes of a warp's sums of a tile."""
         return 4 * TILE * ROWS * self.row_tiles
 
     @property
     def sums_start(self) -> int:
-        squares = 4 * WARPS * self.rows
+        squares = 4 * MATH_WARPS * self.rows
         return self.x_bytes + PASS * self.room * self.group_pitch + squares
 
     @property
     def tickets_start(self) -> int:
-        return self.sums_start + SUMS_SLOTS * WARPS * self.tile_bytes
+        return self.sums_start + SUMS_SLOTS * MATH_WARPS * self.tile_bytes
 
     @property
     def arrivals_start(self) -> int:
@@ -138,13 +140,13 @@ class Plan:
 
     @property
     def ring_start(self) -> int:
-        """A multiple of 128: copies of whole lines to other addresses take longer."""
+        """Where the ring of codes starts, a multiple of 128: copies of whole lines to other addresses take longer."""
         end = self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS + TICKET_SLOTS)
         return math.ceil(end / 128) * 128
 
     @property
     def slots(self) -> int:
-        """Of the ring of codes, as many as there is place for."""
+        """Slots of the ring of codes, as many as there is place for."""
         return max(0, min(MOST_SLOTS, (SHARED_BYTES - 2048 - self.ring_start) // SLOT_BYTES))
 
     @property
@@ -153,5 +155,5 @@ class Plan:
 
 
 def passes_at_once(rows: int) -> int:
-    """How many a warp places the activations of at once: an even number, for half of its lanes take one of two."""
+    """How many passes a warp places the activations of at once: an even number, for half of its lanes take one of two."""
     return 2 * max(1, PIECES_AT_ONCE // rows)

@@ -1,4 +1,4 @@
-"""Plain JAX: dequantize, then multiply."""
+"""The INT4 matmul in plain JAX: dequantize, then multiply."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the GPU kernels of INT4 matmul take."""
+"""The arguments that the GPU kernels of INT4 matmul take."""
 
 import math
 from collections.abc import Sequence

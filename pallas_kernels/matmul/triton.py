@@ -24,7 +24,11 @@ RESIDENT_WARPS = 12  # of a multiprocessor, at most: more would lack registers
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """groups: of inputs that a program keeps, at most, a power of two. tile: outputs. num_stages: tiles in work or on their way."""
+    """How the work is divided.
+
+    groups: groups of inputs that a program keeps at most, a power of two. tile: outputs of a tile. num_stages: tiles in work or on their
+    way.
+    """
 
     groups: int
     tile: int
@@ -76,13 +80,13 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, c
 
 
 def most_warps(groups: int, tile: int) -> int:
-    """That have two scales a thread to copy: one is too few bytes for a copy in the background."""
+    """Warps that have two scales a thread to copy, at most: one is too few bytes for a copy in the background."""
     return groups * tile // 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """groups: of the inputs. outputs: of each weight."""
+    """The kernel for one set of shapes. groups: groups of inputs. outputs: the number of each weight's outputs."""
 
     rows: int
     groups: int
@@ -94,13 +98,13 @@ class Plan:
         return cls(math.prod(x.shape[:-1]), weights[0].codes.shape[1], tuple(weight.shape[0] for weight in weights))
 
     def configured(self, config: Config | None) -> "Plan":
-        """With this configuration, or the default."""
+        """The plan with this configuration, or the default."""
         if config is None:
             config = self.default()
         return dataclasses.replace(self, config=config)
 
     def default(self) -> Config:
-        """As many groups as there is room for, and the eight warps that their scales and zeros are enough for."""
+        """The configuration with as many groups as there is room for, and the eight warps that their scales and zeros are enough for."""
         sizes = [groups for groups in (32, 16, 8, 4, 2) if groups < 2 * self.groups] or [2]
         configs = [
             Config(groups, tile, max(1, most_warps(groups, tile)), num_stages)
@@ -112,7 +116,7 @@ class Plan:
         return next(config for config in configs if self.configured(config).fits)
 
     def candidates(self) -> list[Config]:
-        """What may do well, the default first."""
+        """Configurations that may do well, the default first."""
         largest = self.default().groups
         configs = [
             Config(groups, tile, num_warps, num_stages)
@@ -138,7 +142,7 @@ class Plan:
 
     @property
     def slice_groups(self) -> int:
-        """An even number, for scales in pairs."""
+        """Groups of a slice: an even number, for scales in pairs."""
         return 2 * math.ceil(self.groups / self.slices / 2)
 
     @property
@@ -147,7 +151,7 @@ class Plan:
 
     @property
     def programs(self) -> int:
-        """Of a slice."""
+        """Programs of a slice."""
         resident = max(1, min(shared_memory() // self.shared_bytes, RESIDENT_WARPS // self.config.num_warps))
         return min(self.tiles, max(1, multiprocessors() * resident // self.slices))
 

@@ -1,6 +1,6 @@
 """The Triton program of the INT4 matmul: some tiles of outputs, over a slice of the inputs.
 
-Codes enter the tensor cores as 128 + code in bfloat16, which costs no arithmetic. What is too much is 128 times the sum of the
+Codes enter the tensor cores as 128 + code in bfloat16, which costs no arithmetic. The excess is 128 times the sum of the
 activations, and goes with the zero: y = scale (sum x (128 + code)) + (zero - 128 scale) sum x, group by group. Groups are a batch
 of products, which Triton deals out to the warps: they need each other only when a tile is done.
 """
@@ -16,7 +16,7 @@ EXCESS = tl.constexpr(128.0)
 
 @triton.jit
 def of_weight(tile, first, second, third, END0: tl.constexpr, END1: tl.constexpr):
-    """What belongs to the weight that a tile of all outputs is of."""
+    """Chooses what belongs to the weight that this tile of all outputs is part of."""
     return tl.where(tile < END0, first, tl.where(tile < END1, second, third))
 
 

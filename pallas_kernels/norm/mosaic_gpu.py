@@ -43,7 +43,7 @@ def add_rms_norm(
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnames="eps")
 def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float[Array, "D"], *, eps: float) -> tuple[Array | None, Array]:
-    """The sum, None where nothing is added, and its norm."""
+    """One launch: the sum (None where nothing is added) and its norm."""
     rows, width = x.shape
     inputs = {"x": x, "weight": weight} | ({} if added is None else {"added": added})
     outputs = {"normed": x} | ({} if added is None else {"total": x})
@@ -55,29 +55,29 @@ def run(x: Float[Array, "M D"], added: Float[Array, "M D"] | None, weight: Float
 
 
 def _emit_row(width: int, warps: int, eps: float, refs: dict) -> None:
-    from pallas_kernels import warp as w
+    from pallas_kernels.gpu import fragments, numerics, ptx
 
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    thread, row = w.thread_index(), w.block_index()
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, row = ptx.thread_index(), ptx.block_index()
     there = thread < width // NUMBERS
-    place = w.select(there, thread, w.i32(0)) * (2 * NUMBERS)
-    within = w.i64(row * (2 * width) + place)
-    words = w.load_global(at["x"] + within, NUMBERS // 2)
-    weights = w.load_global(at["weight"] + w.i64(place), NUMBERS // 2)
+    place = ptx.select(there, thread, ptx.i32(0)) * (2 * NUMBERS)
+    within = ptx.i64(row * (2 * width) + place)
+    words = ptx.load_global(at["x"] + within, NUMBERS // 2)
+    weights = ptx.load_global(at["weight"] + ptx.i64(place), NUMBERS // 2)
     if "added" in at:
-        added = w.load_global(at["added"] + within, NUMBERS // 2)
-        words = [w.combine_bf16(w.add, x, y) for x, y in zip(words, added)]
-        with w.when(there):
-            w.store_global_words(at["total"] + within, *words)
-    numbers = [x for word in words for x in w.bf16_entries(word)]
-    square = w.total([x * x for x in numbers])
-    square = w.all_rows(w.all_columns(w.select(there, square, w.f32(0.0)), w.add), w.add)
-    with w.when((thread & 31) == 0):
-        w.store_shared(at["shared"] + (thread >> 5) * 4, square)
-    w.synchronize(w.i32(0), warps)
-    mean = w.total(w.load_shared(at["shared"], warps, "f")) * (1 / width)
-    scale = w.rsqrt(mean + eps)
-    pairs = [w.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
-    normed = [w.combine_bf16(w.multiply, x, weight) for x, weight in zip(pairs, weights)]
-    with w.when(there):
-        w.store_global_words(at["normed"] + within, *normed)
+        added = ptx.load_global(at["added"] + within, NUMBERS // 2)
+        words = [numerics.combine_bf16(numerics.add, x, y) for x, y in zip(words, added)]
+        with ptx.when(there):
+            ptx.store_global_words(at["total"] + within, *words)
+    numbers = [x for word in words for x in numerics.bf16_entries(word)]
+    square = numerics.total([x * x for x in numbers])
+    square = fragments.all_rows(fragments.all_columns(ptx.select(there, square, ptx.f32(0.0)), numerics.add), numerics.add)
+    with ptx.when((thread & 31) == 0):
+        ptx.store_shared(at["shared"] + (thread >> 5) * 4, square)
+    ptx.synchronize(ptx.i32(0), warps)
+    mean = numerics.total(ptx.load_shared(at["shared"], warps, "f")) * (1 / width)
+    scale = numerics.rsqrt(mean + eps)
+    pairs = [numerics.pair(a * scale, b * scale, "bf16") for a, b in zip(numbers[::2], numbers[1::2])]
+    normed = [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(pairs, weights)]
+    with ptx.when(there):
+        ptx.store_global_words(at["normed"] + within, *normed)

@@ -1,4 +1,4 @@
-"""Plain JAX, with the roundings of Hugging Face's models."""
+"""Residual connection and RMSNorm in plain JAX, with the roundings of Hugging Face's models."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -20,7 +20,7 @@ def rotate_and_append(
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
     """Queries after RoPE, and the buffer with keys, after RoPE, and values from row `offset[b]` on.
 
-    qkv: of each token N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
+    qkv: for each token, N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
     where they are not, the last rows are written instead, and nothing beyond the buffer.
     Raises ValueError where the implementation asked for does not support the device or the shapes.
     """

@@ -42,14 +42,14 @@ def rotate_and_append(
     buffer: FullLayer,
     offset: Int[Array, "B"],
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
-    """See `pallas_kernels.append.rotate_and_append`."""
+    """See `pallas_kernels.rope_append.rotate_and_append`."""
     return run(qkv, cos.astype(qkv.dtype), sin.astype(qkv.dtype), buffer, offset)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
 @jax.jit
 def run(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array, "B"]) -> tuple[Array, FullLayer]:
-    """cos, sin: in bfloat16."""
+    """One launch. cos, sin: in bfloat16."""
     B, T, channels = qkv.shape
     _, kv_heads, rows, head_dim = buffer.keys.shape
     heads = channels // head_dim - 2 * kv_heads
@@ -63,31 +63,31 @@ def run(qkv: Array, cos: Array, sin: Array, buffer: FullLayer, offset: Int[Array
 
 
 def _emit_part(heads: int, kv_heads: int, rows: int, head_dim: int, tokens: int, parts: int, refs: dict) -> None:
-    from pallas_kernels import warp as w
+    from pallas_kernels.gpu import numerics, ptx
 
-    at = {name: w.address(ref) for name, ref in refs.items()}
-    block = w.block_index()
-    place, item = block // parts, block % parts * THREADS + w.thread_index()  # of all tokens, of the token's pairs
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    block = ptx.block_index()
+    place, item = block // parts, block % parts * THREADS + ptx.thread_index()  # of all tokens, of the token's pairs
     pairs, head_bytes = head_dim // 4, 2 * head_dim
     every = heads + 2 * kv_heads
-    with w.when(item < every * pairs):
-        head, within = item // pairs, w.i64(item % pairs * 4)
+    with ptx.when(item < every * pairs):
+        head, within = item // pairs, ptx.i64(item % pairs * 4)
         half = head_dim  # bytes
-        source = at["qkv"] + w.i64((place * every + head) * head_bytes) + within
-        (a,), (b,) = w.load_global(source), w.load_global(source + half)
-        angle = w.i64(place * half) + within
-        cos, sin = (w.bf16_entries(w.load_global(at[name] + angle)[0]) for name in ("cos", "sin"))
-        offset = w.load_global(at["offset"] + w.i64(place // tokens) * 4)[0]
+        source = at["qkv"] + ptx.i64((place * every + head) * head_bytes) + within
+        (a,), (b,) = ptx.load_global(source), ptx.load_global(source + half)
+        angle = ptx.i64(place * half) + within
+        cos, sin = (numerics.bf16_entries(ptx.load_global(at[name] + angle)[0]) for name in ("cos", "sin"))
+        offset = ptx.load_global(at["offset"] + ptx.i64(place // tokens) * 4)[0]
         # An offset without room moves to where there is, as the reference's does: nothing is written behind the buffer.
-        offset = w.maximum(w.minimum(offset, w.i32(rows - max(2, tokens))), w.i32(0))
+        offset = ptx.maximum(ptx.minimum(offset, ptx.i32(rows - max(2, tokens))), ptx.i32(0))
         row = offset + place % tokens
-        a2, b2 = w.bf16_entries(a), w.bf16_entries(b)
-        first = w.pair(*(x * c - y * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
-        second = w.pair(*(y * c + x * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
-        is_query, is_value = head < heads, w.i32(heads + kv_heads - 1) < head
-        kv_head = head - w.select(is_value, w.i32(heads + kv_heads), w.select(is_query, w.i32(0), w.i32(heads)))
-        kept = ((w.i64(place // tokens) * kv_heads + w.i64(kv_head)) * rows + w.i64(row)) * head_bytes
-        array = w.select(is_value, at["values"], at["keys"])
-        to = w.select(is_query, at["q"] + w.i64((place * heads + head) * head_bytes), array + kept) + within
-        w.store_global(to, w.select(is_value, a, first))
-        w.store_global(to + half, w.select(is_value, b, second))
+        a2, b2 = numerics.bf16_entries(a), numerics.bf16_entries(b)
+        first = numerics.pair(*(x * c - y * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
+        second = numerics.pair(*(y * c + x * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
+        is_query, is_value = head < heads, ptx.i32(heads + kv_heads - 1) < head
+        kv_head = head - ptx.select(is_value, ptx.i32(heads + kv_heads), ptx.select(is_query, ptx.i32(0), ptx.i32(heads)))
+        kept = ((ptx.i64(place // tokens) * kv_heads + ptx.i64(kv_head)) * rows + ptx.i64(row)) * head_bytes
+        array = ptx.select(is_value, at["values"], at["keys"])
+        to = ptx.select(is_query, at["q"] + ptx.i64((place * heads + head) * head_bytes), array + kept) + within
+        ptx.store_global(to, ptx.select(is_value, a, first))
+        ptx.store_global(to + half, ptx.select(is_value, b, second))

@@ -1,4 +1,4 @@
-"""Plain JAX."""
+"""RoPE and append in plain JAX."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ def rotate_and_append(
     buffer: FullLayer,
     offset: Int[Array, "B"],
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
-    """See `pallas_kernels.append.rotate_and_append`."""
+    """See `pallas_kernels.rope_append.rotate_and_append`."""
     q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=buffer.keys.shape[1])
     return q, buffer.append(_two_rows(k), _two_rows(v), offset)
 

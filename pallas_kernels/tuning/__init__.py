@@ -1,4 +1,4 @@
-"""Which configuration of a kernel measured best on a device: a JSON file each, written by `qspec bench ... --tune`.
+"""The configurations of kernels that measured best: a JSON file for each device, written by `qspec bench ... --tune`.
 
 A file maps kernels to entries {"problem": {...}, "config": {...}}. A problem is what the best configuration depends on, by the
 kernel's own account; one without an entry gets the kernel's default.
@@ -34,7 +34,9 @@ def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
 
 
 def tuned(kernel: str, problem: Mapping[str, int | None], make: Callable[[dict], Made]) -> Made | None:
-    """What `make` makes of the configuration that measured best, if any; None, with a logged line, where it raises an error.
+    """Makes something of the configuration that measured best, by `make`; None where there is none or where `make` raises an error.
+
+    The error becomes a logged line.
 
     So a file of another version, or one that was edited, costs speed and nothing else.
     """

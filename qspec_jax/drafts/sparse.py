@@ -23,8 +23,6 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
-LEAST_GROUPS = 4  # that are read however short the context is
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +37,7 @@ class SparseDraft(StepwiseDraft):
     step: ViewedModel
     budget: float = dataclasses.field(metadata={"static": True})
     newest: float = dataclasses.field(metadata={"static": True})
+    least_groups: int = dataclasses.field(metadata={"static": True})
     dense_layers: int = dataclasses.field(metadata={"static": True})
     head_bits: int = dataclasses.field(default=16, metadata={"static": True})
 
@@ -55,7 +54,7 @@ class SparseDraft(StepwiseDraft):
         return ViewedModel(self.step.model, views)
 
     def reads(self, layer, groups):
-        return 1, groups if layer < self.dense_layers else min(groups, max(LEAST_GROUPS, math.ceil(self.budget * groups)))
+        return 1, groups if layer < self.dense_layers else min(groups, max(self.least_groups, math.ceil(self.budget * groups)))
 
     def commit(self, state, verified, cache):
         keep = (verified.count > 0)[:, None, None]
@@ -68,14 +67,14 @@ class SparseDraft(StepwiseDraft):
         """What a layer reads in a round. lengths: the cache's, after the last round's flush."""
         if layer < self.dense_layers or mass.shape[2] == 0:
             return UPPER_PLANE
-        return select_groups(mass, lengths.quantized // group_size, budget=self.budget, newest=self.newest)
+        return select_groups(mass, lengths.quantized // group_size, budget=self.budget, newest=self.newest, least_groups=self.least_groups)
 
 
-def select_groups(mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, budget: float, newest: float) -> ListedGroups:
+def select_groups(mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, budget: float, newest: float, least_groups: int) -> ListedGroups:
     """The groups to read in a row that has groups[b] of them: the first, the newest, and those with the most mass, in ascending order."""
     C = mass.shape[2]
-    size = lambda groups: jnp.minimum(groups, jnp.maximum(LEAST_GROUPS, jnp.ceil(budget * groups).astype(jnp.int32)))
-    most = min(C, max(LEAST_GROUPS, math.ceil(budget * C) + 1))  # + 1: the product may be rounded otherwise there
+    size = lambda groups: jnp.minimum(groups, jnp.maximum(least_groups, jnp.ceil(budget * groups).astype(jnp.int32)))
+    most = min(C, max(least_groups, math.ceil(budget * C) + 1))  # + 1: the product may be rounded otherwise there
     count = jnp.minimum(size(groups), most)
     recent = jnp.clip(jnp.round(newest * count).astype(jnp.int32), 1, jnp.maximum(count - 1, 1))
     number = jnp.arange(C)
@@ -94,12 +93,13 @@ class SparseSettings:
     """The settings of the draft.
 
     budget: the share of the cached groups that a draft reads, in (0, 1]. newest: which share of those are the newest, in [0, 1]; the others
-    are those with the most attention mass. dense_layers: the first so many layers read all groups. weight_bits, head_bits: see
-    `QuantSpecSettings`.
+    are those with the most attention mass. least_groups: so many are read however short the context is. dense_layers: the first so many
+    layers read all groups. weight_bits, head_bits: see `QuantSpecSettings`.
     """
 
     budget: float = 0.06
     newest: float = 0.5
+    least_groups: int = 4
     dense_layers: int = 0
     weight_bits: int = 4
     head_bits: int = 8
@@ -111,6 +111,8 @@ class SparseSettings:
             raise InputError(f"draft budget {self.budget} should be a share of the groups, more than 0 and at most 1")
         if not 0 <= self.newest <= 1:
             raise InputError(f"draft newest {self.newest} should be a share of the budget, from 0 to 1")
+        if self.least_groups < 1:
+            raise InputError(f"draft least_groups {self.least_groups} should be at least 1")
         layers = model.config.num_layers
         if not 0 <= self.dense_layers <= layers:
             raise InputError(f"dense_layers {self.dense_layers} should be from 0 to the model's {layers} layers")

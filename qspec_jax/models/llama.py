@@ -11,20 +11,19 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.formats import weights as formats
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 from pallas_kernels.fused_layer import between_attentions
-from pallas_kernels.matmul import int4_matmul
+from pallas_kernels.matmul import linear
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.models import rope
 from qspec_jax.models.config import LlamaConfig
 
-Weight = Array | jax.ShapeDtypeStruct | Int4Weight | Int8Weight
+Weight = formats.Weight | jax.ShapeDtypeStruct
 MakeWeight = Callable[[str, tuple[int, ...]], Weight]
 
 
@@ -51,14 +50,14 @@ class AttendingCache(Protocol):
 
 
 class Linear(nnx.Module):
-    """y = x @ weight.T + bias; weight [out, in] in full precision or INT4."""
+    """y = x @ weight.T + bias; weight [out, in] in any format of `pallas_kernels.matmul.linear`."""
 
     def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False):
         self.weight = nnx.Param(make(f"{path}.weight", shape))
         self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        return _apply(x, self)
+        return linear(x, *_parameters(self))
 
 
 class RMSNorm(nnx.Module):
@@ -100,11 +99,12 @@ class Block(nnx.Module):
 
     def qkv(self, h: Float[Array, "B T D"]) -> Float[Array, "B T channels"]:
         """Heads of queries, then of keys and of values, without RoPE."""
-        return self._finish_qkv(_multiply(h, self.q_proj, self.k_proj, self.v_proj))
+        return self._finish_qkv(linear(h, _weights(self.q_proj, self.k_proj, self.v_proj)))
 
     def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
         """Biases and the heads' norms, in models that have them."""
-        y = _add_biases(y, self.q_proj, self.k_proj, self.v_proj)
+        biases = _biases(self.q_proj, self.k_proj, self.v_proj)
+        y = y + jnp.concatenate(biases) if biases else y
         if self.q_norm is None:
             return y
         heads = y.reshape(*y.shape[:2], -1, self.head_dim)
@@ -117,37 +117,30 @@ class Block(nnx.Module):
         return x + self.down_proj(self.mlp_hidden(h))
 
     def until(
-        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], handoff: Array | None = None
+        self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], carry: Array | None = None
     ) -> tuple[Array, Array, Array | None]:
         """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
 
-        Without one: x before the MLP, and what the MLP adds. Last comes `handoff` for the following layer (see `between_attentions`).
+        Without one: x before the MLP, and what the MLP adds. Last comes the carry for the following layer, which kernels alone look into.
         """
-        own = [self.o_proj, self.gate_proj, self.up_proj, self.down_proj]
-        linears = own + ([following.q_proj, following.k_proj, following.v_proj] if following else [])
-        weights = [linear.weight.get_value() for linear in linears]
-        if all(isinstance(weight, Int4Weight) for weight in weights) and all(linear.bias is None for linear in own):
-            o, gate, up, down, *qkv = weights
-            norm = self.post_attention_norm
-            following_norm = following.input_norm.weight.get_value() if following else None
-            attended = attended.reshape(*attended.shape[:2], -1)
-            norm_weight = norm.weight.get_value()
-            args = x, attended, o, norm_weight, gate, up, down, following_norm, qkv, handoff
-            x, y, handoff = between_attentions(*args, eps=norm.eps)
-            return x, following._finish_qkv(y) if following else y, handoff
-        x, h = self.add_attention(x, attended)
-        added = self.down_proj(self.mlp_hidden(h))
-        if following is None:
-            return x, added, handoff
-        x, h = following.input_norm.add(x, added)
-        return x, following.qkv(h), handoff
+        own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
+        o, gate, up, down = _weights(*own.values())
+        norm, following_norm, projections = self.post_attention_norm, None, []
+        if following:
+            following_norm = following.input_norm.weight.get_value()
+            projections = _weights(following.q_proj, following.k_proj, following.v_proj)
+        attended = attended.reshape(*attended.shape[:2], -1)
+        args = x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, projections, carry
+        biases = {name: layer.bias.get_value() for name, layer in own.items() if layer.bias is not None}
+        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases)
+        return x, following._finish_qkv(y) if following else y, carry
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
         """x with the output projection [B, T, D], and its norm, which the MLP reads."""
         return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        gate, up = jnp.split(_apply(h, self.gate_proj, self.up_proj), 2, axis=-1)
+        gate, up = jnp.split(linear(h, *_parameters(self.gate_proj, self.up_proj)), 2, axis=-1)
         return nnx.silu(gate) * up
 
 
@@ -208,7 +201,7 @@ class Llama(nnx.Module):
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Of the last hidden states, x or x + added."""
         head = self.embedding if self.head is None else self.head
-        return _matmul(self.norm.add(x, added)[1], head.get_value(), accumulation_dtype(x.dtype))
+        return linear(self.norm.add(x, added)[1], [head.get_value()], dtype=accumulation_dtype(x.dtype))
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by the path that `make` was asked for."""
@@ -220,28 +213,15 @@ def _name(key) -> str:
     return str(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.name)
 
 
-def _apply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
-    """The outputs of linear layers with the same input, one after the other."""
-    return _add_biases(_multiply(x, *linears), *linears)
+def _parameters(*linears: Linear) -> tuple[list[formats.Weight], list[Array]]:
+    """Weights and biases of linear layers with the same input, as `linear` takes them."""
+    return _weights(*linears), _biases(*linears)
 
 
-def _multiply(x: Float[Array, "B T in"], *linears: Linear) -> Float[Array, "B T out"]:
-    """Their outputs without biases; those with INT4 weights share a launch."""
-    weights = [linear.weight.get_value() for linear in linears]
-    if all(isinstance(weight, Int4Weight) for weight in weights):
-        return int4_matmul(x, weights)
-    return jnp.concatenate([int4_matmul(x, [w]) if isinstance(w, Int4Weight) else _matmul(x, w, x.dtype) for w in weights], axis=-1)
+def _weights(*linears: Linear) -> list[formats.Weight]:
+    return [layer.weight.get_value() for layer in linears]
 
 
-def _add_biases(y: Float[Array, "B T out"], *linears: Linear) -> Float[Array, "B T out"]:
-    """Linear layers with the same input have all a bias, or none."""
-    biases = [linear.bias.get_value() for linear in linears if linear.bias is not None]
-    return y + jnp.concatenate(biases) if biases else y
-
-
-def _matmul(x: Array, weight: Array | Int8Weight, dtype) -> Array:
-    if isinstance(weight, Int8Weight):
-        return _matmul(x, weight.codes.astype(x.dtype), dtype) * weight.scale.astype(dtype)
-    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+def _biases(*linears: Linear) -> list[Array]:
+    """The biases of linear layers with the same input, which have all one, or none."""
+    return [layer.bias.get_value() for layer in linears if layer.bias is not None]

@@ -1,4 +1,4 @@
-"""The GPU kernel of all between two attentions against float32, and what it does not take."""
+"""The GPU kernel of a layer between two attentions against float32, what it does not take, and the reference."""
 
 import dataclasses
 import functools
@@ -14,15 +14,16 @@ import pytest
 from gpus import skip_or_fail
 from test_matmul_gpu import random_weight
 
-from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
-from pallas_kernels.matmul import mosaic_plan
+from pallas_kernels.matmul import linear, mosaic_plan
+from pallas_kernels.norm import add_rms_norm
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 EPS = 1e-5
-between = functools.partial(between_attentions, eps=EPS, implementation="mosaic_gpu")
-run = jax.jit(lambda *args: between(*args)[:2])
+fused = functools.partial(between_attentions, eps=EPS, implementation="mosaic_gpu")
+run = jax.jit(lambda *args: fused(*args)[:2])
 
 # Widths of the residual stream, of attention and of the MLP, and the outputs of the next layer's projections, if there is one.
 # With each, for how many rows threads have room for the residual stream on an H100.
@@ -121,7 +122,7 @@ def test_many_in_a_row_wait_for_each_number():
     _, _, *second = problem(2048, 2048, 5632, (2048,), 2)
 
     @functools.partial(jax.jit, static_argnames=("times", "call"))
-    def loop(x, layers, times=100, call=between):
+    def loop(x, layers, times=100, call=fused):
         def body(_, x):
             blank = []
             for layer in layers:
@@ -170,7 +171,7 @@ def in_a_process(function: str, *flags: str) -> subprocess.CompletedProcess:
     root = Path(__file__).parents[1]
     settings = {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])}
     settings |= {"XLA_FLAGS": " ".join(flags), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    code = f"import test_between_gpu; test_between_gpu.{function}()"
+    code = f"import test_fused_layer_gpu; test_fused_layer_gpu.{function}()"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | settings, timeout=180)
 
 
@@ -184,7 +185,7 @@ def interleave() -> None:
         for layers in zip(*chains):
             for i, layer in enumerate(layers):
                 x, y, handoff = states[i]
-                x, y, *handoff = between(x / jnp.abs(x).max(), y, *layer, *handoff)
+                x, y, *handoff = fused(x / jnp.abs(x).max(), y, *layer, *handoff)
                 states[i] = x, y, handoff
         return [x + y for x, y, _ in states]
 
@@ -258,6 +259,9 @@ def test_plans_fit(shape, rows):
         ({2: random_weight(512, 256, 0)}, "as wide as x, 256, not 512"),
         ({3: jnp.zeros(512, jnp.bfloat16)}, "as wide as x, 256, not 512"),
         ({0: jnp.zeros((9, 256), jnp.bfloat16), 1: jnp.zeros((9, 256), jnp.bfloat16)}, "no place for the activations of 9 rows"),
+        ({4: jnp.zeros((256, 256), jnp.bfloat16)}, "all weights in INT4"),
+        ({8: [jnp.zeros((512, 256), jnp.bfloat16)]}, "all weights in INT4"),
+        ({6: Int8Weight(jnp.zeros((256, 256), jnp.int8), jnp.zeros(256, jnp.bfloat16))}, "all weights in INT4"),
     ],
 )
 def test_takes_no_other_arguments(monkeypatch, change, reason):
@@ -275,6 +279,40 @@ def test_weights_that_follow_have_a_norm(missing):
     args[missing] = None if missing == 7 else []
     with pytest.raises(ValueError, match="go together"):
         between_attentions(*args, eps=EPS)
+
+
+def test_takes_no_biases(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    args = problem(256, 256, 256, (512,), 1)
+    bias = jnp.zeros(256, jnp.bfloat16)
+    assert mosaic_gpu.unsupported(*args, eps=EPS, biases={}) is None
+    assert "adds no biases, and there are some of down" in mosaic_gpu.unsupported(*args, eps=EPS, biases={"down": bias})
+    with pytest.raises(ValueError, match="biases of q, should be of some of o, gate, up, down"):
+        between_attentions(*args, eps=EPS, biases={"q": bias})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("biased", [("o",), ("o", "gate", "up", "down")], ids="-".join)
+@pytest.mark.parametrize("plain", ["all", "some", "none"])
+def test_the_reference_is_its_parts(plain, biased, dtype):
+    """The very bits, for weights of any format."""
+    x, attended, o, norm, gate, up, down, following_norm, following = problem(256, 512, 768, (512, 256), 3)
+    x, attended, norm, following_norm = (a.astype(dtype) for a in (x, attended, norm, following_norm))
+    widen = lambda weight, i: dequantize_weight(weight, dtype) if plain == "all" or (plain == "some" and i % 2) else weight
+    o, gate, up, down, *following = [widen(weight, i) for i, weight in enumerate([o, gate, up, down, *following])]
+    r = np.random.default_rng(0)
+    biases = {name: jnp.asarray(r.standard_normal(256 if name in ("o", "down") else 768), dtype) for name in biased}
+    of = lambda *names: [biases[name] for name in names if name in biases]
+    args = x, attended, o, norm, gate, up, down
+    settings = {"eps": EPS, "biases": biases, "implementation": "reference"}
+    before, h = add_rms_norm(x, linear(attended, [o], of("o")), norm, eps=EPS)
+    gates, ups = jnp.split(linear(h, [gate, up], of("gate", "up")), 2, -1)
+    added = linear(jax.nn.silu(gates) * ups, [down], of("down"))
+    after, h = add_rms_norm(before, added, following_norm, eps=EPS)
+    for ours, expected in zip(between_attentions(*args, following_norm, following, **settings), (after, linear(h, following))):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(expected, np.float32))
+    for ours, expected in zip(between_attentions(*args, **settings), (before, added)):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(expected, np.float32))
 
 
 def test_the_reference_is_close_to_float32():

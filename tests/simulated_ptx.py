@@ -1,24 +1,23 @@
-"""`pallas_kernels.warp` on a simulated GPU (simulated_gpu.py): what it emits is done at once.
+"""`pallas_kernels.gpu.ptx` on a simulated GPU (simulated_gpu.py): what it emits is done at once.
 
 Its arithmetic is on arrays of 32 lanes, its PTX by the few instructions that the kernels use. Copies of lanes come as late as their waits
 allow, those of whole lines at once.
 """
 
 import functools
-import importlib.util
 import re
 import time
 from collections.abc import Callable
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
+import pytest
 from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
 
-from pallas_kernels import warp as real
+from pallas_kernels.gpu import ptx
 
 
-def ptx(code: str, *args: Lanes, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Lanes, ...]:
+def inline(code: str, *args: Lanes, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Lanes, ...]:
     assert not collective or here.mask.all() or not here.mask.any(), f"not all lanes run {code}"
     run, found = instruction(code)
     out = run(found, code, *[x.raw for x in args])
@@ -60,7 +59,7 @@ def _spin_wait(found, code, *at):
 
     def there():
         words[:] = [word for address in at for word in here.block.device.memory.load(address, 4, np.int32)]
-        return not (np.stack([word.raw for word in words])[:, here.mask].view(np.uint32) == real.ABSENT).any()
+        return not (np.stack([word.raw for word in words])[:, here.mask].view(np.uint32) == ptx.ABSENT).any()
 
     for _ in here.block.device.patience("what another block hands over"):
         if there():
@@ -302,22 +301,26 @@ INSTRUCTIONS = {
 }
 
 
-def simulated_warp() -> ModuleType:
-    """`pallas_kernels.warp` with these values and instructions."""
-    spec = importlib.util.spec_from_file_location("simulated_warp", real.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.Value, module.ptx, module.when = Lanes, ptx, when
-    module.loop, module.while_loop = loop, while_loop
-    module.i32 = lambda x: Lanes(constant(x, np.int32))
-    module.f32 = lambda x: Lanes(constant(x, np.float32))
-    module.i64 = lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64))
-    module.as_float = lambda x: Lanes(x.raw.view(np.float32))
-    module.as_bits = lambda x: Lanes(x.raw.view(np.int32))
-    module.select = lambda condition, yes, no: Lanes(np.where(condition.raw, yes.raw, no.raw))
-    module.minimum = lambda a, b: Lanes(np.minimum(a.raw, b.raw))
-    module.maximum = lambda a, b: Lanes(np.fmax(a.raw, b.raw))
-    module.block_index = lambda: module.i32(here.block.index)
-    module.thread_index = lambda: Lanes((here.warp * 32 + LANES).astype(np.int32))
-    module.address = lambda at: Lanes(constant(at, np.int32 if at < 1 << 31 else np.int64))
-    return module
+def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives `pallas_kernels.gpu.ptx` these values and instructions, and with it fragments, numerics and every kernel."""
+    i32 = lambda x: Lanes(constant(x, np.int32))
+    replaced = {
+        "Value": Lanes,
+        "inline": inline,
+        "when": when,
+        "loop": loop,
+        "while_loop": while_loop,
+        "i32": i32,
+        "f32": lambda x: Lanes(constant(x, np.float32)),
+        "i64": lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64)),
+        "as_float": lambda x: Lanes(x.raw.view(np.float32)),
+        "as_bits": lambda x: Lanes(x.raw.view(np.int32)),
+        "select": lambda condition, yes, no: Lanes(np.where(condition.raw, yes.raw, no.raw)),
+        "minimum": lambda a, b: Lanes(np.minimum(a.raw, b.raw)),
+        "maximum": lambda a, b: Lanes(np.fmax(a.raw, b.raw)),
+        "block_index": lambda: i32(here.block.index),
+        "thread_index": lambda: Lanes((here.warp * 32 + LANES).astype(np.int32)),
+        "address": lambda at: Lanes(constant(at, np.int32 if at < 1 << 31 else np.int64)),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(ptx, name, value)

@@ -1,0 +1,141 @@
+"""Arithmetic on what a lane holds: rounding and pairs of 16-bit floats, float32 functions, maxima, and 4-bit codes made floats.
+
+Everything here is computed by each lane for itself, from its own words, without looking at memory or at other lanes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.gpu import ptx
+from pallas_kernels.gpu.ptx import Value
+
+
+def pair(low: Value, high: Value, kind: str) -> Value:
+    """Two float32 rounded to 16-bit floats of a kind, "bf16" or "f16", in one word; `low` in its low half."""
+    return ptx.pure(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", high, low)
+
+
+def round_bf16(x: Value) -> Value:
+    """A float32 rounded to what bfloat16 has, still a float32."""
+    return bf16_entries(pair(x, x, "bf16"))[0]
+
+
+def bf16_entries(x: Value) -> tuple[Value, Value]:
+    """The two float32 of a pair of bfloat16."""
+    return ptx.as_float(x << 16), ptx.as_float(x & 0xFFFF0000)
+
+
+def combine_bf16(combine: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
+    """Combines pairs of bfloat16 entry by entry, in float32, and rounds the results."""
+    return pair(*map(combine, bf16_entries(a), bf16_entries(b)), "bf16")
+
+
+def multiply_pairs(a: Value, b: Value) -> Value:
+    """Products of two pairs of float16, entry by entry."""
+    return ptx.pure("mul.rn.f16x2 $0, $1, $2;", a, b)
+
+
+def largest(pairs: Sequence[Value]) -> Value:
+    """The largest entry of pairs of bfloat16, as float32; NaNs count for nothing."""
+    return ptx.maximum(*bf16_entries(functools.reduce(lambda a, b: ptx.pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))
+
+
+def largest_positive(pairs: Sequence[Value]) -> Value:
+    """The largest entry of pairs of bfloat16, all of which are 0 or more, as the bits of a float32; a NaN counts as larger than all."""
+    both = functools.reduce(lambda a, b: ptx.pure("max.u16x2 $0, $1, $2;", a, b), pairs)
+    return ptx.maximum((both << 16) & 0x7FFFFFFF, both & 0x7FFF0000)
+
+
+def nibble_masks(zero: Value) -> tuple[Value, Value]:
+    """The masks of `unpack`, made from a zero that the compiler does not know to be one: it would load constants anew at every use."""
+    return zero ^ 0x000F000F, zero ^ 0x00F000F0
+
+
+def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """The codes in the nibbles of 4 bytes as float16 numbers 1024 + code: a code becomes the last bits of the mantissa of 1024.
+
+    With a lower plane a code is 16 upper + lower. Returns two pairs of float16 for the low nibbles, from bytes (0, 2) and (1, 3), and then
+    two for the high nibbles, which without a lower plane are 1024 + 16 code (docs/kernels.md, "Unpacking").
+    """
+    if lower is None:
+        both = upper, upper >> 8
+        take = lambda x, mask: ptx.pure("lop3.b32 $0, $1, $2, 0x64006400, 0xEA;", x, mask)  # x & mask | 0x64006400
+        return tuple(tuple(take(x, mask) for x in both) for mask in masks)
+    low = (upper << 4) & 0xF0F0F0F0 | lower & 0x0F0F0F0F
+    high = upper & 0xF0F0F0F0 | (lower >> 4) & 0x0F0F0F0F
+    exponents = ptx.i32(0x64646464)
+    expand = lambda x, order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", x, exponents)
+    return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
+
+
+def gather_bytes(words: Sequence[Value], byte: int) -> Value:
+    """A word of byte number `byte` of each of four words."""
+    halves = (ptx.pure(f"prmt.b32 $0, $1, $2, {byte | (4 + byte) << 4};", *words[i : i + 2]) for i in (0, 2))
+    return ptx.pure("prmt.b32 $0, $1, $2, 0x5410;", *halves)
+
+
+def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:
+    """The pairs (a0, b0) and (a1, b1) of pairs a and b."""
+    return tuple(ptx.pure(f"prmt.b32 $0, $1, $2, {order};", a, b) for order in ("0x5410", "0x7632"))
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    """a * b + c in float32, rounded once."""
+    return ptx.pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result="f")
+
+
+def dot(tiles: Sequence[Sequence[Value]], weights: Sequence[Sequence[Value]], column: int, start: Value) -> Value:
+    """start plus one of this lane's two columns of accumulator tiles (entries column, column + 2), times weights [tile][row], summed."""
+    for tile, pair in zip(tiles, weights):
+        for x, weight in zip(tile[column::2], pair):
+            start = fma(x, weight, start)
+    return start
+
+
+def add(a: Value, b: Value) -> Value:
+    """a + b, for functions that take how to combine."""
+    return a + b
+
+
+def multiply(a: Value, b: Value) -> Value:
+    """a * b, for functions that take how to combine."""
+    return a * b
+
+
+def total(values: Sequence[Value]) -> Value:
+    """The sum of this lane's values, added in their order."""
+    return functools.reduce(lambda a, b: a + b, values)
+
+
+def to_float(x: Value) -> Value:
+    """A signed integer as a float32."""
+    return ptx.pure("cvt.rn.f32.s32 $0, $1;", x, result="f")
+
+
+def reciprocal(x: Value) -> Value:
+    """1 / x in float32, approximately."""
+    return ptx.pure("rcp.approx.ftz.f32 $0, $1;", x, result="f")
+
+
+def rsqrt(x: Value) -> Value:
+    """1 / sqrt(x) in float32, approximately."""
+    return ptx.pure("rsqrt.approx.ftz.f32 $0, $1;", x, result="f")
+
+
+def exp2(x: Value) -> Value:
+    """2^x in float32, approximately."""
+    return ptx.pure("ex2.approx.ftz.f32 $0, $1;", x, result="f")
+
+
+def positive_to_float16(x: Value, bias: Value) -> Value:
+    """Positive pairs of bfloat16 as float16, times a power of two: `bias`, which lies where both exponents do, is subtracted.
+
+    The result must be below 2^16; what would be below 2^-14 loses its digits. A NaN becomes some number.
+    """
+    return (ptx.pure("max.u16x2 $0, $1, $2;", x, bias) - bias) << 3
+
+
+def powers_of_two(x: Value, exponent: int, least: int) -> tuple[Value, Value]:
+    """A power of two that brings x >= 0 to between 2^exponent and twice that, and its inverse; no more than 2^(exponent - least)."""
+    biased = ptx.maximum(ptx.as_bits(x) >> 23, ptx.i32(127 + least))
+    return ptx.as_float((ptx.i32(254 + exponent) - biased) << 23), ptx.as_float((biased - exponent) << 23)

@@ -1,0 +1,367 @@
+"""What one warp of an NVIDIA GPU does, for kernels in Mosaic GPU that place every register themselves.
+
+Pallas' own operations belong to a warpgroup of four warps, which then wait for each other in every step. These functions emit MLIR for
+a single warp, by inline PTX where MLIR has no operation for it: values that each of the 32 lanes holds, control flow, loads and stores,
+copies that run in the background, barriers, exchanges between lanes, and waiting for other blocks. They are for the bodies of
+`plgpu.inline_mgpu`. Products of the tensor cores are in fragments.py, arithmetic in numerics.py.
+
+Every function that differs between a GPU and the simulated one of the tests is looked up in this module when it is called, so the tests
+replace it here (tests/simulated_ptx.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
+SPIN_TRIES = 1 << 23  # of `spin_wait`: some seconds, where microseconds are to be expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One value per lane: i32, i64, f32 or i1. Integers are unsigned in shifts and division, signed in comparisons."""
+
+    raw: ir.Value
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.raw.type, ir.FloatType)
+
+    def like(self, other: "Value | float") -> "Value":
+        return other if isinstance(other, Value) else Value(utils.c(other, self.raw.type))
+
+    def binary(self, other: "Value | float", integers: Callable, floats: Callable | None = None) -> "Value":
+        return Value((floats if self.is_float else integers)(self.raw, self.like(other).raw))
+
+    def __add__(self, other):
+        return self.binary(other, arith.addi, arith.addf)
+
+    def __sub__(self, other):
+        return self.binary(other, arith.subi, arith.subf)
+
+    def __mul__(self, other):
+        return self.binary(other, arith.muli, arith.mulf)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other):
+        return self.binary(other, None, arith.divf)
+
+    def __floordiv__(self, other):
+        return self.binary(other, arith.divui)
+
+    def __mod__(self, other):
+        return self.binary(other, arith.remui)
+
+    def __and__(self, other):
+        return self.binary(other, arith.andi)
+
+    def __or__(self, other):
+        return self.binary(other, arith.ori)
+
+    def __xor__(self, other):
+        return self.binary(other, arith.xori)
+
+    def __rshift__(self, other):
+        return self.binary(other, arith.shrui)
+
+    def __lshift__(self, other):
+        return self.binary(other, arith.shli)
+
+    def __lt__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.slt, self.raw, self.like(other).raw))
+
+    def __eq__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.eq, self.raw, self.like(other).raw))
+
+    def __ne__(self, other):
+        return Value(arith.cmpi(arith.CmpIPredicate.ne, self.raw, self.like(other).raw))
+
+    __hash__ = object.__hash__
+
+
+def i32(x: int) -> Value:
+    """A 32-bit integer constant, the same in all lanes."""
+    return Value(utils.c(x, ir.IntegerType.get_signless(32)))
+
+
+def f32(x: float) -> Value:
+    """A float32 constant, the same in all lanes."""
+    return Value(utils.c(x, ir.F32Type.get()))
+
+
+def i64(x: Value) -> Value:
+    """A non-negative i32 as i64."""
+    return Value(arith.extui(ir.IntegerType.get_signless(64), x.raw))
+
+
+def as_float(x: Value) -> Value:
+    """The float32 with the bits of an i32."""
+    return Value(arith.bitcast(ir.F32Type.get(), x.raw))
+
+
+def as_bits(x: Value) -> Value:
+    """The bits of a float32 as an i32."""
+    return Value(arith.bitcast(ir.IntegerType.get_signless(32), x.raw))
+
+
+def select(condition: Value, yes: Value, no: Value) -> Value:
+    """`yes` in the lanes where the condition holds, `no` in the others."""
+    return Value(arith.select(condition.raw, yes.raw, no.raw))
+
+
+def minimum(a: Value, b: Value) -> Value:
+    """The smaller of two signed integers."""
+    return Value(arith.minsi(a.raw, b.raw))
+
+
+def maximum(a: Value, b: Value) -> Value:
+    """The larger of two signed integers or two floats; where one float is NaN, the other."""
+    return Value((arith.maxnumf if a.is_float else arith.maxsi)(a.raw, b.raw))
+
+
+# Inline PTX, and what lanes tell each other ----------------------------------------------------------------------------
+
+
+def inline(code: str, *args: Value, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Value, ...]:
+    """Emits inline PTX in which $0, $1, ... are the results, then the arguments.
+
+    results: a letter for each result, r (i32) or f (f32). effects: whether it touches memory, so that the compiler keeps it where it is.
+    collective: whether all lanes of the warp run it together.
+    """
+    types = [{"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get()}[letter] for letter in results]
+    raw = [a.raw for a in args]
+    out = utils.inline_ptx(code, *raw, result_types=types or None, has_side_effects=effects, convergent=collective)
+    return tuple(map(Value, out or ()))
+
+
+def pure(code: str, *args: Value, result: str = "r") -> Value:
+    """Emits inline PTX that computes one result, $0, from this lane's arguments alone."""
+    return inline(code, *args, results=result, effects=False)[0]
+
+
+def shuffle(mode: str, x: Value, lane: int) -> Value:
+    """Gives each lane x of lane `lane` (mode "idx"), or of the lane whose number differs from its own in those bits ("bfly")."""
+    code = f"shfl.sync.{mode}.b32 $0, $1, {lane}, 31, -1;"
+    return inline(code, x, results="f" if x.is_float else "r", effects=False, collective=True)[0]
+
+
+def uniform(x: Value) -> Value:
+    """Gives all lanes x of lane 0, which tells the compiler that they agree."""
+    return shuffle("idx", x, 0)
+
+
+def block_index() -> Value:
+    """The number of this block in the launch."""
+    return Value(utils.block_idx())
+
+
+def thread_index() -> Value:
+    """The number of this lane's thread in its block: 32 times the warp's, plus the lane's."""
+    return Value(utils.thread_idx())
+
+
+# Control flow ----------------------------------------------------------------------------------------------------------
+
+
+def loop(lower: Value, upper: Value, carry, body: Callable):
+    """Runs carry = body(i, carry) for i from lower to upper - 1 and returns the carry, a pytree of Values."""
+    leaves, structure = jax.tree.flatten(carry)
+    for_op = scf.ForOp(lower.raw, upper.raw, i32(1).raw, [x.raw for x in leaves])
+    with ir.InsertionPoint(for_op.body):
+        inner = jax.tree.unflatten(structure, map(Value, for_op.inner_iter_args))
+        leaves = jax.tree.leaves(body(Value(for_op.induction_variable), inner))
+        scf.YieldOp([x.raw for x in leaves])
+    return jax.tree.unflatten(structure, map(Value, for_op.results))
+
+
+def while_loop(condition: Callable, carry, body: Callable):
+    """Runs carry = body(carry) as long as condition(carry) holds, on which all lanes agree; returns the carry, a pytree of Values."""
+    leaves, structure = jax.tree.flatten(carry)
+    types = [x.raw.type for x in leaves]
+    while_op = scf.WhileOp(types, [x.raw for x in leaves])
+    inner = lambda block: jax.tree.unflatten(structure, map(Value, block.arguments))
+    before, after = (ir.Block.create_at_start(region, types) for region in while_op.regions)
+    with ir.InsertionPoint(before):
+        scf.ConditionOp(condition(inner(before)).raw, before.arguments)
+    with ir.InsertionPoint(after):
+        scf.YieldOp([x.raw for x in jax.tree.leaves(body(inner(after)))])
+    return jax.tree.unflatten(structure, map(Value, while_op.results))
+
+
+def when(condition: Value):
+    """A context: what is emitted inside it runs in the lanes where the condition holds."""
+    return utils.when(condition.raw)
+
+
+def trap_where(condition: Value) -> None:
+    """Ends the whole launch with an error where the condition holds in some lane.
+
+    It is a bare trap and not CUDA's assertion, which has a message: with that in the loops of matmul/mosaic_block.py, a result was wrong
+    now and then (docs/kernels.md).
+    """
+    with when(condition):
+        inline("trap;")
+
+
+# Memory ----------------------------------------------------------------------------------------------------------------
+
+
+_TYPES = {"r": "b32", "f": "f32"}
+
+
+def _vector(words: int) -> str:
+    return {1: "", 2: ".v2", 4: ".v4"}[words]
+
+
+def _list(words: int) -> str:
+    return "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
+
+
+def address(ref: ir.Value) -> Value:
+    """The byte address of a ref's first element: i64 in global, i32 in shared memory."""
+    pointer = utils.memref_ptr(ref)
+    width = 32 if utils.is_smem_ref(ref) else 64
+    return Value(llvm.ptrtoint(ir.IntegerType.get_signless(width), pointer))
+
+
+def load_global(at: Value, words: int = 1, result: str = "r") -> tuple[Value, ...]:
+    """Loads 1, 2 or 4 words of 32 bits; `at` is a multiple of their size. result: r (i32) or f (f32)."""
+    return inline(f"ld.global{_vector(words)}.{_TYPES[result]} {_list(words)}, [${words}];", at, results=result * words)
+
+
+def load_shared(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
+    """Loads any number of words of 32 bits, four or fewer at a time; `at` is a multiple of their size. result: r (i32) or f (f32)."""
+    out = []
+    while len(out) < words:
+        n = min(4, words - len(out))
+        out += inline(f"ld.shared{_vector(n)}.{_TYPES[result]} {_list(n)}, [${n}];", at + 4 * len(out), results=result * n)
+    return tuple(out)
+
+
+def store_global(at: Value, x: Value) -> None:
+    """Stores 32 bits."""
+    inline(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
+
+
+def store_global_words(at: Value, *x: Value) -> None:
+    """Stores 1, 2 or 4 words of 32 bits; `at` is a multiple of their size."""
+    inline(f"st.global{_vector(len(x))}.b32 [${len(x)}], {_list(len(x))};", *x, at)
+
+
+def store_shared(at: Value, *x: Value) -> None:
+    """Stores 1, 2 or 4 values of 32 bits; `at` is a multiple of their size."""
+    code = f"st.shared{_vector(len(x))}.{'f32' if x[0].is_float else 'b32'} [${len(x)}], {_list(len(x))};"
+    inline(code, *x, at)
+
+
+# Copies to shared memory in the background -----------------------------------------------------------------------------
+
+
+def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0) -> None:
+    """Starts a copy of `width` bytes (4, 8 or 16) from global to shared memory, `offset` bytes from both addresses.
+
+    Only the first `size` bytes are read, all by default; the rest arrive as zeros.
+    """
+    tail, args = ("", ()) if size is None else (", $2", (size,))
+    level = "cg" if width == 16 else "ca"
+    inline(f"cp.async.{level}.shared.global [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
+
+
+def commit_copies() -> None:
+    """Makes this lane's copies since its last commit one group, for `wait_for_copies`."""
+    inline("cp.async.commit_group;")
+
+
+def wait_for_copies(pending: int) -> None:
+    """Waits until no more than `pending` of this lane's groups are under way."""
+    inline(f"cp.async.wait_group {pending};")
+
+
+def copy_bulk(shared: Value, source: Value, size: Value, arrival: Value) -> None:
+    """Starts a copy of `size` bytes, a multiple of 16, from global to shared memory, whole lines at a time.
+
+    The bytes count towards the barrier at `arrival`, where somebody announces them (`arrive_with`).
+    """
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    inline(code, shared, source, size, arrival)
+
+
+# Barriers of a block ---------------------------------------------------------------------------------------------------
+
+
+def synchronize(barrier: Value, warps: int) -> None:
+    """Waits for the lanes of this warp (warps = 1), or for the `warps` warps that name the same barrier, 0 to 15."""
+    if warps == 1:
+        inline("bar.warp.sync -1;", collective=True)
+    else:
+        inline(f"bar.sync $0, {32 * warps};", barrier, collective=True)
+
+
+def arrivals_init(arrival: Value, arrivals: int) -> None:
+    """Makes 8 bytes of shared memory an mbarrier that `arrivals` arrivals complete; all who use it must meet after that."""
+    inline(f"mbarrier.init.shared.b64 [$0], {arrivals}; fence.mbarrier_init.release.cluster;", arrival)
+
+
+def arrive(arrival: Value) -> None:
+    """Arrives at an mbarrier, without waiting."""
+    inline("mbarrier.arrive.shared.b64 _, [$0];", arrival)
+
+
+def arrive_with(arrival: Value, size: Value) -> None:
+    """Arrives at an mbarrier and announces `size` bytes of `copy_bulk`, which must also be there to complete it."""
+    inline("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", arrival, size)
+
+
+def arrive_after_copies(arrival: Value) -> None:
+    """Arrives at an mbarrier as soon as this lane's copies by `copy_async` so far are there, without waiting for them."""
+    inline("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", arrival)
+
+
+def wait_for_arrivals(arrival: Value, parity: Value) -> None:
+    """Waits until an mbarrier is complete: for the first time with parity 0, then 1, then 0. Parity 1 at first does not wait.
+
+    The wait has no bound: only warps and copies of the same block arrive, and these come to an end, or end the launch (`spin_wait`).
+    """
+    code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra again; }"
+    inline(code, arrival, parity)
+
+
+# Waiting for other blocks ----------------------------------------------------------------------------------------------
+
+
+def store_relaxed(at: Value, word: Value) -> None:
+    """Stores 32 bits for another block that waits for them with `spin_wait`."""
+    inline("st.relaxed.gpu.global.b32 [$0], $1;", at, word)
+
+
+def spin_wait(at: Sequence[Value]) -> list[tuple[Value, ...]]:
+    """Loads four words at each address, again and again until none is `ABSENT`: other blocks store them with `store_relaxed`.
+
+    A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
+    whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error.
+    """
+    count = 4 * len(at)
+    loads, checks = [], []
+    for i in range(len(at)):
+        words = [f"${4 * i + j}" for j in range(4)]
+        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, [${count + 1 + i}];")
+        checks += [f"max.u32 most, most, {word};" for word in words]
+    code = f"""{{ .reg .pred again; .reg .b32 most, left; mov.b32 left, {SPIN_TRIES}; spin: {" ".join(loads)}
+        mov.b32 most, 0; {" ".join(checks)} sub.u32 left, left, 1; setp.ne.u32 again, left, 0;
+        setp.eq.and.u32 again, most, {ABSENT}, again; @again bra spin;
+        setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
+    # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
+    *out, in_vain = inline(code, *at, results="r" * (count + 1), collective=True)
+    trap_where(in_vain == 1)
+    return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
+
+
+def take_ticket(counter: Value, taker: Value) -> Value:
+    """Adds 1 to a counter in global memory in the lane where `taker` is not 0, which gets what it was before; other lanes get 0."""
+    code = "{ .reg .pred takes; setp.ne.s32 takes, $2, 0; mov.b32 $0, 0; @takes atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
+    return inline(code, counter, taker, results="r")[0]
