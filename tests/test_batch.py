@@ -1,7 +1,6 @@
 """A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size, and however often it was killed."""
 
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -26,7 +25,8 @@ from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.decoding import batch
 from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import DECODE, generate
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.jsonl import Journal, read_lines
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.errors import InputError
@@ -225,17 +225,15 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
             rows.append(Late(0.4))
             self.newest = rows[-1]
 
-        def _compiled(self, compiled, *args, **static):
-            executable = super()._compiled(compiled, *args, **static)
-            return functools.partial(self._rounds, executable) if compiled is DECODE else executable
-
-        def _rounds(self, executable, *args):
+    class SlowRounds(Engine):
+        def rounds(self, *args):
             called.append(time.perf_counter())
-            state = jax.block_until_ready(executable(*args))
+            state = jax.block_until_ready(super().rounds(*args))
             rows[-1].block_until_ready()
             time.sleep(0.05)
             return state
 
+    monkeypatch.setattr(batch, "Engine", SlowRounds)
     monkeypatch.setattr(batch, "_Slots", SlowDevice)
     results, read = run(), 0.0
     began = time.perf_counter()

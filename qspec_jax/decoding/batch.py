@@ -4,7 +4,6 @@ A row's tokens depend on its prompt, settings and key alone: rows share no rando
 and end independently.
 """
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -142,7 +141,7 @@ class _Slots:
         if draft is None and any(config.num_speculative_tokens for config in configs):
             draft = make_draft(configs[0].draft, model)
         longest = max(len(request.tokens) for request in requests)
-        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, compiling=self._compiling)
+        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.waiting = deque(range(len(requests)))
@@ -228,12 +227,12 @@ class _Slots:
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
 
-    @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
-        jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
-        self._lap("prefill_s")
-        yield
-        self._lap("compile_s")
+    def _on_compile(self, seconds: float | None) -> None:
+        if seconds is None:
+            jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
+            self._lap("prefill_s")
+        elif seconds:
+            self._lap("compile_s")
 
     def _lap(self, what: str, until: float | None = None) -> None:
         """Adds the time since the last lap to the statistics, up to now by default."""

@@ -3,11 +3,9 @@
 `generate`, `stream`, batches, evaluations and benchmarks prefill, run rounds and look at what is new through it.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 import jax
@@ -123,8 +121,8 @@ class Engine:
     """Decodes with a model and a draft; its programs are compiled for the sizes given here.
 
     draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
-    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. compiling: entered
-    around every compilation, for those who keep the time.
+    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. on_compile: called
+    before a program is looked for, and afterwards with the seconds that making it took, 0 where it was there, for those who keep the time.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class Engine:
         prompt_tokens: int,
         max_new_tokens: int,
         logprobs: int | None = None,
-        compiling: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
         self.target = ViewedModel(model, BOTH_PLANES)
         self.draft = draft if gamma else None
@@ -145,7 +143,7 @@ class Engine:
         new = bucket(max_new_tokens)
         self.static = dict(cache=cache, capacity=bucket(prompt_tokens) + new, max_new_tokens=new, gamma=gamma, logprobs=logprobs)
         self.compile_s = 0.0
-        self._compiling = compiling
+        self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._unseen = 0  # the most new tokens of any row since the last look
 
@@ -256,8 +254,9 @@ class Engine:
         """The executable of a call, which differs from others of its name in nothing but this shape; to find that out from all arguments
         takes milliseconds."""
         if (name, shape) not in self._executables:
-            with self._compiling():
-                self._executables[name, shape], seconds = call.compile()
+            self._on_compile(None)
+            self._executables[name, shape], seconds = call.compile()
+            self._on_compile(seconds)
             self.compile_s += seconds
         return self._executables[name, shape]
 

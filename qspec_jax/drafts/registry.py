@@ -36,7 +36,9 @@ def parse_draft(text: str) -> DraftSettings | None:
     Raises InputError for an unknown name or setting, and for a value of another type.
     """
     name, colon, rest = text.partition(":")
-    if name == NONE and not colon:
+    if name == NONE:
+        if colon:
+            raise InputError(f"draft {text!r}: {NONE} has no settings")
         return None
     if name not in DRAFTS:
         raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}")

@@ -118,6 +118,5 @@ class SparseSettings:
             raise InputError(f"dense_layers {self.dense_layers} should be from 0 to the model's {layers} layers")
         quantized = self.weight_bits == 4
         weights = int4() if quantized else model
-        return SparseDraft(
-            ViewedModel(weights, UPPER_PLANE), self.budget, self.newest, self.dense_layers, self.head_bits if quantized else 16
-        )
+        chosen = dict(budget=self.budget, newest=self.newest, least_groups=self.least_groups, dense_layers=self.dense_layers)
+        return SparseDraft(ViewedModel(weights, UPPER_PLANE), **chosen, head_bits=self.head_bits if quantized else 16)
