@@ -1,0 +1,203 @@
+"""README and docs: what they show runs or parses, what they name exists, and the README stays short."""
+
+import ast
+import importlib
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from qspec_jax import demo
+from qspec_jax.cli.app import app
+from qspec_jax.drafts import registry
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+COMMAND = typer.main.get_command(app)
+EMBEDDED = "qspec_jax/demo/model"
+# Folders of the package from the bottom to the top.
+FLOORS = ["demo", "models", "quantization", "caches", "checkpoints", "drafts", "decoding", "evaluate", "training", "bench", "cli"]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(page.read_text()) if found == language]
+
+
+def spans(page: Path) -> list[str]:
+    """Code within the text of a page, but not the names that things had before."""
+    text = FENCE.sub("", page.read_text()).split("## Names that have changed")[0]
+    return [code.replace("\\|", "|") for code in re.findall(r"`([^`\n]+)`", text)]
+
+
+def commands(text: str) -> list[list[str]]:
+    lines = [line.strip().removeprefix(".venv/bin/") for line in text.splitlines()]
+    return [shlex.split(line.partition(" | ")[0], comments=True)[1:] for line in lines if re.match(r"qspec( |$)", line)]
+
+
+def leaf(arguments: list[str]):
+    """The command that these arguments name, and the arguments behind its name."""
+    command = COMMAND
+    while arguments and arguments[0] in getattr(command, "commands", {}):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    return command, arguments
+
+
+def options_of(command) -> set[str]:
+    return {"--help"}.union(*(set(parameter.opts) | set(parameter.secondary_opts) for parameter in command.params))
+
+
+def check_drafts(arguments: list[str]) -> None:
+    for option, value in itertools.pairwise(arguments):
+        if option == "--draft" and not value.startswith("NAME"):
+            registry.parse_draft(value)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_first_figures_are_the_gpus():
+    table = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
+    assert "GPU" in table and "simulated" in table and "speed-up" in table
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert found.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@each_page
+def test_commands_parse(page):
+    for arguments in (found for code in blocks(page, "") for found in commands(code)):
+        command, rest = leaf(arguments)
+        assert not hasattr(command, "commands"), arguments
+        command.make_context(" ".join(arguments), list(rest))  # raises for what it does not know, or misses
+        check_drafts(rest)
+
+
+@each_page
+def test_commands_in_the_text_exist(page):
+    whole = (re.sub(r"^(eval|bench) ", r"qspec \1 ", code) for code in spans(page))
+    for arguments in (found for code in whole for found in commands(code)):
+        command, rest = leaf(arguments)
+        assert not hasattr(command, "commands") or not rest or rest[0] == "--version", arguments
+        assert {word for word in rest if word.startswith("--")} <= options_of(command), arguments
+        check_drafts(rest)
+
+
+@each_page
+def test_options_in_the_text_exist(page):
+    def all_options(command) -> set[str]:
+        return options_of(command).union(*(all_options(below) for below in getattr(command, "commands", {}).values()))
+
+    for code in (code for code in spans(page) if code.startswith("--")):
+        words = shlex.split(code)
+        assert words[0] in all_options(COMMAND), code
+        check_drafts(words)
+
+
+def test_targets_of_make_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        for code in [*spans(page), *"".join(blocks(page, "")).splitlines()]:
+            if found := re.match(r"make ([\w-]+)", code):
+                assert found[1] in targets, code
+
+
+@each_page
+def test_names_exist(page):
+    """Files and names of the packages."""
+    for code in spans(page):
+        if re.fullmatch(r"(qspec_jax|pallas_kernels|convert|tests|notebooks|docs)/[\w./-]*", code):
+            assert (ROOT / code).exists(), code
+        elif found := re.match(r"((?:qspec_jax|pallas_kernels)(?:\.\w+)+)(?:\(|$)", code):
+            assert resolved(found[1]) is not None, code
+
+
+def resolved(name: str):
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[i:]:
+            found = getattr(found, part)
+        return found
+
+
+@each_page
+def test_python_is_python(page):
+    """Every block compiles, and what it imports is there."""
+    for code in blocks(page, "python"):
+        tree = ast.parse(code)
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+def test_the_readmes_python_runs(directory, capsys):
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert (ROOT / EMBEDDED).samefile(demo.MODEL)
+    names = {}
+    exec(compile(code.replace(EMBEDDED, str(directory)), "README.md", "exec"), names)  # a model of one layer, which compiles faster
+    assert names["out"].text[0] in capsys.readouterr().out
+
+
+def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch):
+    monkeypatch.setattr(registry, "DRAFTS", dict(registry.DRAFTS))
+    monkeypatch.setattr("qspec_jax.drafts.DRAFTS", registry.DRAFTS)
+    (code,) = blocks(ROOT / "docs" / "add-a-draft.md", "python")
+    assert len(code.splitlines()) < 60
+    names = {}
+    exec(compile(code, "add-a-draft.md", "exec"), names)
+    assert names["out"].token_ids == names["alone"].token_ids
+    assert all(row["num_accepted_draft_tokens"] > 0 and row["flushes"] > 0 for row in names["out"].stats.rows)
+
+
+def test_imports_run_one_way():
+    """As docs/architecture.md has it: a folder imports only those below it."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.findall(r"^  (\w+)/ ", text.partition("\nqspec_jax/\n")[2].partition("\nconvert/")[0], re.M)
+    assert listed == FLOORS and {path.parent.name for path in (ROOT / "qspec_jax").glob("*/__init__.py")} == set(FLOORS)
+    packages = {"pallas_kernels": set(), "convert": {"pallas_kernels", *FLOORS[:-1]}}
+    for i, name in enumerate(FLOORS):
+        packages[f"qspec_jax/{name}"] = {"pallas_kernels", *FLOORS[: i + 1]} | ({"convert"} if name == "cli" else set())
+    for folder, below in packages.items():
+        own = set() if folder.startswith("qspec_jax") else {folder}
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in imported(path):
+                assert name not in {*FLOORS, "pallas_kernels", "convert"} - below - own, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def imported(path: Path) -> set[str]:
+    """The folders and packages of ours that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            found |= set(rest[:1]) if first == "qspec_jax" else {first}
+    return found
