@@ -108,8 +108,8 @@ def test_bytes_of_a_step(model):
     # 8 bits of the head, and a scale in float32 for each of 256 outputs.
     assert decode.weight_bytes(quantize_head(draft)) == matrices * (4 + 2 * 16 / 128) / 8 + 256 * (256 + 4) + 2 * 5 * 256
     # 2 layers, 2 KV heads of 64, groups of 64: 200 tokens are 128 and 72, or 200 of 256 bytes.
-    assert decode.cache_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
-    assert decode.cache_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    assert 2 * decode.layer_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
+    assert 2 * decode.layer_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
     assert c.head_dim == 64
 
 

@@ -159,7 +159,7 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
 
     measured = lambda self, *args: DecodeRow(self.method.name, self.context, self.gamma, "measured")
     monkeypatch.setattr(decode._Measured, "row", measured)
-    monkeypatch.setattr(end_to_end.drafts, "quantspec", fail)
+    monkeypatch.setattr(end_to_end, "int4_model", fail)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--temperature", 0, "--max-new-tokens", NEW]
     code, out, err = run("bench", "end-to-end", *flags, "--json")
     report = json.loads(out)

@@ -49,7 +49,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
         code, out, _ = run("generate", "--model", model, "--prompt", "def main():", *SETTINGS)
         assert code == 0
         texts.append(out)
-        monkeypatch.setattr(sys.modules["qspec_jax.decoding.generate"], "quantspec", None)  # nor is a draft made for the second
+        monkeypatch.setattr(sys.modules["qspec_jax.drafts.int4"], "quantize_linears", None)  # nor is a draft made for the second
     assert texts[0] == texts[1]
     code, out, _ = run("verify", directory, tmp_path / "out")
     assert code == 0 and "12 weights compared, and logits: all as in the source; 7 of the draft, whose errors are at most 0." in out
@@ -151,7 +151,7 @@ def test_info(run, tmp_path):
     # 2 layers x keys and values x 2 heads x head_dim 64 x (64 tokens and 5 rows of a round) x 4 bytes.
     assert found["full_cache_bytes"] == 2 * 2 * 2 * 64 * (64 + 5) * 4
     model = load_model(directory)
-    kept, drafted = model.weights(), quantize_head(quantspec(model).model).weights()
+    kept, drafted = model.weights(), quantize_head(quantspec(model).step.model).weights()
     own = [weight for path, weight in drafted.items() if weight is not kept.get(path)]
     assert found["draft_weight_bytes"] == sum(weight.nbytes for weight in own)
     code, out, _ = run("info", directory)
@@ -195,7 +195,8 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--group-size", "0"], "0"),
         (["--method", "magic"], "magic"),
         (["--dtype", "int8"], "int8"),
-        (["--cache", "full"], "--cache"),
+        (["--cache", "int2"], "--cache"),
+        (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--stream", "--json"], "--stream"),
         (["--stream", "--prompt", "b"], "--stream"),

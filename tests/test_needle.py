@@ -89,19 +89,19 @@ def test_cells_count_right_answers(monkeypatch, directory):
     seen = []
 
     def answer(model, requests, *, batch_size, draft, tokenizer):
-        seen.append(({len(request.tokens) for request in requests}, requests[0].config.method, requests[0].config.cache))
+        seen.append(({len(request.tokens) for request in requests}, requests[0].config.draft, requests[0].config.cache))
         # In any order, as they come.
         for index, request in reversed(list(enumerate(requests))):
             text = tokenizer.decode(request.tokens)
             value = text.split("def secret_key():\n    return ")[1].split("\n")[0]
             at = text.index(value) / len(text)
             found = value if at > 0.4 else "10000"
-            found += "7" if at > 0.8 and request.config.method == "quantspec" else ""
+            found += "7" if at > 0.8 and request.config.draft == "quantspec" else ""
             yield Result(index, tokenizer(found)["input_ids"], found, "length", {})
 
     monkeypatch.setattr(needle, "run_batch", answer)
-    report = needle.run(model, tokenizer, lengths=[100, 118], depths=[0, 0.5, 1], samples=3, draft=object())
-    assert seen == [({n}, method, cache) for method, cache in (("autoregressive", "full"), ("quantspec", "int8")) for n in (100, 118)]
+    report = needle.run(model, tokenizer, lengths=[100, 118], depths=[0, 0.5, 1], samples=3)
+    assert seen == [({n}, method, cache) for method, cache in (("none", "full"), ("quantspec", "int8")) for n in (100, 118)]
     full, int8 = [cell for cell in report.results if cell.cache == "full"], [cell for cell in report.results if cell.cache == "int8"]
     assert [(cell.length, cell.tokens, cell.depth, cell.correct) for cell in full] == [
         *((100, 100, 0, 0), (100, 100, 0.5, 3), (100, 100, 1, 3)),
@@ -129,7 +129,7 @@ def test_the_embedded_model_finds_some(run):
 
 def test_one_method_and_its_table(run, directory):
     base = ["eval", "needle", "--model", directory, "--lengths", "118", "--depths", "0.3", "--samples", 1]
-    code, out, _ = run(*base, "--method", "autoregressive", "--cache", "int8")
+    code, out, _ = run(*base, "--draft", "none", "--cache", "int8")
     assert code == 0
     assert "autoregressive, int8 cache" in out and "118 tokens" in out and "0/1" in out and "0 of 1 right" in out
     assert "quantspec" not in out and "both gave" not in out
@@ -172,7 +172,7 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
         (["--batch-size", "0"], "--batch-size"),
         (["--format", "xml"], "--format"),
         (["--cache", "int8"], "--cache"),
-        (["--cache", "full", "--method", "quantspec"], "--cache"),
+        (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--plot", "needle.txt"], "needle.txt"),
     ],
 )

@@ -186,7 +186,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     texts = [text["input_ids"][:64] for text in whole]
     prompts, continuations = [text[:40] for text in texts], [text[40:] for text in texts]
     model = loading.load_model(directory, progress=False)
-    assert [row["cache"] for row in report["results"]] == ["bf16", "int8", "int4"]
+    assert [row["cache"] for row in report["results"]] == ["full", "int8", "int4"]
     for row, scheme in zip(report["results"], (None, "int8_first")):
         logits = target_logits(model, prompts, continuations, group_size=8, scheme=scheme)
         loss = -np.mean([logprobs_of(np.float64(x), tokens) for x, tokens in zip(logits, continuations)])
@@ -206,7 +206,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     shown = table.read_text()
     for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}"):
         assert words in shown
-    assert "bf16" not in shown
+    assert "full" not in shown
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qspec_jax import GenerationConfig, demo, stream
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.decoding import generate
+from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.text import RowText, first_stop
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
