@@ -15,7 +15,8 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState, start
-from qspec_jax.drafts import quantspec
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.draft import Prompt
 from qspec_jax.models.viewed import ViewedModel
 
 CAPACITY = 1 << 16
@@ -29,6 +30,7 @@ def compiled_loop(
     dtype=jnp.float32,
     head_dim: int = 64,
     temperature: float = 0.0,
+    draft: str = "quantspec",
     donate: bool = True,
     place=lambda x: x,
     **model_settings: int,
@@ -37,25 +39,36 @@ def compiled_loop(
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
     model = random_model(dtype, head_dim=head_dim, **model_settings)
     config = GenerationConfig(
-        draft="quantspec" if gamma else "none",
+        draft=draft if gamma else "none",
         cache=kind,
         num_speculative_tokens=gamma,
         group_size=head_dim,
         temperature=temperature,
     )
     sampler, limits = make_sampler(config), make_limits(model, *[config] * batch)
-    draft = jax.eval_shape(quantspec, model) if gamma else None
+    made = jax.eval_shape(lambda model: make_draft(config.draft, model), model) if gamma else None
     sizes = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)
+
+    def begin_draft(cache):
+        return made.begin(Prompt(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32), cache)) if gamma else ()
 
     def begin():
         cache = config.cache_config.empty(model.config, **sizes)
-        return start(cache, jnp.zeros(batch, jnp.int32), prompt_keys(jax.random.key(0), batch), limits, max_new_tokens=256, gamma=gamma)
+        return start(
+            cache,
+            jnp.zeros(batch, jnp.int32),
+            prompt_keys(jax.random.key(0), batch),
+            limits,
+            max_new_tokens=256,
+            gamma=gamma,
+            draft=begin_draft(cache),
+        )
 
     # A function of its own, since jit remembers what it has traced and the tests plant errors. Shapes alone: nothing is allocated.
     afresh = lambda target, draft, sampler, state, limits, rounds: decode(target, draft, sampler, state, limits, rounds)
     loop = jax.jit(afresh, donate_argnums=3 if donate else ())
     state = jax.eval_shape(begin)
-    args = jax.tree.map(place, (ViewedModel(model, BOTH_PLANES), draft, sampler, state, limits, jnp.int32(9)))
+    args = jax.tree.map(place, (ViewedModel(model, BOTH_PLANES), made, sampler, state, limits, jnp.int32(9)))
     return loop.lower(*args).compile(), state
 
 

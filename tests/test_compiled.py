@@ -168,6 +168,17 @@ def test_nor_does_it_when_it_samples():
     assert faults("int8", 1, 4, temperature=1.0) == []
 
 
+def test_nor_does_it_when_it_observes():
+    """The second reader of the cache, too, has read it before it is flushed."""
+    assert faults("int8", 1, 3, draft="sparse:budget=0.03") == []
+
+
+def test_a_flush_that_does_not_wait_for_all_readers_is_seen(monkeypatch):
+    commit = HierarchicalCache.commit
+    monkeypatch.setattr(HierarchicalCache, "commit", lambda self, *args, wait_for: commit(self, *args, wait_for=wait_for[:1]))
+    assert any("copy" in fault for fault in faults("int8", 1, 3, draft="sparse:budget=0.03"))
+
+
 def test_a_cache_that_is_not_donated_is_seen():
     assert any("given back" in fault for fault in faults("int8", 1, 0, donate=False))
 

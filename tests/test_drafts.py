@@ -26,8 +26,9 @@ from qspec_jax.decoding.prefill import prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
-from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts import make_draft, quantspec
+from qspec_jax.drafts.draft import Draft, Prompt, propose_by_steps
+from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.sparse import select_groups
@@ -120,8 +121,8 @@ class Adversary(Draft):
         proposal, cache = propose_by_steps(step, cache, round)
         return proposal, state, cache
 
-    def commit(self, state, verified, cache):
-        second = verified.masses[0][:, 0, 2]
+    def commit(self, state, result, cache):
+        second = result.masses[0][:, 0, 2]
         return jnp.where(second.sum(-1) > 0, second.argmax(-1), -1)
 
 
@@ -157,6 +158,40 @@ def test_groups_are_chosen_by_mass_and_age():
         assert found.groups[0, 0, : int(found.count[0, 0])].tolist() == expected
 
 
+def test_before_the_first_verification_the_newest_are_read(model):
+    """And a mass that is no number takes nobody's place."""
+    draft = make_draft("sparse:budget=0.3", model)
+    cache = CONFIG.cache_config.empty(model.config, batch=1, capacity=124, num_speculative_tokens=1, dtype=model.dtype)
+    (mass,) = draft.begin(Prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), cache))
+    for found in (mass, mass.at[0, 0, 20].set(jnp.nan)):
+        chosen = select_groups(found, jnp.array([30]), budget=0.3, newest=0.5, least_groups=2)
+        assert chosen.groups[0, 0, :9].tolist() == [0, *range(22, 30)]
+
+
+def test_more_drafts_than_a_round_allows_are_not_counted(model):
+    """Or the output would silently not be the target's."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Greedy(QuantSpecDraft):
+        def propose(self, state, cache, round):
+            proposal, state, cache = super().propose(state, cache, round)
+            return dataclasses.replace(proposal, eligible=jnp.full_like(proposal.eligible, round.gamma)), state, cache
+
+    honest = quantspec(model, weight_bits=16, cache="int8")
+    runs = [run_rounds(model, random_prompts([5, 30]), CONFIG, draft=draft) for draft in (honest, Greedy(honest.step))]
+    assert runs[0].tokens == runs[1].tokens
+    np.testing.assert_array_equal([state.buffered for state in runs[0].rounds], [state.buffered for state in runs[1].rounds])
+
+
+def test_an_engine_without_a_draft(model):
+    engine = Engine(model, None, cache=CONFIG.cache_config, gamma=4, prompt_tokens=9, max_new_tokens=24)
+    state = engine.prefill(random_prompts([9]), make_sampler(CONFIG), prompt_keys(jax.random.key(0), 1), make_limits(model, CONFIG))
+    state = engine.rounds(state, make_sampler(CONFIG), make_limits(model, CONFIG))
+    target = dataclasses.replace(CONFIG, draft="none", cache="int8")
+    assert state.tokens[0, :24].tolist() == run_rounds(model, random_prompts([9]), target).tokens[0]
+
+
 @pytest.fixture(scope="module")
 def trained():
     """The first layers of the embedded model, their cache of a real text, and what comes next of it."""
@@ -182,6 +217,9 @@ def test_all_groups_listed_are_the_dense_view(trained):
     np.testing.assert_array_equal(run(ListedGroups(groups, count)), dense)
     assert np.abs(run(ListedGroups(groups, count // 2)) - dense).max() > 1e-3
     np.testing.assert_allclose(run(ListedGroups(count[..., None] - 1 - groups, count)), dense, atol=2e-4)
+    for filler in (C, -1000):  # what stands behind the count is not read, whatever it is
+        filled = jnp.where(jnp.arange(C) < count[..., None] // 2, groups, filler)
+        np.testing.assert_array_equal(run(ListedGroups(filled, count // 2)), run(ListedGroups(groups, count // 2)))
 
 
 def test_mass_is_that_of_float32_attention(trained):

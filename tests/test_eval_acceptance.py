@@ -1,8 +1,10 @@
 """`qspec eval acceptance`: acceptance against gamma, what is left out and said so, its plot."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from qspec_jax import plots
 from qspec_jax.evaluate import acceptance
@@ -42,12 +44,33 @@ def test_gammas_in_one_run_are_as_alone(run, directory, file):
     assert 0 < rejected < three["drafted"] - three["accepted"] <= 3 * rejected
 
 
+def test_drafts_side_by_side(run, directory, file):
+    """Each by its name, and the old options for quantspec alone."""
+    drafts = ["quantspec:weight_bits=16,cache=int8", "sparse:budget=0.5,weight_bits=16"]
+    base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--gamma", 2]
+    code, out, _ = run(*base, "--draft", drafts[0], "--draft", drafts[1], "--json")
+    rows = json.loads(out)["results"]
+    assert code == 0 and [row["draft"] for row in rows] == [drafts[0]] * 2 + [drafts[1]] * 2
+    assert [row["acceptance_rate"] for row in rows[:2]] == [1.0, 1.0]
+    report = acceptance.AcceptanceReport(1, [], rows)
+    console = Console(width=200, file=io.StringIO())
+    console.print(acceptance.table(report))
+    assert all(console.file.getvalue().count(draft) == 2 for draft in drafts)
+
+
+def test_old_options_are_for_quantspec(fails, directory, file):
+    fails(
+        ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--draft", "sparse", "--draft-planes", "2"], "--draft-planes"
+    )
+
+
 def test_plot(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))
     lines = [(temperature, mode) for temperature in (0.0, 1.0) for mode in ("teacher-forced", "free-running")]
     rows = [
         {
+            "draft": "quantspec",
             "gamma": gamma,
             "temperature": temperature,
             "mode": mode,
@@ -63,7 +86,7 @@ def test_plot(tmp_path, monkeypatch):
     points = lambda axes: [line.get_xydata().tolist() for line in axes.lines]
     assert points(accepted) == [[[1, 0.1 * i + 0.01], [6, 0.1 * i + 0.06]] for i in range(4)]
     assert points(tokens) == [[[1, 1 + i], [6, 6 + i]] for i in range(4)]
-    assert [line.get_label() for line in tokens.lines] == [f"temperature {temperature:g}, {mode}" for temperature, mode in lines]
+    assert [line.get_label() for line in tokens.lines] == [f"quantspec, temperature {temperature:g}, {mode}" for temperature, mode in lines]
 
 
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):

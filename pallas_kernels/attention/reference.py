@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import ListedGroups, View
 
@@ -36,7 +36,7 @@ def decode_attention(
 
     partial, by_group = _full(rows, buffer, lengths.buffered, T), None
     if isinstance(layer, HierarchicalLayer) and layer.groups > 0:
-        quantized, by_group = _quantized(rows, *_selected(layer, lengths.quantized, view), view, layer.group_size, observe)
+        quantized, by_group = _quantized(rows, layer, lengths.quantized, view, observe)
         partial = _merge(partial, quantized)
     top, total, values = partial
     out = (values / total[..., None]).reshape(B, K, T, N // K, H)
@@ -65,35 +65,22 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
     return _attend(rows, load, capacity, chunk, length.max())
 
 
-def _selected(
-    layer: HierarchicalLayer, length: Int[Array, "B"], view: View
-) -> tuple[tuple[Planes, Planes], Int[Array, "B #K n"], Int[Array, "B #K"]]:
-    """Keys and values of the groups that a view reads, the numbers of these groups, and how many of them are to be read."""
-    codes, G = (layer.keys, layer.values), layer.group_size
-    if isinstance(view, ListedGroups):
-        take = lambda x: jnp.take_along_axis(x, view.groups.reshape(*view.groups.shape, *(1,) * (x.ndim - 3)), axis=2)
-        return jax.tree.map(take, codes), view.groups, view.count
-    return codes, jnp.arange(layer.groups)[None, None], (length // G)[:, None]
-
-
-def _quantized(
-    rows: Array,
-    codes: tuple[Planes, Planes],
-    numbers: Int[Array, "B #K n"],
-    count: Int[Array, "B #K"],
-    view: View,
-    G: int,
-    observe: bool,
-) -> tuple[Partial, Array | None]:
-    groups = numbers.shape[2]
+def _quantized(rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], view: View, observe: bool) -> tuple[Partial, Array | None]:
+    G, listed = layer.group_size, isinstance(view, ListedGroups)
+    groups = view.groups.shape[2] if listed else layer.groups
+    count = view.count if listed else (length // G)[:, None]
     chunk = min(max(1, CHUNK_TOKENS // G), groups)
 
     def load(i):
         start = jnp.minimum(i * chunk, groups - chunk)
         group = start + jnp.arange(chunk)
         visible = (group >= i * chunk) & (group < count[..., None])
-        part = [Planes(*(_slice(x, start, chunk) for x in (p.upper, p.lower, p.scale, p.zero))) for p in codes]
-        k, v = dequantize_groups(*part, planes=view.planes, dtype=rows.dtype)
+        take = lambda x: _slice(x, start, chunk)
+        if listed:
+            # What stands behind the count is no group, perhaps, and must not be read as NaN: it is weighted with 0.
+            numbers = jnp.clip(take(view.groups), 0, layer.groups - 1)
+            take = lambda x: jnp.take_along_axis(x, numbers.reshape(*numbers.shape, *(1,) * (x.ndim - 3)), axis=2)
+        k, v = dequantize_groups(*jax.tree.map(take, (layer.keys, layer.values)), planes=view.planes, dtype=rows.dtype)
         merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
         return merge(k), merge(v), jnp.repeat(visible, G, axis=-1)[:, :, None]
 

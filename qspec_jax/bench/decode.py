@@ -143,6 +143,8 @@ def _attempt(function: Callable, *args, **settings):
     """Calls a function and returns its result, or the exception that it raised."""
     try:
         return function(*args, **settings)
+    except InputError:  # a draft's settings that do not fit the model, for one
+        raise
     except Exception as error:
         return error.with_traceback(None)  # whose frames would keep what they had made
 
@@ -264,9 +266,11 @@ class _Measured:
         _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
         proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
 
-        def forward(tokens, cache, lengths, model, *, width):
+        def forward(tokens, cache, lengths, model, *, width, observe=False):
             positions = lengths.total[:, None] + jnp.arange(width)
-            logits, cache = model(tokens[:, :width], positions, cache)
+            logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
+            for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
+                logits = jnp.where((mass < 0).any(), 0, logits)
             return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(lengths)
 
         def sample(tokens, cache, lengths, sampler, logits):
@@ -284,8 +288,9 @@ class _Measured:
         def work_of(name: str, function: Callable, inputs: tuple, size: int) -> _Work:
             return _Work(name, function, (lengths, *inputs), size / bandwidth / 1e9, size)
 
-        target = self.engine.target
-        work = [work_of("target", functools.partial(forward, width=width), (target,), self.target_bytes(width))]
+        target, observe = self.engine.target, draft is not None and draft.observes
+        verify = functools.partial(forward, width=width, observe=observe)
+        work = [work_of("target", verify, (target,), self.target_bytes(width))]
         if isinstance(draft, StepwiseDraft):
             work.append(work_of("draft", drafted, (draft, state.draft), self.draft_bytes(draft)))
         work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))

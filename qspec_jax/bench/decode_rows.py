@@ -122,8 +122,8 @@ def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
-        if not (row.steps and baseline.steps):
-            return row
+        if not (row.steps and baseline.steps) or (row.gamma and "draft" not in row.steps):
+            return row  # of such a draft nobody knows what it reads
         tokens = row.new_tokens / row.rounds
         drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
         limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)

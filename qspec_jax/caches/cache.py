@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -35,7 +36,6 @@ class Cache(abc.ABC):
         return Schedule(group_size)
 
     @classmethod
-    @abc.abstractmethod
     def make(
         cls,
         model: LlamaConfig,
@@ -49,8 +49,10 @@ class Cache(abc.ABC):
     ) -> Self:
         """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts.
 
-        group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype: the model's.
+        Caches of the registry have it. group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype:
+        the model's.
         """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:
@@ -89,15 +91,16 @@ class Cache(abc.ABC):
         """The cache at earlier lengths. Nothing is moved: what lies beyond is masked and later overwritten."""
         return dataclasses.replace(self, lengths=lengths)
 
-    def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, chosen: Int[Array, "B"]) -> tuple[Self, Int[Array, "B"]]:
+    def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
         """Ends a round that began at these lengths: the first kept[b] of the tokens fed since stay, and rows that are due are flushed.
 
-        chosen: token ids that come of the round's last pass; they make the flush wait for it. Returns the cache, and 1 for each row that
-        was flushed, else 0.
+        wait_for: arrays of non-negative numbers, batch first, that come of everything that read the cache in this round: token ids,
+        attention masses. The flush waits for them. Returns the cache, and 1 for each row that was flushed, else 0.
         """
-        # Ids are never negative. Unless the flush depends on something that the pass computed last, XLA may flush before the last layer
-        # has read its cache, and copies the cache for that (seen in jax 0.10).
-        kept = jnp.where(chosen >= 0, kept, 0)
+        # None of it is ever negative, but XLA cannot know. Unless the flush depends on what the last reader computed, XLA may flush before
+        # that has read the cache, and copies the cache for it (seen in jax 0.10).
+        for computed in wait_for:
+            kept = jnp.where((computed < 0).reshape(computed.shape[0], -1).any(-1), 0, kept)
         return self.rollback(longer(lengths, kept)).flush()
 
     def flush(self) -> tuple[Self, Int[Array, "B"]]:

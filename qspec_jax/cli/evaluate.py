@@ -35,6 +35,7 @@ from qspec_jax.cli.options import (
 )
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.int4 import int4_model, stored_int4
+from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
@@ -124,6 +125,8 @@ def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensi
         old = {} if bits is None else {"weight_bits": bits}
         if planes is not None:
             old["cache"] = {1: "int4", 2: "int8"}.get(planes, str(planes))
+        if old and not isinstance(settings, QuantSpecSettings):
+            raise InputError("--draft-bits and --draft-planes are for --draft quantspec")
         if old:
             log.warning("--draft-bits and --draft-planes are now settings of --draft: quantspec:weight_bits=16,cache=int8")
             settings = dataclasses.replace(settings, **old)

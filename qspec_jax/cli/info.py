@@ -39,7 +39,7 @@ def _info_table(found: ModelInfo) -> Table:
         "positions": f"{found.max_length:,}, rope {found.rope_type}",
         "EOS ids": ", ".join(map(str, found.eos_token_ids)) or "none",
         "weights": f"{megabytes(found.weight_bytes)} target, {megabytes(found.draft_weight_bytes)} more for the INT4 draft",
-        f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} hierarchical, {megabytes(found.full_cache_bytes)} full",
+        f"KV cache, {found.context:,} tokens": f"{megabytes(found.cache_bytes)} int8, {megabytes(found.full_cache_bytes)} full",
     }
     for label, value in rows.items():
         table.add_row(label, value)

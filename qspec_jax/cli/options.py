@@ -15,6 +15,7 @@ import jax
 import typer
 from rich.console import Console, RenderableType
 
+from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.config import METHODS, GenerationConfig
 from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings
@@ -32,9 +33,7 @@ class Method(enum.StrEnum):
     autoregressive = "autoregressive"
 
 
-class CacheKind(enum.StrEnum):
-    full = "full"
-    int8 = "int8"
+CacheKind = enum.StrEnum("CacheKind", {name: name for name in CACHES})
 
 
 class Dtype(enum.StrEnum):

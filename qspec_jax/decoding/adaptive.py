@@ -41,7 +41,7 @@ class Adaptive:
         best = jnp.where((best == 0) & (self.plain >= PROBE_ROUNDS), jnp.minimum(1, most), best)
         return jnp.where(cost > 0, best, most)
 
-    def after(self, eligible: Int[Array, "B"], accepted: Int[Array, "B"], running: Bool[Array, "B"]) -> "Adaptive":
+    def updated(self, eligible: Int[Array, "B"], accepted: Int[Array, "B"], running: Bool[Array, "B"]) -> "Adaptive":
         """After a round that accepted some of `eligible` drafts."""
         some = running & (eligible > 0)
         judged = accepted + (accepted < eligible)

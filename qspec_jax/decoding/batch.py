@@ -147,29 +147,29 @@ class _Slots:
         self.waiting = deque(range(len(requests)))
         self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
         self.state: DecodeState | None = None
-        self.of: list[int | None] = [None] * batch  # the request of each slot
+        self.request_of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
         self.rounds = np.zeros(batch, np.int32)  # that each row has had
-        self.began = 0.0  # when what `_lap` counts next began
+        self.lap_began = 0.0  # when what `_lap` counts next began
 
     def run(self) -> Generator[Result, None, None]:
-        self.began = time.perf_counter()
+        self.lap_began = time.perf_counter()
         while True:
             placed = self._fill()
             if not self._running:
                 return
             if any(self.requests[index].config.stop for index in placed):
                 # A row whose first token completes a stop string must have no round. What else may end it the device sees by itself.
-                self._lap("prefill_s", self._prefilled())
+                self._lap("prefill_s", self._wait_for_prefill())
                 yield from self._ended()
-                if None in self.of:
+                if None in self.request_of:
                     continue
             self._segment()
             yield from self._ended()
 
     @property
     def _running(self) -> int:
-        return sum(index is not None for index in self.of)
+        return sum(index is not None for index in self.request_of)
 
     def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
         take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
@@ -180,7 +180,7 @@ class _Slots:
         """Puts requests into empty slots, and returns them. The device may still be at work on the last."""
         placed = []
         if self.refill or not self._running:
-            for slot, index in enumerate(self.of):
+            for slot, index in enumerate(self.request_of):
                 if index is None and self.waiting:
                     placed.append(self.waiting.popleft())
                     self._put(slot, placed[-1])
@@ -190,32 +190,32 @@ class _Slots:
         request = self.requests[index]
         sampler, limits = self._settings([index])
         row = self.engine.prefill([request.tokens], sampler, request.key[None], limits)
-        self._prefilled()  # no more than two rows at once take memory besides the batch
+        self._wait_for_prefill()  # no more than two rows at once take memory besides the batch
         self.newest = row.status
         if self.state is None:
-            self.state = self.engine.batch_of(row, len(self.of))
+            self.state = self.engine.batch_of(row, len(self.request_of))
         self.state = self.engine.replace(self.state, row, slot)
-        self.of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
+        self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
-    def _prefilled(self) -> float:
-        """Waits for the row prefilled last. When it was ready, from when on the time is decoding's; the last lap's end if nothing was."""
+    def _wait_for_prefill(self) -> float:
+        """Waits for the newest row's prefill, and returns the time at which it was ready; without one, when the current lap began."""
         newest, self.newest = self.newest, None
         if newest is None:
-            return self.began
+            return self.lap_began
         newest.block_until_ready()
         return time.perf_counter()
 
     def _segment(self) -> None:
         """At most so many rounds; fewer if a row ends and a request waits for its slot."""
-        sampler, limits = self._settings([index or 0 for index in self.of])  # those of an empty slot do not matter
+        sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
-        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.of) else ROUNDS_PER_SEGMENT
+        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else ROUNDS_PER_SEGMENT
         least_running = self._running if self.waiting and self.refill else 1
         self.engine.compile_rounds(self.state, sampler, limits)
         # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
         # prefill does.
         prefilled = []
-        clock = threading.Thread(target=lambda: prefilled.append(self._prefilled()))
+        clock = threading.Thread(target=lambda: prefilled.append(self._wait_for_prefill()))
         clock.start()
         self.state = self.engine.rounds(self.state, sampler, limits, rounds, least_running)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
@@ -237,22 +237,22 @@ class _Slots:
     def _lap(self, what: str, until: float | None = None) -> None:
         """Adds the time since the last lap to the statistics, up to now by default."""
         until = time.perf_counter() if until is None else until
-        setattr(self.stats, what, getattr(self.stats, what) + until - self.began)
-        self.began = until
+        setattr(self.stats, what, getattr(self.stats, what) + until - self.lap_began)
+        self.lap_began = until
 
     def _ended(self) -> Iterator[Result]:
         """Results of the rows that have ended, whose slots are free then."""
-        news = self.engine.look(self.state, [0 if index is None else len(row.token_ids) for index, row in zip(self.of, self.rows)])
+        news = self.engine.look(self.state, [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)])
         counts = news.counts
         ended = []
-        for slot, index in enumerate(self.of):
+        for slot, index in enumerate(self.request_of):
             if index is None:
                 continue
             row = self.rows[slot]
             row.update(news.tokens[slot], news.logprobs and news.logprobs[slot], news.status[slot])
             if row.finish_reason is None:
                 continue
-            self.of[slot] = None
+            self.request_of[slot] = None
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new, prompt = len(row.token_ids), len(self.requests[index].tokens)
             stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
@@ -261,9 +261,9 @@ class _Slots:
             self.stats.num_draft_tokens += stats["num_draft_tokens"]
             self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
             ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *row.logprobs()))
-        idle = np.array([index is None for index in self.of])
+        idle = np.array([index is None for index in self.request_of])
         if (news.status[idle] == RUNNING).any():  # what a stop string has ended
             self.state = self.engine.stop(self.state, idle)
         self._lap("decode_s")
         yield from ended
-        self.began = time.perf_counter()  # what is done with results is not counted
+        self.lap_began = time.perf_counter()  # what is done with results is not counted

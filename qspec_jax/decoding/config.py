@@ -98,7 +98,7 @@ class GenerationConfig:
 
     @property
     def speculative(self) -> bool:
-        """Whether tokens are drafted at all."""
+        """Whether a draft is named; with num_speculative_tokens 0 it has nothing to do."""
         return self.draft != NONE
 
     @property

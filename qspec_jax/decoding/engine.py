@@ -53,9 +53,10 @@ def _prefilled(
     max_new_tokens: int,
     gamma: int,
     logprobs: int | None,
+    extra_rows: int,
 ) -> DecodeState:
-    model = target.model
-    empty = cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=gamma, dtype=model.dtype)
+    model, drafts = target.model, gamma + extra_rows
+    empty = cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=drafts, dtype=model.dtype)
     with jax.named_scope("prefill"):
         wanted = 0 if draft is None else draft.prompt_queries
         logits, filled, *queries = prefill(model, tokens, n, empty, queries=wanted)
@@ -80,7 +81,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
     return jax.tree.map(lambda x: take(x, starts), (tokens, logprobs))
 
 
-PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs"))
+PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
 DECODE = Compiled(decode, donate_argnames=("state",))
 REPEAT = Compiled(_repeated, static_argnames=("batch",))
 REPLACE = Compiled(replace_rows, donate_argnames=("state",))
@@ -122,7 +123,8 @@ class Engine:
 
     draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
     logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. on_compile: called
-    before a program is looked for, and afterwards with the seconds that making it took, 0 where it was there, for those who keep the time.
+    with None when a program is needed that the engine does not hold, and then with the seconds that it took to make, 0 where another engine
+    has made it before.
     """
 
     def __init__(
@@ -139,9 +141,10 @@ class Engine:
     ):
         self.target = ViewedModel(model, BOTH_PLANES)
         self.draft = draft if gamma else None
-        self.gamma = gamma
+        self.gamma = gamma = gamma if draft is not None else 0
         new = bucket(max_new_tokens)
         self.static = dict(cache=cache, capacity=bucket(prompt_tokens) + new, max_new_tokens=new, gamma=gamma, logprobs=logprobs)
+        self.static["extra_rows"] = 0 if self.draft is None else self.draft.extra_rows
         self.compile_s = 0.0
         self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
@@ -175,7 +178,9 @@ class Engine:
 
     def prefill_call(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> Call:
         """Reads prompts; returns a `DecodeState`."""
-        return Call(PREFILL, (self.target, self.draft, *padded(prompts), sampler, keys, limits), self.static)
+        # A draft that does nothing there is left out: drafts then share the program.
+        begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
+        return Call(PREFILL, (self.target, self.draft if begins else None, *padded(prompts), sampler, keys, limits), self.static)
 
     def rounds_call(
         self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1, *, lazy: bool = False

@@ -166,7 +166,7 @@ class Row:
         self._logprobs: list[Logprobs] = []
 
     def update(self, new: list[int], logprobs: Logprobs | None, status: int) -> tuple[list[int], str]:
-        """The new token ids and their text, where these tokens came since the last time. Nothing once the row has ended."""
+        """Takes in the new tokens; returns those that count, and their text. Nothing once the row has ended."""
         if self.finish_reason:
             return [], ""
         text = ""

@@ -42,7 +42,7 @@ class Limits:
 
 
 def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
-    """The limits of rows with these configs, one for each row. EOS ids are the first one's."""
+    """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share."""
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
     column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
     return Limits(

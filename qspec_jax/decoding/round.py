@@ -16,11 +16,11 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.schedule import eligible_drafts
 from qspec_jax.decoding.processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
-from qspec_jax.decoding.state import RUNNING, Counts, DecodeState, Limits, Logprobs, status_after
-from qspec_jax.drafts.draft import Draft, Prompt, Proposal, Verified
+from qspec_jax.decoding.state import RUNNING, DecodeState, Limits, Logprobs, status_after
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
 from qspec_jax.models.viewed import Step
 
-# What a level's keys are folded with: no position of a token, so that no two draws have one key.
+# Folded into the keys of an inner level. Larger than any position, so that an inner draw never shares a key with an outer one.
 LEVEL = 0x7FFFFFFF
 
 
@@ -93,7 +93,10 @@ class CurrentRound:
     def below(self):
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys))
 
-    def after(self, tokens, count):
+    def limited(self, eligible, gamma):
+        return dataclasses.replace(self, eligible=eligible, gamma=gamma)
+
+    def advanced(self, tokens, count):
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
         return dataclasses.replace(
             self,
@@ -141,7 +144,9 @@ def propose(draft: Draft | None, draft_state: Any, cache: Cache, round: CurrentR
     if round.gamma == 0:
         B = round.pending.shape[0]
         return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), round.eligible), draft_state, cache
-    return draft.propose(draft_state, cache, round)
+    proposal, draft_state, cache = draft.propose(draft_state, cache, round)
+    # With more the target would read other codes than one-by-one decoding does.
+    return dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, round.eligible)), draft_state, cache
 
 
 @jax.tree_util.register_dataclass
@@ -151,15 +156,14 @@ class Verdict:
 
     logits: Float[Array, "B T V"]
     accepted: Int[Array, "B"]
-    after: Int[Array, "B"]
+    own_token: Int[Array, "B"]
     masses: tuple[Float[Array, "B K T C"], ...] = ()
 
 
 def verify(target: Step, proposal: Proposal, cache: Cache, round: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
     """Feeds the pending token and the drafts to the target, whose cache comes back as much longer."""
     logits, cache, masses = feed(target, jnp.concatenate([round.pending[:, None], proposal.tokens], 1), cache, round, observe=observe)
-    accepted, after = round.verify(logits, proposal)
-    return Verdict(logits, accepted, after, masses), cache
+    return Verdict(logits, *round.verify(logits, proposal), masses), cache
 
 
 def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
@@ -176,25 +180,19 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
     running = state.status == RUNNING
     column = jnp.arange(state.gamma + 1)
     tokens = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-    block = jnp.where(column < accepted[:, None], tokens, verdict.after[:, None])
+    block = jnp.where(column < accepted[:, None], tokens, verdict.own_token[:, None])
     count, status = status_after(block, state.tokens, state.emitted, accepted + 1, round.limits)
     count = jnp.where(running, count, 0)
     with jax.named_scope("flush"):
         kept = jnp.where(running, accepted + 1, 0)
-        cache, flushed = state.cache.commit(round.lengths, kept, chosen=verdict.after)
+        cache, flushed = state.cache.commit(round.lengths, kept, wait_for=[verdict.own_token, *verdict.masses])
     draft_state = state.draft
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)
-        draft_state = draft.commit(state.draft, Verified(block, count, jnp.where(running, accepted, 0), flushed, masses), cache)
-    old, taken = state.counts, jnp.minimum(accepted, count)
-    counts = Counts(
-        old.rounds + running,
-        # Drafts behind an accepted EOS count neither as drafted nor as accepted.
-        old.drafted + jnp.where(count <= accepted, count, proposal.eligible),
-        old.accepted + taken,
-        old.flushes + flushed,
-        old.histogram + (running[:, None] & (column == taken[:, None])),
-    )
+        draft_state = draft.commit(state.draft, RoundResult(block, count, jnp.where(running, accepted, 0), flushed, masses), cache)
+    # Drafts behind an accepted EOS count neither as drafted nor as accepted.
+    drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
+    counts = state.counts.with_round(running, drafted, taken, flushed)
     seen, logprobs, adaptive = state.seen, state.logprobs, state.adaptive
     if seen is not None:
         seen = mark_seen(seen, block, count)
@@ -202,13 +200,13 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
         new = Logprobs.of(verdict.logits, block, logprobs.top.shape[-1])
         logprobs = jax.tree.map(lambda all, new: _written(all, new, state.emitted, running), logprobs, new)
     if adaptive is not None:
-        adaptive = adaptive.after(proposal.eligible, accepted, running)
+        adaptive = adaptive.updated(proposal.eligible, accepted, running)
     return DecodeState(
         cache,
         state.keys,
         _written(state.tokens, block, state.emitted, running),
         state.emitted + count,
-        jnp.where(running, verdict.after, state.pending),
+        jnp.where(running, verdict.own_token, state.pending),
         jnp.where(running, status, state.status),
         counts,
         draft_state,

@@ -29,7 +29,7 @@ def draw_keys(keys: Key[Array, "B"], positions: Int[Array, "*B"], purpose: int) 
 
 
 class Sampler(Protocol):
-    """A decoding strategy. Both methods are given the row keys and the positions of the tokens that they choose."""
+    """A decoding strategy. `choose` and `verify` are given the row keys and the positions of the tokens that they choose."""
 
     def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
         """A token per row, and what `verify` must know of the distribution it came from, [B, W]."""
@@ -179,7 +179,7 @@ def _leading(match: Array, eligible: Int[Array, "B"]) -> Int[Array, "B"]:
 
 
 def _by_row(setting: Array, logits: Array) -> Array:
-    """To be combined with logits [B, ..., V]."""
+    """The setting reshaped to broadcast against logits [B, ..., V]."""
     return setting.reshape(-1, *(1,) * (logits.ndim - 1))
 
 

@@ -32,6 +32,19 @@ class Counts:
         count = lambda: jnp.zeros(batch, jnp.int32)
         return cls(count(), count(), count(), count(), jnp.zeros((batch, gamma + 1), jnp.int32))
 
+    def with_round(
+        self, took_part: Bool[Array, "B"], drafted: Int[Array, "B"], accepted: Int[Array, "B"], flushed: Int[Array, "B"]
+    ) -> "Counts":
+        """The counts with those of one more round."""
+        in_column = took_part[:, None] & (jnp.arange(self.histogram.shape[1]) == accepted[:, None])
+        return Counts(
+            self.rounds + took_part,
+            self.drafted + drafted,
+            self.accepted + jnp.where(took_part, accepted, 0),
+            self.flushes + flushed,
+            self.histogram + in_column,
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     state                   = draft.begin(prompt)                   after prefill
     proposal, state, cache  = draft.propose(state, cache, round)    in every round
-    state                   = draft.commit(state, verified, cache)  when the round has ended
+    state                   = draft.commit(state, result, cache)  when the round has ended
 
 All three run inside one jitted program, for a whole batch at once. Whatever a draft does, the output is exactly the target's, as long as
 the distributions in its proposal are those that its drafts were drawn from, and depend on nothing that a rejected draft left behind.
@@ -51,13 +51,13 @@ class Proposal:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Verified:
-    """What became of a round.
+class RoundResult:
+    """What came of a round.
 
-    tokens[b, :count[b]] came out of it: the accepted drafts and the target's own token after them; 0 in a row that had ended before.
-    accepted: how many drafts the target took. flushed: 1 where a group left the buffer. masses: for each layer the attention mass that each
-    group of the cache got from the round's query tokens, of which the first is the pending token; 0 for queries that were rejected. Empty
-    where the draft does not observe.
+    tokens[b, :count[b]] were emitted: the accepted drafts and the target's own token after them, up to what ends a row; none in a row that
+    had ended before. accepted: how many drafts the target took. flushed: 1 where a group left the buffer. masses: for each layer the
+    attention mass that each group of the cache got from the round's query tokens, of which the first is the pending token; 0 for queries
+    that were rejected. Empty where the draft does not observe.
     """
 
     tokens: Int[Array, "B gamma+1"]
@@ -90,11 +90,15 @@ class Round(Protocol):
         """The distributions of tokens that were not drawn but given: all probability is theirs."""
         ...
 
+    def limited(self, eligible: Int[Array, "B"], gamma: int) -> "Round":
+        """This round with so many drafts that each row may use, and at most gamma of any, for a draft within a draft."""
+        ...
+
     def below(self) -> "Round":
         """This round one level deeper, with random draws of its own, for a draft that itself proposes and verifies."""
         ...
 
-    def after(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> "Round":
+    def advanced(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> "Round":
         """The round once the first count[b] of these tokens were emitted too; in a row with 0 nothing changes."""
         ...
 
@@ -112,11 +116,13 @@ class Draft(abc.ABC):
 
     What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
     observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
-    wants.
+    wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
+    them.
     """
 
     observes: ClassVar[bool] = False
     prompt_queries: ClassVar[int] = 0
+    extra_rows: int = 0
 
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""
@@ -126,12 +132,12 @@ class Draft(abc.ABC):
     def propose(self, state: State, cache: Cache, round: Round) -> tuple[Proposal, State, Cache]:
         """Drafts for a round. The cache comes back with its valid region, bit for bit, and its lengths as they were."""
 
-    def commit(self, state: State, verified: Verified, cache: Cache) -> State:
+    def commit(self, state: State, result: RoundResult, cache: Cache) -> State:
         """The state behind a round. cache: the target's, after the round's flush."""
         return state
 
     def in_loop(self) -> Self:
-        """The draft as the decode loop runs it. Made after prefill, during which memory peaks, and not kept."""
+        """The draft as the decode loop runs it. It is made once for a decode, after prefill, during which memory peaks."""
         return self
 
 

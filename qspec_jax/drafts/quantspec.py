@@ -16,7 +16,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_head
 
-CACHES: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
+DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
 
 @jax.tree_util.register_dataclass
@@ -59,17 +59,19 @@ class QuantSpecSettings:
     head_bits: int = 8
     sensitive_layers: int = 0
 
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> QuantSpecDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for a setting that is out of range."""
+    def __post_init__(self):
         check_bits(self.weight_bits, self.head_bits)
-        if self.cache not in CACHES:
-            raise InputError(f"draft cache {self.cache!r} should be {' or '.join(CACHES)}")
+        if self.cache not in DRAFT_VIEWS:
+            raise InputError(f"draft cache {self.cache!r} should be {' or '.join(DRAFT_VIEWS)}")
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> QuantSpecDraft:
+        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for more sensitive layers than there are."""
         layers, own = model.config.num_layers, self.sensitive_layers
         if not 0 <= own <= layers:
             raise InputError(f"sensitive_layers {own} should be from 0 to the model's {layers} layers")
-        view, sensitive = CACHES[self.cache], {*range(own), *range(layers - own, layers)}
+        view, sensitive = DRAFT_VIEWS[self.cache], {*range(own), *range(layers - own, layers)}
         if sensitive:
-            view = tuple(BOTH_PLANES if i in sensitive else CACHES[self.cache] for i in range(layers))
+            view = tuple(BOTH_PLANES if i in sensitive else DRAFT_VIEWS[self.cache] for i in range(layers))
         if self.weight_bits == 16:
             return QuantSpecDraft(ViewedModel(model, view))
         quantized = int4()

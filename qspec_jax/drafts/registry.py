@@ -22,8 +22,8 @@ class DraftSettings(Protocol):
     """The settings of a draft: a frozen dataclass of numbers and texts, each with a default."""
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
-        """The draft of a model. int4: makes the model's INT4 weights, for those that want them. Raises InputError for a setting that is out
-        of range."""
+        """The draft of a model. int4: makes the model's INT4 weights, for those that want them. Raises InputError for a setting that does
+        not fit the model."""
         ...
 
 

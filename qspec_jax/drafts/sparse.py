@@ -23,15 +23,19 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
+TINY_MASS = 1e-30  # less than any group gets that is attended to
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparseDraft(StepwiseDraft):
     """Single-token steps of a model over listed groups of the target's cache.
 
-    step: the model; its view is not used, but made anew for each round. The state: for each layer the attention mass [B, K, C] that each
-    group got from the tokens that the last round kept; zeros before the first. budget: the share of a row's groups that is read, and at
-    least LEAST_GROUPS. newest: the share of those that are the newest. dense_layers: the first so many layers read every group.
+    Its state has for each layer the attention mass [B, K, C] that each group got from the tokens that the last round kept.
+
+    step: the model; its view is not used, but made anew for each round. budget: the share of a row's groups that is read, and at least
+    `least_groups`. newest: the share of those that are the newest. dense_layers: the first so many layers read every group. head_bits: 8 if
+    the decode loop is to quantize the model's head.
     """
 
     step: ViewedModel
@@ -45,9 +49,11 @@ class SparseDraft(StepwiseDraft):
 
     def begin(self, prompt):
         if not isinstance(prompt.cache, HierarchicalCache):
-            raise InputError("the sparse draft selects groups of the int8 cache; the full cache has none")
+            raise InputError(f"the sparse draft selects groups of the int8 cache, and this is a {type(prompt.cache).__name__}")
         B, K, C = prompt.cache.layers[0].keys.upper.shape[:3]
-        return tuple(jnp.zeros((B, K, C), jnp.float32) for _ in prompt.cache.layers)
+        # Nothing was attended to yet: the newer a group, the better.
+        mass = jnp.broadcast_to(jnp.arange(C, dtype=jnp.float32) * TINY_MASS, (B, K, C))
+        return tuple(mass for _ in prompt.cache.layers)
 
     def step_in_round(self, state, cache):
         views = tuple(self.view_of(i, mass, cache.lengths, cache.group_size) for i, mass in enumerate(state))
@@ -56,9 +62,9 @@ class SparseDraft(StepwiseDraft):
     def reads(self, layer, groups):
         return 1, groups if layer < self.dense_layers else min(groups, max(self.least_groups, math.ceil(self.budget * groups)))
 
-    def commit(self, state, verified, cache):
-        keep = (verified.count > 0)[:, None, None]
-        return tuple(jnp.where(keep, mass.sum(2), old) for mass, old in zip(verified.masses, state))
+    def commit(self, state, result, cache):
+        keep = (result.count > 0)[:, None, None]
+        return tuple(jnp.where(keep, mass.sum(2), old) for mass, old in zip(result.masses, state))
 
     def in_loop(self):
         return dataclasses.replace(self, step=head_in_loop(self.step, self.head_bits), head_bits=16)
@@ -73,13 +79,14 @@ class SparseDraft(StepwiseDraft):
 def select_groups(mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, budget: float, newest: float, least_groups: int) -> ListedGroups:
     """The groups to read in a row that has groups[b] of them: the first, the newest, and those with the most mass, in ascending order."""
     C = mass.shape[2]
-    size = lambda groups: jnp.minimum(groups, jnp.maximum(least_groups, jnp.ceil(budget * groups).astype(jnp.int32)))
-    most = min(C, max(least_groups, math.ceil(budget * C) + 1))  # + 1: the product may be rounded otherwise there
-    count = jnp.minimum(size(groups), most)
+    least = min(least_groups, C)
+    most = min(C, max(least, math.ceil(budget * C) + 1))  # + 1: the product may be rounded otherwise there
+    count = jnp.maximum(least, jnp.ceil(budget * groups).astype(jnp.int32))
+    count = jnp.minimum(jnp.minimum(count, groups), most)
     recent = jnp.clip(jnp.round(newest * count).astype(jnp.int32), 1, jnp.maximum(count - 1, 1))
     number = jnp.arange(C)
     always = (number == 0) | (number >= (groups - recent)[:, None])
-    rank = jnp.where(always[:, None], jnp.inf, mass)
+    rank = jnp.where(always[:, None], jnp.inf, jnp.nan_to_num(mass))
     rank = jnp.where((number < groups[:, None])[:, None], rank, -jnp.inf)
     _, chosen = jax.lax.top_k(rank, most)
     count = jnp.broadcast_to(count[:, None], mass.shape[:2])
@@ -104,8 +111,7 @@ class SparseSettings:
     weight_bits: int = 4
     head_bits: int = 8
 
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> SparseDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for a setting that is out of range."""
+    def __post_init__(self):
         check_bits(self.weight_bits, self.head_bits)
         if not 0 < self.budget <= 1:
             raise InputError(f"draft budget {self.budget} should be a share of the groups, more than 0 and at most 1")
@@ -113,10 +119,13 @@ class SparseSettings:
             raise InputError(f"draft newest {self.newest} should be a share of the budget, from 0 to 1")
         if self.least_groups < 1:
             raise InputError(f"draft least_groups {self.least_groups} should be at least 1")
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> SparseDraft:
+        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for more dense layers than there are."""
         layers = model.config.num_layers
         if not 0 <= self.dense_layers <= layers:
             raise InputError(f"dense_layers {self.dense_layers} should be from 0 to the model's {layers} layers")
         quantized = self.weight_bits == 4
-        weights = int4() if quantized else model
+        step = ViewedModel(int4() if quantized else model, UPPER_PLANE)
         chosen = dict(budget=self.budget, newest=self.newest, least_groups=self.least_groups, dense_layers=self.dense_layers)
-        return SparseDraft(ViewedModel(weights, UPPER_PLANE), **chosen, head_bits=self.head_bits if quantized else 16)
+        return SparseDraft(step, **chosen, head_bits=self.head_bits if quantized else 16)

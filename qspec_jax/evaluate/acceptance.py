@@ -20,8 +20,8 @@ from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.state import Counts, DecodeState
-from qspec_jax.drafts.draft import Draft, Verified
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.draft import Draft, RoundResult
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
@@ -125,7 +125,6 @@ def _walk(
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """The state behind the text, and how many rounds of each row rejected a draft."""
     width = state.gamma + 1
-    column = jnp.arange(width)
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
 
     def walking(carry) -> Array:
@@ -142,24 +141,18 @@ def _walk(
         moved = jnp.where(active, accepted + 1, 0)
         # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
         _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache.rollback(round.lengths), round, observe=draft.observes)
-        cache, flushed = cache.commit(round.lengths, moved, chosen=verdict.after)
-        verified = Verified(block_at(real, state.emitted), moved, moved - active, flushed, seen_by_accepted(masses, moved))
-        old = state.counts
-        counts = Counts(
-            old.rounds + active,
-            old.drafted + proposal.eligible,
-            old.accepted + jnp.where(active, accepted, 0),
-            old.flushes + flushed,
-            old.histogram + (active[:, None] & (column == accepted[:, None])),
-        )
+        cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
+        result = RoundResult(block_at(real, state.emitted), moved, moved - active, flushed, seen_by_accepted(masses, moved))
+        counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
         emitted = state.emitted + moved
         state = dataclasses.replace(
             state,
             cache=cache,
-            draft=draft.commit(draft_state, verified, cache),
+            draft=draft.commit(draft_state, result, cache),
             pending=block_at(real, emitted - 1)[:, 0],
             emitted=emitted,
             counts=counts,
+            adaptive=None if state.adaptive is None else state.adaptive.updated(proposal.eligible, accepted, active),
         )
         return state, rejected + (active & (accepted < proposal.eligible))
 
@@ -193,21 +186,32 @@ class AcceptanceReport:
 
 
 def table(report: AcceptanceReport) -> Table:
-    """A line for every gamma, temperature and mode."""
+    """A table with a line for every draft, gamma, temperature and mode."""
     grid = Table(title="Acceptance")
-    columns = ("gamma", "temperature", "mode", "accepted / drafted", "given those before", "tokens a round", "drafted", "repeated 8-grams")
-    for label in columns:
-        grid.add_column(label, justify="left" if label == "mode" else "right")
+    columns = (
+        "draft",
+        "gamma",
+        "temperature",
+        "mode",
+        "accepted / drafted",
+        "given those before",
+        "tokens a round",
+        "drafted",
+        "repeated 8-grams",
+    )
+    for label in [*columns, "repeated 8-grams"]:
+        grid.add_column(label, justify="left" if label in ("draft", "mode") else "right")
     for row in report.results:
         conditional = "-" if row["conditional_rate"] is None else f"{row['conditional_rate']:.3f}"
         rates = f"{row['acceptance_rate']:.3f}", conditional, f"{row['mean_acceptance_length']:.2f}"
-        name = str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
+        name = row["draft"], str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
         grid.add_row(*name, *rates, f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
     return grid
 
 
 def plot(report: AcceptanceReport, path: Path) -> None:
-    """Two panels against gamma, accepted / drafted and tokens a round; a line for every temperature and mode (arXiv 2502.10424, figure 9).
+    """Two panels against gamma, accepted / drafted and tokens a round; a line for every draft, temperature and mode (arXiv 2502.10424,
+    figure 9).
 
     Raises InputError if the file cannot be written.
     """
@@ -216,13 +220,14 @@ def plot(report: AcceptanceReport, path: Path) -> None:
     results = report.results
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     accepted, tokens = figure.subplots(1, 2)
-    temperatures = list(dict.fromkeys(row["temperature"] for row in results))
-    for temperature, mode in dict.fromkeys((row["temperature"], row["mode"]) for row in results):
-        line = [row for row in results if (row["temperature"], row["mode"]) == (temperature, mode)]
-        line.sort(key=lambda row: row["gamma"])
-        style = dict(color=f"C{temperatures.index(temperature)}", linestyle=STYLES[mode], marker="o")
+    line_of = lambda row: (row["draft"], row["temperature"], row["mode"])
+    colours = list(dict.fromkeys(line_of(row)[:2] for row in results))
+    for draft, temperature, mode in dict.fromkeys(map(line_of, results)):
+        line = sorted((row for row in results if line_of(row) == (draft, temperature, mode)), key=lambda row: row["gamma"])
+        style = dict(color=f"C{colours.index((draft, temperature))}", linestyle=STYLES[mode], marker="o")
+        label = f"{draft}, temperature {temperature:g}, {mode}"
         for axes, name in ((accepted, "acceptance_rate"), (tokens, "mean_acceptance_length")):
-            axes.plot([row["gamma"] for row in line], [row[name] for row in line], label=f"temperature {temperature:g}, {mode}", **style)
+            axes.plot([row["gamma"] for row in line], [row[name] for row in line], label=label, **style)
     for axes in (accepted, tokens):
         axes.set(xlabel="gamma (most drafts of a round)", xticks=sorted({row["gamma"] for row in results}))
         axes.grid(alpha=0.3)

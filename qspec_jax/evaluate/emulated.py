@@ -91,12 +91,6 @@ class EmulatedCache(Cache):
     def schedule(self):
         return Schedule(self.layers[0].group_size)
 
-    @classmethod
-    def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
-        return EmulatedConfig(Quantizer(scheme=scheme), group_size).empty(
-            model, batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype
-        )
-
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe or view not in (UPPER_PLANE, BOTH_PLANES):
             raise ValueError("an emulated cache is read as a draft or as the target reads it, and observes nothing")

@@ -226,7 +226,7 @@ def _score(
         for cache, view in zip(caches, views):
             predicted, fed = model(block, positions, cache, view=view)
             logits.append(predicted)
-            longer.append(fed.commit(cache.lengths, count, chosen=predicted[:, 0].argmax(-1))[0])
+            longer.append(fed.commit(cache.lengths, count, wait_for=[predicted[:, 0].argmax(-1)])[0])
         write = lambda all, new: put(all, new, done)
         return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
 

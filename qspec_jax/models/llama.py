@@ -2,7 +2,7 @@
 
     logits, cache = model(tokens, positions, cache, view=BOTH_PLANES)
 
-The cache decides how attention is done (see cache.py); the model never knows a kernel.
+The cache decides how attention is done (qspec_jax/caches/cache.py); which implementation of an operation runs is `pallas_kernels`' choice.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,10 @@ class Step(Protocol):
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
-        """Logits of T tokens per row and the cache T tokens longer. A target that drafts observe also takes `observe`, as `Llama` does."""
+        """Logits of T tokens per row and the cache T tokens longer.
+
+        As the target of a draft that observes, it must also accept `observe=True`, and then return the masses too, as `Llama` does.
+        """
         ...
 
 
