@@ -116,7 +116,7 @@ def test_bytes_of_a_step(model):
 def test_a_draft_that_says_nothing_of_its_steps_has_no_byte_limit():
     """Its speed is measured all the same."""
     step = decode_rows.StepTiming(None, 100, 0.5)
-    baseline = decode_rows.DecodeRow("autoregressive", 64, 0, "measured", ms_per_token=2.0, steps={"target": step})
+    baseline = decode_rows.DecodeRow("autoregressive", 64, 0, "measured", ms_per_token=2.0, new_tokens=8, rounds=8, steps={"target": step})
     row = decode_rows.DecodeRow("bigram", 64, 3, "measured", ms_per_token=1.0, new_tokens=8, rounds=4, steps={"target": step})
     _, found = decode_rows.compared([baseline, row])
     assert (found.speedup, found.byte_limit) == (2.0, None)
