@@ -60,7 +60,7 @@ SETTINGS = (
 
 
 def some_requests(count: int) -> list[Request]:
-    """Of different lengths and settings, greedy and sampled."""
+    """Requests of different lengths and settings, greedy and sampled."""
     r, requests = np.random.default_rng(0), []
     for i in range(count):
         settings = SETTINGS[i % len(SETTINGS)]

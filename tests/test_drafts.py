@@ -351,7 +351,7 @@ def test_sparse_drafts_need_the_int8_cache(model):
 
 
 def test_a_draft_gets_the_last_real_queries(model):
-    """Of ragged prompts, one of them shorter than what is asked for, in float64."""
+    """The prompts are ragged, and one is shorter than what is asked for; in float64."""
 
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_axes(float64, keys, values):
 
 
 def test_truncation_rounds_down(float64):
-    """Of the codes 0..255 of a group's range a draft reads the multiple of 16 below; the target all 8 bits."""
+    """Codes run from 0 to 255 over a group's range: a draft reads the multiple of 16 below, the target all 8 bits."""
     x = jnp.asarray(np.random.default_rng(0).uniform(size=(1, 1, 1, 64, 2))).at[..., 0, :].set(0.0).at[..., 1, :].set(1.0)
     draft, target = Quantizer("channel", "channel", "truncation").views(x, x, jnp.dtype(jnp.float64))
     codes = np.rint(x * 255)
@@ -150,7 +150,7 @@ def test_truncation_rounds_down(float64):
 
 
 def test_scales_have_the_stored_precision():
-    """Of a model in bfloat16 they are rounded to it, and what they give is not."""
+    """A model in bfloat16 has scales rounded to bfloat16; the numbers that they give are not."""
     keys, values = (x.astype(jnp.bfloat16) for x in groups())
     coarse, _ = Quantizer().views(keys, values, parameter_dtype(jnp.bfloat16))
     fine, _ = Quantizer().views(keys, values, jnp.dtype(jnp.float32))

@@ -71,7 +71,7 @@ def test_tokens_have_the_targets_distribution(options):
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=str)
 def test_schedules_keep_the_distribution(options):
-    """Of the tokens after several rounds, whose lengths depended on what was accepted."""
+    """Counts the tokens after several rounds, whose lengths depended on what was accepted."""
     config = GenerationConfig(temperature=1.0, ignore_eos=True, **options)
     counts = counted(TABLE, DRAFTS["another table"], make_sampler(config), settings=config, at=5, length=3)
     p = filtered(TABLE)

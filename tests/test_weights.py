@@ -364,7 +364,7 @@ def block_inputs(model: Llama, rows: list[list[int]], width: int, filler: int = 
 
 
 def test_moments_are_sums_over_the_tokens(model):
-    """Of each linear layer's own inputs, seen by running it."""
+    """The tokens are each linear layer's own inputs, seen by running the block."""
     (text,) = texts(20)
     block = model.layers[0]
     x, cos, sin, valid = block_inputs(model, [text], 64)
