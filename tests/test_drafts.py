@@ -27,7 +27,7 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec
-from qspec_jax.drafts.draft import Draft, Prompt, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Prompt, Proposal, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
@@ -348,6 +348,29 @@ def test_texts_that_choose_none(text, words, model):
 def test_sparse_drafts_need_the_int8_cache(model):
     with pytest.raises(InputError, match="int8 cache"):
         generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, cache="full"))
+
+
+def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):
+    """Prompts of several buckets, whose tokens are the draft's state; it proposes the token that came last before the same one."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Remembering(Draft):
+        def begin(self, prompt):
+            return prompt.tokens, prompt.n
+
+        def propose(self, state, cache, round):
+            tokens, n = state
+            same = (tokens == round.pending[:, None]) & (jnp.arange(tokens.shape[1]) < n[:, None] - 1)
+            at = jnp.where(same, jnp.arange(tokens.shape[1]), 0).max(1)[:, None] + jnp.arange(1, round.gamma + 1)
+            found = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1), 1)
+            return Proposal(found, round.certain(found, 64), round.eligible), state, cache
+
+    prompts = random_prompts([70, 3, 150, 20])
+    requests = [Request(prompt, CONFIG, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), 4))]
+    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=Remembering())}
+    target = dataclasses.replace(CONFIG, draft="none", cache="int8")
+    assert [found[i] for i in range(4)] == run_rounds(model, prompts, target).tokens
 
 
 def test_a_draft_gets_the_last_real_queries(model):

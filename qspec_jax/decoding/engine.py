@@ -60,7 +60,9 @@ def _prefilled(
     with jax.named_scope("prefill"):
         wanted = 0 if draft is None else draft.prompt_queries
         logits, filled, *queries = prefill(model, tokens, n, empty, queries=wanted)
-    draft_state = begin(draft, Prompt(tokens, n, filled, *queries))
+    # As wide for every prompt, so that states fit where one row takes another's place.
+    room = jnp.pad(tokens, ((0, 0), (0, capacity - max_new_tokens - tokens.shape[1])))
+    draft_state = begin(draft, Prompt(room, n, filled, *queries))
     seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
     processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
     first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)

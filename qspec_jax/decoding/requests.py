@@ -35,6 +35,8 @@ def checked_prompts(
     model: Llama, prompts: Sequence[str] | Sequence[Sequence[int]], config: GenerationConfig, tokenizer=None
 ) -> list[CheckedTokens]:
     """The token ids of each prompt. Raises InputError for whatever `generate` cannot continue."""
+    if config.stop and tokenizer is None:
+        raise InputError("stop strings need a tokenizer")
     if isinstance(prompts, list) and prompts and all(getattr(row, "checked_for", None) == (model.config, config) for row in prompts):
         return prompts
     if isinstance(prompts, str) or not len(prompts):
@@ -56,8 +58,6 @@ def checked_prompts(
         rows.append(row)
     _check_lengths(model, rows, config)
     _check_ids(model, config)
-    if config.stop and tokenizer is None:
-        raise InputError("stop strings need a tokenizer")
     if special := set(config.stop) & set(getattr(tokenizer, "all_special_tokens", ())):
         raise InputError(f"stop string {min(special)!r} is a special token, which is never in a text; stop at its id, as stop_token_ids")
     return [CheckedTokens(row, model, config) for row in rows]

@@ -26,7 +26,8 @@ State = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What a draft begins with: n[b] tokens in each row, padded on the right, and the target's cache that holds them.
+    """What a draft begins with: n[b] tokens in each row, padded on the right to the longest that the engine takes, and the target's cache
+    that holds them.
 
     queries: for each layer the target's queries after RoPE of the last tokens of each prompt, as many as the draft's `prompt_queries`, the
     last token's in the last row and zeros before a prompt's first; empty where none are asked for.
