@@ -54,7 +54,9 @@ def test_drafts_side_by_side(run, directory, file):
     assert [row["acceptance_rate"] for row in rows[:2]] == [1.0, 1.0]
     report = acceptance.AcceptanceReport(1, [], rows)
     console = Console(width=200, file=io.StringIO())
-    console.print(acceptance.table(report))
+    table = acceptance.table(report)
+    assert len({column.header for column in table.columns}) == len(table.columns) == 9
+    console.print(table)
     assert all(console.file.getvalue().count(draft) == 2 for draft in drafts)
 
 

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import dataclasses
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,9 @@ def load_tokenizer(directory: str | Path):
     directory = local(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
+    # transformers says on import that it has no torch; only its tokenizers are used here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # slow to import, and not needed for token ids
 
     try:

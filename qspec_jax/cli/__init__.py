@@ -53,9 +53,6 @@ def _run(arguments: list[str], own: bool) -> int | None:
     if arguments == ["--version"]:
         print(process.version())
         return 0
-    # transformers says on import that it has no torch; only its tokenizers are used here.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from qspec_jax.cli.app import app
 
     if own:

@@ -199,7 +199,7 @@ def table(report: AcceptanceReport) -> Table:
         "drafted",
         "repeated 8-grams",
     )
-    for label in [*columns, "repeated 8-grams"]:
+    for label in columns:
         grid.add_column(label, justify="left" if label in ("draft", "mode") else "right")
     for row in report.results:
         conditional = "-" if row["conditional_rate"] is None else f"{row['conditional_rate']:.3f}"
