@@ -9,7 +9,7 @@ demo: .venv/installed  ## The embedded model continues a real source file.
 test: .venv/installed-test lint  ## Everything that CI runs.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
 
-test-fast: .venv/installed-test  ## Without the tests that take more than half a minute.
+test-fast: .venv/installed-test  ## Without the tests that take most of the time: under 5 minutes.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 lint: .venv/installed-test

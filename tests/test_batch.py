@@ -87,6 +87,7 @@ def rounded(result: Result) -> Result:
     return dataclasses.replace(result, logprobs=[round(chance, 4) for chance in result.logprobs], top_logprobs=top)
 
 
+@pytest.mark.slow
 def test_rows_are_as_alone(model, tokenizer, draft):
     requests = some_requests(11)
     whole = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
@@ -101,6 +102,7 @@ def test_rows_are_as_alone(model, tokenizer, draft):
 
 
 @pytest.mark.parametrize("method", ["quantspec", "autoregressive"])
+@pytest.mark.slow
 def test_rows_are_those_of_generate(method, model, draft):
     config = dataclasses.replace(CONFIG, method=method, max_new_tokens=30, temperature=0.8)
     requests = [dataclasses.replace(request, config=config) for request in some_requests(3)]
@@ -131,6 +133,7 @@ def outcome_of(requests, model, draft):
     return outcome(run_batch(model, requests, batch_size=1, draft=draft))
 
 
+@pytest.mark.slow
 def test_stop_strings_and_sequences(model, tokenizer, draft):
     requests = some_requests(8)
     plain = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
@@ -159,6 +162,7 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
     assert outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer, refill=False)) == results
 
 
+@pytest.mark.slow
 def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, draft):
     config = dataclasses.replace(CONFIG, max_new_tokens=30)
     request = Request([7, 8, 9], config, KEY)

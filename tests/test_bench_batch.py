@@ -12,6 +12,7 @@ from qspec_jax.errors import InputError
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
 
 
+@pytest.mark.slow
 def test_json(run):
     flags = ["--arch", "tiny", *SIZES, "--simulate-ratio", 0.8, "--gamma", 2, "--one-by-one", "--json"]
     code, out, err = run("bench", "batch", *flags)

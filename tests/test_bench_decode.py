@@ -168,6 +168,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
     assert large_operations(fusion, 4097) == []
 
 
+@pytest.mark.slow
 def test_json(run, one_layer):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
     flags = ["--simulate-ratio", 0.8, "--methods", ",".join(names)]
@@ -214,6 +215,7 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, monkeypatch):
     model = random_model(architecture("tiny"))
 
@@ -293,6 +295,7 @@ def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     assert (code, err, row["status"]) == (0, "", "measured")
 
 
+@pytest.mark.slow
 def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
     path = tmp_path / "decode.png"
     plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []

@@ -124,6 +124,7 @@ def small_corpus(monkeypatch):
     monkeypatch.setattr(corpus, "held_out_by_name", lambda: {paths[0].stem: paths[:1]})
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     directory = tmp_path / "model"
     command = ["bench", "pretrain", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
@@ -239,6 +240,7 @@ print(json.dumps([trainer.report(".").devices, trainer.tokens_seen, sums, nats])
 """
 
 
+@pytest.mark.slow
 def test_devices_share_the_rows_of_a_step():
     def run(devices: int) -> tuple[list, np.ndarray]:
         flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}

@@ -69,6 +69,7 @@ def test_threads_compile_a_program_once():
     assert sorted(seconds > 0 for _, seconds in found) == [False] * 7 + [True]
 
 
+@pytest.mark.slow
 def test_prompts_of_a_bucket_compile_once(compilations):
     model = random_model(jnp.float32, vocab_size=61, num_hidden_layers=1)  # shapes that no other test has
     draft = quantspec(model)
@@ -160,10 +161,12 @@ def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
 @pytest.mark.parametrize("gamma", [0, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["int8", "full"])
+@pytest.mark.slow
 def test_the_loop_makes_nothing_of_cache_size(kind, batch, gamma):
     assert faults(kind, batch, gamma) == []
 
 
+@pytest.mark.slow
 def test_nor_does_it_when_it_samples():
     assert faults("int8", 1, 4, temperature=1.0) == []
 
@@ -184,6 +187,7 @@ def test_a_cache_that_is_not_donated_is_seen():
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("int8", HierarchicalCache), ("full", FullCache)])
+@pytest.mark.slow
 def test_a_cache_that_is_moved_is_seen(monkeypatch, kind, cache):
     """Planted: every round moves all that is cached by one place."""
     flush = cache.flush

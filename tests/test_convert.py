@@ -37,6 +37,7 @@ from qspec_jax.quantization.weights import quantize_weight
     "case", ["llama-biases", "qwen3-biases", "mistral-default", "phi3-longrope", "smollm3-interval", "internlm3-biases"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):
         monkeypatch.setattr(converted, name, 30_000)
@@ -63,6 +64,7 @@ def test_dtypes(stored, converted, loaded, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):
         monkeypatch.setattr(converted, name, 30_000)

@@ -63,6 +63,7 @@ def two_levels(middle: str, small: str, **settings) -> TwoLevels:
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize(("middle", "small"), [("another table", "uniform"), ("the target", "another table"), ("uniform", "the target")])
+@pytest.mark.slow
 def test_two_levels_have_the_targets_distribution(options, middle, small):
     p = filtered(TABLE, **options)
     counts = counted(TABLE, two_levels(middle, small), make_sampler(GenerationConfig(**options)), gamma=4, length=3)
@@ -127,6 +128,7 @@ class Adversary(Draft):
 
 
 @pytest.mark.parametrize(("options", "masked"), [*((options, True) for options in SAMPLERS), (SAMPLERS[1], False)], ids=str)
+@pytest.mark.slow
 def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch):
     if not masked:
         monkeypatch.setattr(rounds, "seen_by_accepted", lambda masses, kept: masses)
@@ -206,6 +208,7 @@ def trained():
     return model, cache, jnp.array([tokens[:5], tokens[7:12]], jnp.int32)
 
 
+@pytest.mark.slow
 def test_all_groups_listed_are_the_dense_view(trained):
     model, cache, tokens = trained
     positions = cache.lengths.total[:, None] + jnp.arange(5)
@@ -282,6 +285,7 @@ def test_mass_needs_groups(trained):
         decode_attention(q, layer.buffer, cache.lengths, type(BOTH_PLANES)(None), observe=True)
 
 
+@pytest.mark.slow
 def test_more_of_the_cache_is_more_accepted(float64):
     """A draft of the target's own weights: with the budget alone it differs from the target's reading, with everything in nothing."""
     model = random_model(jnp.float64, num_hidden_layers=1, spread=0.4)
@@ -295,6 +299,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
 
 
 @pytest.mark.parametrize("settings", [{"adaptive": True}, {"min_draft_confidence": 0.1}, {"temperature": 0.9, "top_k": 9}], ids=str)
+@pytest.mark.slow
 def test_rows_replaced_in_a_running_batch_are_as_alone(settings, model):
     config = dataclasses.replace(CONFIG, **settings)
     draft = make_draft(SPARSE, model)

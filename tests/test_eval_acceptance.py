@@ -19,6 +19,7 @@ def file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_gammas_in_one_run_are_as_alone(run, directory, file):
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--json"]
     code, out, err = run(*base, "--gamma", "1,3")

@@ -131,6 +131,7 @@ def shallow():
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 @pytest.mark.parametrize("kind", ["sparse", "two levels"])
+@pytest.mark.slow
 def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind, gamma):
     model, targets, drafts = shallow
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
@@ -243,6 +244,7 @@ def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     assert touched  # it did draft
 
 
+@pytest.mark.slow
 def test_a_sampled_rows_tokens_depend_on_that_row_alone(model):
     """Greedy ones are compared in test_greedy_quantspec_is_its_target: alone and in batches they are the target's, made alone."""
     config, prompts = SAMPLED, prompts_of([9, 17, 300])

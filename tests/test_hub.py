@@ -79,6 +79,7 @@ def qspec(tmp_path: Path, *arguments, **environment) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_name_is_converted_and_verified(server, tmp_path):
     here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
     ran = qspec(tmp_path, "convert", "org/name@v1", "out", "--json", **here)

@@ -112,6 +112,7 @@ def test_cells_count_right_answers(monkeypatch, directory):
     assert report.agreement == needle.Agreement(prompts=18, same_tokens=12, same_score=12)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_finds_some(run):
     code, out, err = run("eval", "needle", "--lengths", 192, "--depths", "0.5,0.75", "--samples", 2, "--dtype", "float32", "--json")
     assert (code, err) == (0, "")

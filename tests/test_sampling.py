@@ -68,6 +68,7 @@ def test_where_drafts_run_out_the_target_speaks(planted):
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == planted
 
 
+@pytest.mark.slow
 def test_the_whole_path_on_a_real_cache():
     """A Llama of six tokens, groups of two tokens, 4,096 copies of a prompt; probabilities enumerated with the INT8 target."""
     model = random_model(jnp.float32, vocab_size=V, spread=0.3)

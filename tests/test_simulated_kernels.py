@@ -63,6 +63,7 @@ def at_once(function):
         (5, 4608, (16,), 1, None),  # all passes resident, placed two at a time
     ],
 )
+@pytest.mark.slow
 def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
     weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
     x = test_matmul_gpu.activations(rows, inputs, outliers)
@@ -86,6 +87,7 @@ def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
     [((256, 512, 256, (32, 16, 16)), 1, 3, 3), ((256, 256, 256, ()), 3, 2, 2), ((256, 512, 256, (32, 16, 16)), 1, 3, 1)],
     ids=["four stages", "three stages", "fewer blocks fit than there are"],
 )
+@pytest.mark.slow
 def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
     monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
     x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)

@@ -210,6 +210,7 @@ def output_error(weight: np.ndarray, stored: np.ndarray, moments: np.ndarray) ->
 
 
 @pytest.mark.parametrize("dtype, in_features", [("float32", 256), ("bfloat16", 256), ("float32", 80), ("float64", 96)])
+@pytest.mark.slow
 def test_moments_reduce_the_error_of_outputs(dtype, in_features):
     x, unseen = correlated_inputs(in_features, 2048), correlated_inputs(in_features, 2048, seed=1)
     with jax.enable_x64(dtype == "float64"):
