@@ -196,6 +196,7 @@ def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
 
 
+@pytest.mark.slow
 def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
     run = run_batch(model, iter(some_requests(6)), batch_size=2, draft=draft)
     next(iter(run))
@@ -330,6 +331,7 @@ def command(directory, source, output, *more) -> list[str]:
     return ["batch", str(source), str(output), *map(str, flags), *map(str, more)]
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     # With a byte order mark, and blank lines at its end.

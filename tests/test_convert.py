@@ -95,6 +95,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch):
     np.testing.assert_allclose(error(parts), error(whole), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_over_a_mesh(tmp_path):
     source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4, num_hidden_layers=1))
     convert(source, tmp_path / "out", draft_bits=4)
@@ -176,6 +177,7 @@ def test_an_export_has_the_dtype_of_the_conversion(source, tmp_path):
     assert bits(load_model(tmp_path / "back")) == bits(load_model(source, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_verify(source, tmp_path, monkeypatch):
     monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
     out = tmp_path / "out"

@@ -45,6 +45,7 @@ def test_gammas_in_one_run_are_as_alone(run, directory, file):
     assert 0 < rejected < three["drafted"] - three["accepted"] <= 3 * rejected
 
 
+@pytest.mark.slow
 def test_drafts_side_by_side(run, directory, file):
     """Each by its name, and the old options for quantspec alone."""
     drafts = ["quantspec:weight_bits=16,cache=int8", "sparse:budget=0.5,weight_bits=16"]

@@ -330,6 +330,7 @@ def test_streaming_gives_the_same_tokens(model, rounds):
     assert seen == out.token_ids == whole.token_ids
 
 
+@pytest.mark.slow
 def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     """1,536 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call."""
     for name in ("CHUNK_TOKENS", "CHUNK_QUERIES"):

@@ -63,6 +63,7 @@ def joint(config: GenerationConfig):
 
 
 @pytest.mark.parametrize("options", [*PROCESSORS.values(), EVERYTHING | SCHEDULES["both"]], ids=str)
+@pytest.mark.slow
 def test_tokens_have_the_targets_distribution(options):
     config = GenerationConfig(temperature=1.0, **options)
     counts = counted(TABLE, DRAFTS["zero where the target is likely"], make_sampler(config), settings=config)

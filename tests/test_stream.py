@@ -105,6 +105,7 @@ def draft(model):
     return quantspec(model)
 
 
+@pytest.mark.slow
 def test_pieces_are_what_comes_at_once(model, draft):
     whole = generate(model, [PROMPT], config=CONFIG, tokenizer=TOKENIZER, draft=draft)
     counts = lambda pieces: [sum(getattr(piece, name) for piece in pieces) for name in ("drafted", "accepted", "flushes")]

@@ -169,6 +169,7 @@ def test_matmul(dtype, in_features):
     "formats", [("full",), ("int4",), ("int8",), ("int4", "int4"), ("int8", "full"), ("full", "int4", "int8")], ids="-".join
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.slow
 def test_linear_layers_of_any_format(dtype, formats, biased):
     with jax.enable_x64(dtype == "float64"):
         r = np.random.default_rng(2)
@@ -281,6 +282,7 @@ def singular_moments() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_singular_moments(dtype):
     weight = weights(256)["gaussian"].astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     plain = read(quantize_weight(jnp.asarray(weight)))
