@@ -30,7 +30,7 @@ class NoCache(Cache):
     layers: tuple = ()
 
     schedule = Schedule(None)
-    make = fill = attend = None
+    fill = attend = None
 
     @property
     def draft_room(self):

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.models.config import LlamaConfig
 
 
 class Cache(abc.ABC):
@@ -29,30 +28,6 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def schedule(self) -> Schedule:
         """Which tokens are quantized."""
-
-    @classmethod
-    def schedule_of(cls, group_size: int) -> Schedule:
-        """The schedule of a cache with groups of so many tokens."""
-        return Schedule(group_size)
-
-    @classmethod
-    def make(
-        cls,
-        model: LlamaConfig,
-        *,
-        group_size: int,
-        scheme: str,
-        batch: int,
-        capacity: int,
-        num_speculative_tokens: int,
-        dtype: jnp.dtype,
-    ) -> Self:
-        """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts.
-
-        Caches of the registry have it. group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype:
-        the model's.
-        """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:

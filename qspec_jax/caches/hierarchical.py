@@ -39,6 +39,10 @@ class HierarchicalCache(Cache):
         return Schedule(self.group_size)
 
     @classmethod
+    def schedule_of(cls, group_size):
+        return Schedule(group_size)
+
+    @classmethod
     def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
         schedule = Schedule(group_size)
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, group_size=group_size, head_dim=model.head_dim, dtype=dtype)

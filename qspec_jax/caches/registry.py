@@ -1,6 +1,7 @@
 """Every cache by its name, and the configuration that chooses one. A further cache is a file beside this one, and an entry here."""
 
 import dataclasses
+from typing import Protocol
 
 import jax.numpy as jnp
 
@@ -12,7 +13,33 @@ from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
-CACHES: dict[str, type[Cache]] = {"full": FullCache, "int8": HierarchicalCache}
+
+class RegisteredCache(Protocol):
+    """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one."""
+
+    def schedule_of(self, group_size: int) -> Schedule:
+        """The schedule of a cache with groups of so many tokens."""
+        ...
+
+    def make(
+        self,
+        model: LlamaConfig,
+        *,
+        group_size: int,
+        scheme: str,
+        batch: int,
+        capacity: int,
+        num_speculative_tokens: int,
+        dtype: jnp.dtype,
+    ) -> Cache:
+        """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts.
+
+        group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype: the model's.
+        """
+        ...
+
+
+CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +74,7 @@ class CacheConfig:
         return CACHES[self.kind].schedule_of(self.group_size_for(head_dim))
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
-        """A cache without tokens; see `Cache.make`."""
+        """A cache without tokens; see `RegisteredCache.make`."""
         choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
         return CACHES[self.kind].make(model, **choice, **sizes)

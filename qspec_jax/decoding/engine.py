@@ -35,7 +35,7 @@ class CacheChoice(Protocol):
     """What says which cache is made, such as `CacheConfig`: hashable, since programs are compiled for it."""
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
-        """A cache without tokens; see `Cache.make`."""
+        """A cache without tokens; see `RegisteredCache.make`."""
         ...
 
 

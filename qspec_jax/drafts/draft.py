@@ -2,7 +2,7 @@
 
     state                   = draft.begin(prompt)                   after prefill
     proposal, state, cache  = draft.propose(state, cache, round)    in every round
-    state                   = draft.commit(state, result, cache)  when the round has ended
+    state                   = draft.commit(state, result, cache)      when the round has ended
 
 All three run inside one jitted program, for a whole batch at once. Whatever a draft does, the output is exactly the target's, as long as
 the distributions in its proposal are those that its drafts were drawn from, and depend on nothing that a rejected draft left behind.
