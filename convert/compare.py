@@ -12,13 +12,13 @@ from tqdm import tqdm
 from convert.by_rows import draft_error
 from convert.small_files import small_file
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import DRAFT, TARGET
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding.prefill import prefill
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.weights import is_linear, quantize_weight

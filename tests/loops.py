@@ -37,7 +37,7 @@ def compiled_loop(
 ) -> tuple[jax.stages.Compiled, DecodeState]:
     """The decode loop over a large cache, and the shapes of its state. place: what to make of each argument first."""
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
-    model = random_model(dtype, head_dim=head_dim, **model_settings)
+    model = random_model(dtype, head_dim=head_dim, max_position_embeddings=CAPACITY, **model_settings)
     config = GenerationConfig(
         draft=draft if gamma else "none",
         cache=kind,
@@ -50,7 +50,12 @@ def compiled_loop(
     sizes = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)
 
     def begin_draft(cache):
-        return made.begin(Prompt(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32), cache)) if gamma else ()
+        if not gamma:
+            return ()
+        tokens, n = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
+        queries = jnp.zeros((batch, made.prompt_queries, model.config.num_heads, head_dim), dtype)
+        queries = (queries,) * model.config.num_layers if made.prompt_queries else ()
+        return made.begin(Prompt(tokens, n, cache, queries, capacity=CAPACITY, gamma=gamma))
 
     def begin():
         cache = config.cache_config.empty(model.config, **sizes)

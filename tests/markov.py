@@ -30,7 +30,7 @@ class NoCache(Cache):
     layers: tuple = ()
 
     schedule = Schedule(None)
-    fill = attend = None
+    fill = attend = tokens = None
 
     @property
     def draft_room(self):

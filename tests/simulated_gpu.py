@@ -1,7 +1,9 @@
 """A GPU for kernels whose bodies place every register themselves (pallas_kernels/gpu/ptx.py): every warp a thread, its lanes arrays.
 
-Alignment and bounds of every access are checked, and waits that nobody ends fail. Nothing is told of speed, of registers, or of what the
-memory model allows. What the warps do is in simulated_ptx.py.
+Alignment and bounds of every access are checked, and waits that nobody ends fail. So does an access to shared memory that nothing orders
+with another one to the same word, though the numbers may come out right in the order in which warps run here. Within a warp the order of
+the program is taken for granted: that a barrier waits for the loads before it (`ptx.once_loaded`) only a GPU can show. Nothing is told of
+speed or of registers. What the warps do is in simulated_ptx.py.
 """
 
 import contextlib
@@ -18,16 +20,20 @@ LANES = np.arange(32)
 PATIENCE_S, STEP_S = 20.0, 0.02  # until waiting fails, while no warp runs an instruction
 LAUNCH_S = 300.0  # of a launch at most
 SHARED_START = 1024
+WRITTEN, COPIED, BULK = -1, 0, 1  # who writes shared memory: lanes, their copies, or copies of whole lines
+SEVERAL = -2
 GUARD = 256  # bytes between arrays, which nobody may touch
 
 
 class Here(threading.local):
-    """Where a thread is: its block, its warp, the lanes that run, and groups of copies under way, of which the last is not committed."""
+    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, and what
+    the warp knows to have happened."""
 
     block: "Block"
     warp: int
     mask: np.ndarray
     copies: list[list[tuple]]
+    past: "Past"
 
 
 here = Here()
@@ -119,10 +125,10 @@ def while_loop(condition: Callable, carry, body: Callable):
 
 
 class Memory:
-    """Bytes from an address on, of which some may be touched."""
+    """Bytes from an address on, of which some may be touched. touched: notes who does, for shared memory."""
 
-    def __init__(self, start: int, size: int):
-        self.start, self.bytes, self.allowed = start, np.zeros(size, np.uint8), np.zeros(size, bool)
+    def __init__(self, start: int, size: int, touched: "Touched | None" = None):
+        self.start, self.bytes, self.allowed, self.touched = start, np.zeros(size, np.uint8), np.zeros(size, bool), touched
 
     def places(self, at: np.ndarray, size: int) -> np.ndarray:
         """Indices of so many bytes from each address of the lanes that run, all of which must be allowed and aligned."""
@@ -134,46 +140,156 @@ class Memory:
         return places
 
     def load(self, at: np.ndarray, words: int, dtype) -> tuple[Lanes, ...]:
-        out = np.zeros((32, words), np.int32)
-        out[here.mask] = self.bytes[self.places(at, 4 * words)].view(np.int32)
+        out, places = np.zeros((32, words), np.int32), self.places(at, 4 * words)
+        if self.touched:
+            self.touched.reads(places[:, ::4] // 4, LANES[here.mask])
+        out[here.mask] = self.bytes[places].view(np.int32)
         return tuple(Lanes(np.ascontiguousarray(column).view(dtype)) for column in out.T)
 
     def store(self, at: np.ndarray, values: np.ndarray) -> None:
         """values: [lane, any]"""
         data = np.ascontiguousarray(values).view(np.uint8)
-        self.bytes[self.places(at, data.shape[1])] = data[here.mask]
+        places = self.places(at, data.shape[1])
+        if self.touched:
+            self.touched.writes(places[:, ::4] // 4, LANES[here.mask])
+        self.bytes[places] = data[here.mask]
+
+
+class Past:
+    """What a warp knows to have happened: a vector clock over all lanes of its block, and over the copies that each warp has started.
+
+    Everything that is done carries the number of a step of its warp; `lanes[warp, lane]` is the last step of that lane that is ordered
+    before whatever this warp does next, and `copies[kind, warp]` is the same for its lanes' copies (COPIED) and copies of whole lines
+    (BULK).
+    """
+
+    def __init__(self, warp: int, warps: int):
+        self.warp = warp
+        self.lanes, self.copies = np.zeros((warps, 32), np.int64), np.zeros((2, warps), np.int64)
+        self.step, self.copy_steps = 1, [1, 1]
+        self.met = 1  # the step in which the lanes met last: what any of them did before is known to all
+        self.landed = 0  # copies of lanes that have landed, which the lanes know each of its own until they meet
+
+    def meet(self) -> None:
+        """The lanes of the warp meet."""
+        self.step += 1
+        self.met, self.lanes[self.warp] = self.step, self.step - 1
+        self.copies[COPIED, self.warp] = max(self.copies[COPIED, self.warp], self.landed)
+
+    def hear(self, told: tuple[np.ndarray, np.ndarray]) -> None:
+        """The warp hears what others told, and perhaps what a lane of its own did."""
+        self.lanes, self.copies = np.maximum(self.lanes, told[0]), np.maximum(self.copies, told[1])
+
+    def tell(self, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What those hear of who wait for these lanes."""
+        lanes = self.lanes.copy()
+        lanes[self.warp] = np.where(mask, self.step, np.maximum(lanes[self.warp], self.met - 1))
+        self.step += 1
+        return lanes, self.copies
+
+    def tell_of_copies(self, kind: int) -> tuple[np.ndarray, np.ndarray]:
+        """What those hear of who wait for the copies of that kind so far."""
+        copies = np.zeros_like(self.copies)
+        copies[kind, self.warp] = self.copy_steps[kind]
+        self.copy_steps[kind] += 1
+        return np.zeros_like(self.lanes), copies
+
+
+class Touched:
+    """Who wrote each word of a block's shared memory last, and who has read it since and when: to find accesses that nothing orders.
+
+    Copies of the same word by several warps are one write, which a warp knows once its own has landed.
+    """
+
+    def __init__(self, words: int, warps: int):
+        self.written, self.writer, self.lane, self.source = (np.zeros(words, np.int64) for _ in range(4))
+        self.kind = np.full(words, WRITTEN)
+        self.copied = np.zeros((words, warps), np.int64)  # the step of the copies of each warp, where the last write is a copy
+        self.read, self.reader = np.zeros((words, warps), np.int64), np.zeros((words, warps), np.int64)  # a step; a lane, or SEVERAL
+        self.lock = threading.Lock()
+
+    def reads(self, words: np.ndarray, lanes: np.ndarray) -> None:
+        """words: [lane, any]; lanes: the lanes' numbers."""
+        past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
+        with self.lock:
+            own = self.copied[words, past.warp]
+            ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
+            self._assert(ordered, words, "reads what is written")
+            mine = self.reader[:, past.warp]
+            unmet = (self.read[words, past.warp] >= past.met) & (mine[words] != lanes)
+            found, first, counts = np.unique(words, return_index=True, return_counts=True)
+            mine[found] = np.where(counts > 1, SEVERAL, np.where(unmet, SEVERAL, lanes).reshape(-1)[first])
+            self.read[found, past.warp] = past.step
+
+    def writes(self, words: np.ndarray, lanes: np.ndarray, kind: int = WRITTEN, source: np.ndarray | int = 0) -> None:
+        """As `reads`. kind: who writes. source: the global address [lane, any] of each word that is copied."""
+        past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
+        with self.lock:
+            step = past.step if kind == WRITTEN else past.copy_steps[kind]
+            again = (kind == COPIED) & (self.kind[words] == COPIED) & (self.source[words] == source)
+            ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
+            self._assert(ordered | again, words, "writes what is written")
+            read, reader = self.read[words], self.reader[words]
+            known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
+            known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
+            self._assert((read <= known).all(-1), words, "writes what is read")
+            one_more = again & ~ordered  # copy of the same
+            new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
+            for array, value in new:
+                array[words] = np.where(one_more, array[words], value)
+            self.copied[words] = np.where(one_more[..., None], self.copied[words], 0)
+            self.copied[words, past.warp] = step if kind == COPIED else 0
+
+    def _after_write(self, words: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        past, writer, written, lane, kind = here.past, *(a[words] for a in (self.writer, self.written, self.lane, self.kind))
+        known = np.where(kind == WRITTEN, past.lanes[writer, lane], past.copies[np.maximum(kind, 0), writer])
+        mine = (writer == past.warp) & (lane == lanes)
+        known = np.where(mine & (kind == WRITTEN), past.step, known)
+        return written <= np.where(mine & (kind == COPIED), np.maximum(known, past.landed), known)
+
+    def _assert(self, ordered: np.ndarray, words: np.ndarray, what: str) -> None:
+        if not ordered.all():
+            word = words[~ordered][0]
+            others = f"written by lane {self.lane[word]} of warp {self.writer[word]}, read by warps {np.flatnonzero(self.read[word])}"
+            raise AssertionError(f"a race: warp {here.warp} {what} at {SHARED_START + 4 * word}, and nothing orders the two ({others})")
 
 
 class Arrivals:
-    """A barrier that a number of arrivals and of bytes completes, again and again."""
+    """A barrier that a number of arrivals and of bytes completes, again and again. Who waits for it hears what those know who arrived."""
 
     def __init__(self, expected: int):
         self.expected = self.pending = expected
         self.bytes = self.phase = 0
         self.changed = threading.Condition()
+        self.told: list[tuple[np.ndarray, np.ndarray]] = []
+        self.heard: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def change(self, arrivals: int = 0, size: int = 0) -> None:
+    def change(self, told: tuple[np.ndarray, np.ndarray], arrivals: int = 0, size: int = 0) -> None:
         with self.changed:
             self.pending -= arrivals
             self.bytes += size
+            self.told.append(told)
             assert self.pending >= 0, "more arrivals than were announced"
             if self.pending == 0 and self.bytes == 0:
                 self.phase, self.pending = self.phase + 1, self.expected
+                self.told, self.heard = [], self.told
                 self.changed.notify_all()
 
     def wait(self, done: Callable[["Arrivals"], bool], device: "Device", what: str) -> None:
         with self.changed:
             for _ in device.patience(what):
                 if self.changed.wait_for(lambda: done(self), STEP_S):
+                    for told in self.heard:
+                        here.past.hear(told)
                     return
 
 
 class Block:
     """What the warps of a block share."""
 
-    def __init__(self, index: int, shared_bytes: int, device: "Device"):
+    def __init__(self, index: int, shared_bytes: int, warps: int, device: "Device"):
         self.index, self.device = index, device
-        self.shared = Memory(SHARED_START, shared_bytes)
+        self.shared = Memory(SHARED_START, shared_bytes, Touched(-(-shared_bytes // 4), warps))
         self.shared.bytes[:] = np.random.default_rng(index).integers(0, 256, shared_bytes, np.uint8)  # nobody has cleared it
         self.shared.allowed[:] = True
         self.arrivals: dict[int, Arrivals] = {}
@@ -183,8 +299,10 @@ class Block:
         found = self.barriers.setdefault(barrier, Arrivals(warps))
         assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
         phase = found.phase
-        found.change(arrivals=1)
+        here.past.meet()
+        found.change(here.past.tell(here.mask), arrivals=1)
         found.wait(lambda found: found.phase > phase, self.device, f"barrier {barrier}")
+        here.past.meet()
 
 
 @dataclasses.dataclass
@@ -238,7 +356,7 @@ def launch(
         refs[key] = memory.start + end
         end += -(-array.nbytes // GUARD) * GUARD + GUARD
     device = Device(memory)
-    everyone = [Block(i, shared_bytes, device) for i in range(blocks)]
+    everyone = [Block(i, shared_bytes, 4 * warpgroups, device) for i in range(blocks)]
 
     places = threading.Semaphore(resident or blocks)
 
@@ -249,6 +367,7 @@ def launch(
 
     def run(block: Block, warp: int) -> None:
         here.block, here.warp, here.mask, here.copies = block, warp, np.ones(32, bool), [[]]
+        here.past = Past(warp, 4 * warpgroups)
         try:
             emit(dict(refs))
         except BaseException as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from simulated_gpu import LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
+from simulated_gpu import BULK, COPIED, LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels.gpu import ptx
 
@@ -95,14 +95,21 @@ def _copy(to, source, width, sizes):
     shared.bytes[within] = np.where(read, memory.bytes[places], 0)
 
 
+def _words(to, width):
+    return (to[here.mask].astype(np.int64) - here.block.shared.start)[:, None] // 4 + np.arange(width // 4)
+
+
 def _copy_async(found, code, to, source, size=None):
     offset, width = int(found[1]), int(found[2])
     here.copies[-1].append((here.mask, to + offset, source + offset, width, np.full(32, width) if size is None else size))
+    words = np.arange(0, width, 4)
+    here.block.shared.touched.writes(_words(to + offset, width), LANES[here.mask], COPIED, source[here.mask][:, None] + offset + words)
 
 
 def _commit(found, code):
     if here.mask.any():
         here.copies.append([])
+        here.past.tell_of_copies(COPIED)
 
 
 def _land(groups: int) -> None:
@@ -117,21 +124,25 @@ def _land(groups: int) -> None:
 def _wait_for_copies(found, code):
     if here.mask.any():
         _land(int(found[1]))
+        here.past.landed = here.past.copy_steps[COPIED] - 1 - int(found[1])
 
 
 def _arrive_after_copies(found, code, at):
     if here.mask.any():
         here.copies.append([])
         _land(0)
-        _arrive(found, code, at)
+        told = here.past.tell_of_copies(COPIED)
+        for lane in LANES[here.mask]:
+            here.block.arrivals[int(at[lane])].change(told, arrivals=1)
 
 
 def _copy_bulk(found, code, to, source, size, arrival):
     for lane in LANES[here.mask]:
         with when(Lanes(lane == LANES)):
             assert size[lane] > 0 and size[lane] % 16 == 0
+            here.block.shared.touched.writes(_words(to, int(size[lane])), LANES[here.mask], BULK)
             _copy(to, source, int(size[lane]), size)
-            here.block.arrivals[int(arrival[lane])].change(size=-int(size[lane]))
+            here.block.arrivals[int(arrival[lane])].change(here.past.tell_of_copies(BULK), size=-int(size[lane]))
 
 
 def _init(found, code, at):
@@ -140,8 +151,10 @@ def _init(found, code, at):
 
 
 def _arrive(found, code, at, size=None):
-    for lane in LANES[here.mask]:
-        here.block.arrivals[int(at[lane])].change(arrivals=1, size=0 if size is None else int(size[lane]))
+    if here.mask.any():
+        told = here.past.tell(here.mask)
+        for lane in LANES[here.mask]:
+            here.block.arrivals[int(at[lane])].change(told, arrivals=1, size=0 if size is None else int(size[lane]))
 
 
 def _wait(found, code, at, parity):
@@ -153,6 +166,11 @@ def _wait(found, code, at, parity):
 def _meet(found, code, barrier):
     if here.mask.any():
         here.block.meet(scalar(Lanes(barrier)), int(found[1]) // 32)
+
+
+def _meet_in_warp(found, code):
+    if here.mask.any():
+        here.past.meet()
 
 
 def _shuffle(found, code, x):
@@ -216,7 +234,9 @@ def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
 
 
 def _load_matrices(found, code, at):
-    rows = here.block.shared.bytes[here.block.shared.places(at, 16)].view(np.uint16).reshape(4, 8, 8)
+    places = here.block.shared.places(at, 16)
+    here.block.shared.touched.reads(places[:, ::4] // 4, LANES)
+    rows = here.block.shared.bytes[places].view(np.uint16).reshape(4, 8, 8)
     return tuple(_of_matrix(matrix, bool(found[1])) for matrix in rows)
 
 
@@ -275,10 +295,11 @@ INSTRUCTIONS = {
     r"cp\.async\.wait_group (\d+)": _wait_for_copies,
     r"mbarrier\.init\.shared\.b64 \[\$0\], (\d+)": _init,
     r"mbarrier\.arrive\.": _arrive,
+    r"\{ \.reg \.b32 all, zero; .* add\.u32 \$0, \$1, all; \}": lambda found, code, address, *words: address,
     r"cp\.async\.mbarrier\.arrive\.noinc": _arrive_after_copies,
     r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
     r"trap;": _trap,
-    r"bar\.warp\.sync": lambda found, code: None,
+    r"bar\.warp\.sync": _meet_in_warp,
     r"bar\.sync \$0, (\d+)": _meet,
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,

@@ -16,7 +16,9 @@ from qspec_jax.bench import decode, decode_rows, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
+from qspec_jax.drafts import make_draft
 from qspec_jax.quantization.weights import quantize_head, quantize_linears
 
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
@@ -123,10 +125,10 @@ def test_a_draft_that_says_nothing_of_its_steps_has_no_byte_limit():
 
 
 def test_arrays_that_are_shared_count_once(model):
-    assert decode._bytes_of((model, model)) == decode._bytes_of(model)
+    assert decode.bytes_of((model, model)) == decode.bytes_of(model)
     draft = random_int4(model)
     matrices = sum(w.nbytes for w in draft.weights().values() if isinstance(w, Int4Weight))
-    assert decode._bytes_of((model, draft)) == decode._bytes_of(model) + matrices
+    assert decode.bytes_of((model, draft)) == decode.bytes_of(model) + matrices
 
 
 def test_what_fusions_make_is_seen():
@@ -213,6 +215,39 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     methods = [("autoregressive", 0), ("quantspec", 3), ("quantspec", 1)]
     assert code == 0
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
+
+
+def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
+    """Bytes of a step at 400 tokens, the 401st appended: its budget of them, one more token, and its weights."""
+    weights, group, heads, layers = decode.weight_bytes(model), 64, 2, 2
+    token = {"full": 2 * 64 * 2, "int8": 2 * 64 + 4 * 2}  # bytes of keys and values; with two scales and two zeros
+    for text, held, kind in (
+        ("streaming-llm:budget=0.5", 200, "full"),
+        ("streaming-llm:budget=0.1", 64, "full"),  # the least of a share
+        ("streaming-llm:budget=4096", 400, "full"),
+        ("snapkv:budget=100,generated=30,cache=int8", 130, "int8"),  # what was generated is read as well
+        ("snapkv:budget=100,generated=30", 130, "full"),
+        ("snapkv:budget=380", 400, "full"),
+    ):
+        for size in (64, 16):  # tokens of the target's groups, which the draft's own cache does not have
+            found = decode.step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401)
+            assert found == weights + layers * heads * (held * token[kind] + token["full"])
+    dense = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig(group_size=group), 401)
+    assert dense == weights + layers * decode.layer_bytes_read(model, 401, 1, 1)
+    full = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig("full"), 401)
+    assert full == weights + layers * decode.layer_bytes_read(model, 401, 1, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["streaming-llm", "snapkv:cache=int8,generated=1"])
+def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
+    code, out, _ = run(*FAST, "--draft", draft, "--simulate-ratio", 0.8, "--json")
+    baseline, row = json.loads(out)["rows"]
+    assert code == 0 and (row["status"], row["note"]) == ("measured", "")
+    step = row["steps"]["draft"]
+    # The same weights as the baseline's; of 200 tokens 64 or 65, in 2 heads of 256 bytes or less.
+    assert step["timing"]["median_us"] > 0 and baseline["steps"]["target"]["bytes"] - step["bytes"] >= 135 * 2 * 256
+    assert row["byte_limit"] > 0
 
 
 @pytest.mark.slow

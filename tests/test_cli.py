@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from convert.compare import VerificationReport
 from qspec_jax import cli, demo
+from qspec_jax.bench import decode
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import convert as convert_commands
 from qspec_jax.cli import generate
@@ -38,6 +40,40 @@ def test_generate_prints_the_text_and_statistics(run, directory):
     assert out.strip()
     assert "acceptance rate" in err
     assert "acceptance rate" not in out
+
+
+@pytest.fixture(scope="module")
+def other_tokens(directory, tmp_path_factory) -> Path:
+    """A copy of the model whose tokenizer has two tokens the other way round."""
+    shutil.copytree(directory, found := tmp_path_factory.mktemp("other") / "model")
+    content = json.loads((found / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(set(vocabulary) - {token["content"] for token in content["added_tokens"]}, key=vocabulary.get)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (found / "tokenizer.json").write_text(json.dumps(content))
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--prompt", "ab", "--max-new-tokens", 4),
+        ("batch", "INPUT", "OUTPUT", "--max-new-tokens", 4),
+        ("eval", "acceptance", "--file", "TEXT", "--context", 16, "--max-new-tokens", 8, "--no-calibrate"),
+        ("eval", "needle", "--lengths", 100, "--samples", 1),
+        ("bench", "decode", "--context", 16, "--max-new-tokens", 32, "--repeats", 1),
+        ("bench", "batch", "--prompt-tokens", "8-16", "--new-tokens", "2-4", "--file", "TEXT"),
+    ],
+    ids=lambda command: " ".join(itertools.takewhile(str.isalpha, command)),
+)
+def test_a_draft_of_other_tokens_is_refused(fails, directory, other_tokens, tmp_path, monkeypatch, command):
+    """By every command that decodes with the model of a checkpoint."""
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *, repeats: 20.0)
+    files = {name: tmp_path / name for name in ("INPUT", "OUTPUT", "TEXT")}
+    files["INPUT"].write_text(json.dumps({"prompt": "ab"}) + "\n")
+    files["TEXT"].write_text("".join(f"value_{i} = {i}\n" for i in range(40)))
+    draft = f"small-model:model={other_tokens}"
+    fails([*(files.get(each, each) for each in command), "--model", directory, "--draft", draft], "a draft needs the target's vocabulary")
 
 
 def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_path, monkeypatch):
@@ -201,6 +237,7 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--dtype", "int8"], "int8"),
         (["--cache", "int2"], "--cache"),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
+        (["--draft", "streaming-llm:sinks=99999999999999999999"], "sinks 99999999999999999999 should be less than the model's 128"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--stream", "--json"], "--stream"),
         (["--stream", "--prompt", "b"], "--stream"),

@@ -1,6 +1,7 @@
 """What compiles once, and that the compiled decode loop copies, converts and transposes nothing of the cache's size."""
 
 import dataclasses
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -174,6 +175,13 @@ def test_nor_does_it_when_it_samples():
 def test_nor_does_it_when_it_observes():
     """The second reader of the cache, too, has read it before it is flushed."""
     assert faults("int8", 1, 3, draft="sparse:budget=0.03") == []
+
+
+@pytest.mark.parametrize("draft", ["snapkv:budget=32768", "streaming-llm:budget=32768,cache=int8"])
+@pytest.mark.slow
+def test_nor_of_a_drafts_own_cache(draft):
+    """Half as many tokens as the target's cache has room for; smaller arrays count as large here, and are none of the cache's."""
+    assert [fault for fault in faults("int8", 2, 3, draft=draft) if re.search(r",327\d\d,64]|bytes", fault)] == []
 
 
 def test_a_flush_that_does_not_wait_for_all_readers_is_seen(monkeypatch):

@@ -12,7 +12,7 @@ from attention_problems import Case, random_problem
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
-from pallas_kernels.formats.views import UPPER_PLANE, DenseView
+from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
 
 CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
 
@@ -90,6 +90,24 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
         ((q[..., :32], layer, lengths), "head_dim"),
     ):
         assert reason in support.unsupported(*args, UPPER_PLANE, False)
+
+
+def test_views_that_no_kernel_takes(monkeypatch, caplog, arguments):
+    """The reference runs, and says that it does; it is not observed through them."""
+    q, layer, lengths = arguments
+    count = jnp.array([0, 1], jnp.int32)
+    chosen = jnp.zeros((2, 2, layer.groups * layer.group_size), bool)
+    views = (ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32)), ChosenTokens(chosen), LargestMass(count, True))
+    for view in views:
+        assert support.unsupported(q, layer, lengths, view, False).startswith("reads all")
+        with pytest.raises(ValueError, match="observed by passes that read all groups"):
+            attention.decode_attention(q, layer, lengths, view, observe=True)
+    on_device(monkeypatch, "9.0")
+    for view in views[1:]:
+        dispatch._log_once.cache_clear()
+        chosen = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", q, layer, lengths, view=view)
+        assert chosen.__name__.endswith("reference")
+    assert "attention runs in plain JAX, which is slow" in caplog.text
 
 
 @pytest.mark.parametrize("planes", [None, 0, 3])

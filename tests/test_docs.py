@@ -1,18 +1,22 @@
 """README and docs: what they show runs or parses, what they name exists, and the README stays short."""
 
 import ast
+import dataclasses
 import importlib
 import itertools
 import re
 import shlex
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import typer
+from runs import random_model
 
 from qspec_jax import demo
 from qspec_jax.cli.app import app
 from qspec_jax.drafts import registry
+from qspec_jax.drafts.combine import CombinedSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,7 +24,20 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = typer.main.get_command(app)
 EMBEDDED = "qspec_jax/demo/model"
 # Folders of the package from the bottom to the top.
-FLOORS = ["demo", "models", "quantization", "caches", "checkpoints", "drafts", "decoding", "evaluate", "training", "bench", "cli"]
+FLOORS = [
+    "demo",
+    "models",
+    "quantization",
+    "caches",
+    "checkpoints",
+    "drafts",
+    "planning",
+    "decoding",
+    "evaluate",
+    "training",
+    "bench",
+    "cli",
+]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -170,6 +187,29 @@ def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch):
     exec(compile(code, "add-a-draft.md", "exec"), names)
     assert names["out"].token_ids == names["alone"].token_ids
     assert all(row["num_accepted_draft_tokens"] > 0 and row["flushes"] > 0 for row in names["out"].stats.rows)
+    # Where it has nothing to propose, the other draft of `combine` does.
+    model = random_model(jnp.float32, num_hidden_layers=1)
+    config = names["GenerationConfig"](max_new_tokens=24, group_size=8, ignore_eos=True)
+    both = names["make_draft"]("combine:bigram+(quantspec:weight_bits=16)", model)
+    assert names["generate"](model, [[1, 2, 3]], config=config, draft=both).stats.num_spec_steps < 12
+
+
+def test_the_table_of_drafts_is_that_of_the_registry():
+    """Every draft, with its settings and their defaults; one whose row says that it is as another, and has no more rows, has that one's."""
+    found, said = {}, {}
+    section = (ROOT / "docs" / "cli.md").read_text().split("\n## Drafts\n")[1].split("\n## ")[0]
+    for first, settings, text in re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*) \|$", section, re.M):
+        if first:
+            name = re.match(r"`([\w-]+)", first)[1]
+            found[name], said[name] = {}, text
+        found[name] |= dict(re.findall(r"`(\w+)=([^`]+)`", settings))
+    for name, text in said.items():
+        if (other := re.match(r"as ([\w-]+)", text)) and not found[name]:
+            found[name] = found[other[1]]
+    shown = lambda default: f"{default:g}" if isinstance(default, int | float) else default or "DIR"
+    fields = lambda settings: [] if settings is CombinedSettings else dataclasses.fields(settings)
+    expected = {name: {field.name: shown(field.default) for field in fields(settings)} for name, settings in registry.DRAFTS.items()}
+    assert found == expected | {registry.NONE: {}}
 
 
 def test_imports_run_one_way():

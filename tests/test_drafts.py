@@ -1,33 +1,36 @@
 """Drafts with more to them: the sparse draft, a draft of two levels, one that depends on what it observed. All are exact."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_problems import Case, random_problem
+from checkpoints import hf_config, write_checkpoint
 from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, V, counted, filtered, p_value
-from runs import random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds
 from two_levels import TwoLevels
 
 from pallas_kernels.attention import decode_attention, reference
-from pallas_kernels.formats.kv_cache import dequantize_groups
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups
+from pallas_kernels.formats.kv_cache import Lengths, dequantize_groups
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, HeldKeys, LargestMass, ListedGroups
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax import demo, load
-from qspec_jax.caches.cache import longer
+from qspec_jax.caches.cache import AppendedCache, longer
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.decoding import round as rounds
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.prefill import prefill
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec
-from qspec_jax.drafts.draft import Draft, Prompt, Proposal, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
@@ -145,13 +148,14 @@ def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch
 
 def test_groups_are_chosen_by_mass_and_age():
     mass = jnp.array([[[0.1, 0.0, 0.5, 0.3, 0.2, 0.0, 0.9, 0.0]]])
-    pick = lambda groups, **settings: select_groups(mass, jnp.array([groups]), **settings)
+    pick = lambda groups, **settings: select_groups(mass, jnp.array([groups]), group_size=G, **settings)
     for groups, settings, expected in (
         (7, dict(budget=0.5, newest=0.5, least_groups=2), [0, 2, 5, 6]),  # the sink, the newest two of four, and the most mass
         (7, dict(budget=0.5, newest=0.0, least_groups=2), [0, 2, 3, 6]),  # the newest is always there
         (7, dict(budget=0.5, newest=1.0, least_groups=2), [0, 4, 5, 6]),
         (7, dict(budget=0.01, newest=0.5, least_groups=2), [0, 6]),
         (7, dict(budget=0.01, newest=0.5, least_groups=1), [0]),
+        (7, dict(budget=3 * G + 1, newest=0.5, least_groups=1), [0, 2, 5, 6]),  # as many groups as have so many tokens
         (5, dict(budget=1.0, newest=0.5, least_groups=2), [0, 1, 2, 3, 4]),
         (1, dict(budget=0.5, newest=0.5, least_groups=2), [0]),
         (0, dict(budget=0.5, newest=0.5, least_groups=2), []),
@@ -160,14 +164,57 @@ def test_groups_are_chosen_by_mass_and_age():
         assert found.groups[0, 0, : int(found.count[0, 0])].tolist() == expected
 
 
-def test_before_the_first_verification_the_newest_are_read(model):
-    """And a mass that is no number takes nobody's place."""
-    draft = make_draft("sparse:budget=0.3", model)
-    cache = CONFIG.cache_config.empty(model.config, batch=1, capacity=124, num_speculative_tokens=1, dtype=model.dtype)
-    (mass,) = draft.begin(Prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), cache))
-    for found in (mass, mass.at[0, 0, 20].set(jnp.nan)):
-        chosen = select_groups(found, jnp.array([30]), budget=0.3, newest=0.5, least_groups=2)
+@pytest.mark.parametrize("text", ["sparse:budget=0.3", "h2o:budget=0.3"])
+def test_before_the_first_verification_the_prompts_last_queries_choose(model, text):
+    """In a prompt as short as the queries asked for are many, and in a longer one. A mass that is no number takes nobody's place."""
+    draft = make_draft(text, model)
+    state, *_ = prepared(model, random_prompts([124, 3]), CONFIG, draft=draft)
+    (mass,) = state.draft
+    assert mass.shape[:2] == (2, 2) and (np.asarray(mass[0, :, :30]) > 1e-4).all() and (np.asarray(mass[1]) < 1e-20).all()
+    # The mass of no more than those queries, each of which gives at most 1 for each of two query heads.
+    assert (np.asarray(mass[0]).sum(-1) < 2 * draft.prompt_queries).all()
+    newer = jnp.broadcast_to(jnp.arange(mass.shape[2], dtype=jnp.float32) * 1e-30, (1, 2, mass.shape[2]))
+    for found in (newer, newer.at[0, 0, 20].set(jnp.nan)):
+        chosen = select_groups(found, jnp.array([30]), budget=0.3, newest=0.5, least_groups=2, group_size=G)
         assert chosen.groups[0, 0, :9].tolist() == [0, *range(22, 30)]
+
+
+def test_chunks_are_chosen_by_their_mean_keys(model):
+    """And anew after so many tokens, by the last pending token's query; until then what leaves the buffer is read besides."""
+    text = "chunk-means:budget=8,chunk=2,rebuild=6,dense_layers=0,weight_bits=16"
+    draft = make_draft(text, model)
+    config = dataclasses.replace(CONFIG, num_speculative_tokens=1)
+    state, step, _ = prepared(model, random_prompts([62, 5]), config, draft=draft)
+
+    def expected(state, row):
+        n = int(state.cache.lengths.quantized[row])
+        keys = np.asarray(state.cache.tokens(0, jnp.arange(n)[None, None])[0][row])
+        q = np.asarray(state.draft.queries[0][row]).reshape(2, -1, 1, 16)
+        logits = (q * keys.reshape(2, 1, -1, 2, 16).mean(3)).sum(-1) / 4
+        score = (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).sum(1)
+        score[:, 0] = np.inf
+        return np.repeat(score >= -np.sort(-score)[:, 3:4], 2, axis=-1)
+
+    chosen = lambda state: np.asarray(state.draft.chosen[0])[0, :, : int(state.cache.lengths.quantized[0])]
+    np.testing.assert_array_equal(chosen(state), expected(state, 0))
+    assert (chosen(state).sum(-1) == 8).all() and not np.asarray(state.draft.chosen[0])[1].any()
+    rebuilt = kept = 0
+    while (np.asarray(state.status) == 0).any():
+        before, quantized = chosen(state), int(state.cache.lengths.quantized[0])
+        state = step(state)
+        if int(state.draft.since[0]) == 0:
+            np.testing.assert_array_equal(chosen(state), expected(state, 0))
+            rebuilt += 1
+        else:
+            np.testing.assert_array_equal(chosen(state)[:, :quantized], before)
+            assert chosen(state)[:, quantized:].all()
+            kept += chosen(state).shape[1] > quantized
+    assert rebuilt >= 2 and kept >= 1
+
+
+def test_chunks_divide_groups(model):
+    with pytest.raises(InputError, match="chunk 8 should divide the groups of 4 tokens"):
+        generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft="chunk-means:dense_layers=0"))
 
 
 def test_more_drafts_than_a_round_allows_are_not_counted(model):
@@ -223,6 +270,65 @@ def test_all_groups_listed_are_the_dense_view(trained):
     for filler in (C, -1000):  # what stands behind the count is not read, whatever it is
         filled = jnp.where(jnp.arange(C) < count[..., None] // 2, groups, filler)
         np.testing.assert_array_equal(run(ListedGroups(filled, count // 2)), run(ListedGroups(groups, count // 2)))
+
+
+@pytest.mark.slow
+def test_chosen_tokens_are_those_of_the_listed_groups(trained):
+    """And all tokens chosen, by name or by mass, are the dense view."""
+    model, cache, tokens = trained
+    positions = cache.lengths.total[:, None] + jnp.arange(5)
+    run = jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
+    K, C = cache.layers[0].keys.upper.shape[1:3]
+    odd = jnp.broadcast_to(jnp.minimum(2 * jnp.arange(C) + 1, C - 1), (2, K, C)).at[:, 1].add(-1)
+    listed = ListedGroups(odd, jnp.full((2, K), 3))
+    chosen = jnp.zeros((2, K, C), bool).at[:, 0, 1:6:2].set(True).at[:, 1, 0:5:2].set(True)
+    by_tokens = run(ChosenTokens(jnp.repeat(chosen, 32, axis=-1)))
+    np.testing.assert_allclose(by_tokens, run(listed), atol=2e-4)
+    np.testing.assert_array_equal(run(ChosenTokens(jnp.ones((2, K, C * 32), bool))), run(UPPER_PLANE))
+    for whole_groups, parts in ((True, C), (False, 32 * C)):
+        np.testing.assert_array_equal(run(LargestMass(jnp.full(2, parts), whole_groups)), run(UPPER_PLANE))
+        assert np.abs(run(LargestMass(jnp.full(2, 1), whole_groups)) - run(UPPER_PLANE)).max() > 1e-3
+
+
+@pytest.mark.parametrize("chunk", [1024, 20])
+def test_what_a_view_covers(monkeypatch, chunk):
+    """The largest mass by token and by group, and the share of a listed group, against a softmax that is written down here."""
+    monkeypatch.setattr(reference, "CHUNK_TOKENS", chunk)
+    case = Case(2, 4, 2, 16, group_size=16, capacity=5, groups=(5, 2, 0))
+    q, layer = random_problem(case, "float32", "peaked")
+    lengths = Lengths(jnp.array([80, 32, 0]), jnp.array([20, 17, 2]))
+    listed = ListedGroups(jnp.full((3, 2, 2), 1), jnp.array([[1, 1], [1, 1], [0, 0]]))
+    one = jnp.array([1, 1, 0])
+    views = {"dense": UPPER_PLANE, "listed": listed, "group": LargestMass(one, True), "token": LargestMass(one, False)}
+    everything = jnp.concatenate(
+        [dequantize_groups(layer.keys, layer.values, planes=2, dtype=jnp.float32)[0][:, :, 1], layer.buffer.keys], 2
+    )
+    # The buffer of row 1 has 17 tokens, of which the last two are the round's own.
+    views["held"] = HeldKeys(everything[:, :, : 16 + 15], jnp.full(3, 31))
+    views["chosen"] = ChosenTokens(jnp.zeros((3, 2, 80), bool).at[:, :, 16:32].set(True))
+    found = {name: reference.covered(q, layer, lengths, view) for name, view in views.items()}
+    np.testing.assert_allclose(found["dense"], 1, atol=1e-6)
+    np.testing.assert_allclose(found["listed"], found["chosen"], atol=1e-6)
+    np.testing.assert_allclose(found["held"][1], found["listed"][1], atol=1e-5)
+    keys = {planes: np.asarray(dequantize_groups(layer.keys, layer.values, planes=planes, dtype=jnp.float32)[0]) for planes in (1, 2)}
+    for row, t in ((0, 0), (0, 1), (1, 1), (2, 0)):
+        quantized, buffered = int(lengths.quantized[row]), int(lengths.buffered[row]) - 1 + t
+        expected = {"listed": [], "group": [], "token": []}
+        for k in range(2):
+            share = {}
+            for planes in (1, 2):
+                whole = keys[planes][row, k].reshape(-1, 16)[:quantized], np.asarray(layer.buffer.keys[row, k])[:buffered]
+                logits = np.asarray(q[row, t].reshape(2, 2, 16)[k], np.float64) @ np.concatenate(whole).T / 4
+                weights = np.exp(logits - logits.max(-1, keepdims=True))
+                share[planes] = (weights / weights.sum(-1, keepdims=True))[:, :quantized]
+            left_out = 1 - share[2].sum(-1).mean()  # the buffer's, which every view reads
+            by_group = {planes: share[planes].reshape(2, -1, 16).sum(-1) for planes in share}
+            pick = lambda read, weighed: weighed[:, read.sum(0).argmax()].mean() if read.size else 0
+            expected["group"].append(left_out + pick(by_group[1], by_group[2]))
+            expected["token"].append(left_out + pick(share[1], share[2]))
+            expected["listed"].append(left_out + (by_group[2][:, 1].mean() if quantized else 0))
+        for name, shares in expected.items():
+            np.testing.assert_allclose(found[name][row, t], np.mean(shares), atol=1e-4, err_msg=f"{name} {row} {t}")
 
 
 def test_mass_is_that_of_float32_attention(trained):
@@ -298,11 +404,47 @@ def test_more_of_the_cache_is_more_accepted(float64):
     assert few < all == dense
 
 
-@pytest.mark.parametrize("settings", [{"adaptive": True}, {"min_draft_confidence": 0.1}, {"temperature": 0.9, "top_k": 9}], ids=str)
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine")])
+def test_own_cache_says_whose_cache_the_steps_append_to(model, name):
+    """A cache that only lies around the target's is the target's."""
+    draft = make_draft(f"{name}:dense_layers=0,chunk=2" if name == "chunk-means" else name, model)
+    state, *_ = prepared(model, random_prompts([70]), CONFIG, draft=draft)
+    stepped = draft.cache_of_steps(state.draft, state.cache)
+    assert isinstance(draft, StepwiseDraft) and isinstance(stepped, AppendedCache)
+    buffers = {id(leaf) for leaf in jax.tree.leaves(state.cache.layers)}
+    assert draft.own_cache == buffers.isdisjoint(map(id, jax.tree.leaves(stepped.layers)))
+
+
+SECOND = "small-model:model={directory}"
+ALL = {"adaptive": True, "min_draft_confidence": 0.1, "temperature": 0.9, "top_k": 9}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint with the random models' vocabulary."""
+    return write_checkpoint(tmp_path_factory.mktemp("small"), hf_config(num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        *itertools.product(
+            [SPARSE, "streaming-llm:budget=12,sinks=3", "snapkv:budget=36,generated=5"],
+            [{"adaptive": True}, {"min_draft_confidence": 0.1}, {"temperature": 0.9, "top_k": 9}],
+        ),
+        ("exact-topk:unit=token,budget=0.2", ALL),
+        ("h2o:budget=0.2,least_groups=2", ALL),
+        ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
+        (f"{SECOND},reads=window,sinks=2,window=9", ALL),
+        (f"combine:prompt-lookup+{SECOND}", {}),
+        (f"combine:prompt-lookup+{SECOND}", ALL),
+    ],
+    ids=str,
+)
 @pytest.mark.slow
-def test_rows_replaced_in_a_running_batch_are_as_alone(settings, model):
+def test_rows_replaced_in_a_running_batch_are_as_alone(text, settings, model, small):
     config = dataclasses.replace(CONFIG, **settings)
-    draft = make_draft(SPARSE, model)
+    draft = make_draft(text.format(directory=small), model)
     keys = prompt_keys(jax.random.key(3), 5)
     prompts = random_prompts([3, 30, 9, 41, 17])
     new = (24, 9, 24, 5, 20)
@@ -323,13 +465,20 @@ def test_a_text_chooses_a_draft():
     assert parse_draft("none") is None
     assert parse_draft("sparse:budget=0.03,newest=0.25") == REGISTRY["sparse"](budget=0.03, newest=0.25)
     assert parse_draft("quantspec") == REGISTRY["quantspec"]()
+    small, lookup = REGISTRY["small-model"], REGISTRY["prompt-lookup"]
+    assert parse_draft("small-model:model=a=b:c\\,d,weight_bits=4") == small("a=b:c,d", weight_bits=4)
+    both = parse_draft("combine:prompt-lookup:longest=5,shortest=2+small-model:model=x")
+    assert both == REGISTRY["combine"](lookup(5, 2), small("x"))
+    assert parse_draft("combine:(combine:prompt-lookup:longest=5,shortest=2+small-model:model=x)+(small-model:model=(c++))") == (
+        REGISTRY["combine"](both, small("(c++)"))
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("magic", "quantspec, sparse, none"),
-        ("", "quantspec, sparse, none"),
+        ("magic", "quantspec, sparse, .*none"),
+        ("", "quantspec, sparse, .*none"),
         ("none:budget=1", "has no settings"),
         ("sparse:", "budget=..."),
         ("sparse:size=3", "'size=3'"),
@@ -337,11 +486,56 @@ def test_a_text_chooses_a_draft():
         ("sparse:dense_layers=1.5", "a whole number, not '1.5'"),
         ("sparse:budget=0.1,budget=0.2", "twice"),
         ("sparse:budget=0", "budget 0"),
+        ("sparse:budget=1.5", "budget 1.5"),
+        ("sparse:budget=inf", "budget inf"),
+        ("sparse:budget=5000", "the model's 4096 positions"),
+        ("exact-topk:budget=-1", "budget -1"),
+        ("exact-topk:unit=page", "'page' should be group or token"),
+        ("exact-topk:dense_layers=2", "dense_layers 2"),
+        ("h2o:budget=nan", "budget nan"),
+        ("chunk-means:chunk=0", "chunk 0"),
+        ("chunk-means:rebuild=-1", "rebuild -1"),
+        ("chunk-means:dense_layers=2", "dense_layers 2"),
         ("sparse:newest=1.5", "newest 1.5"),
         ("sparse:least_groups=0", "least_groups 0"),
         ("sparse:dense_layers=9", "dense_layers 9"),
         ("quantspec:cache=int2", "'int2'"),
         ("quantspec:weight_bits=5", "weight_bits 5"),
+        ("small-model", "small-model:model=DIR"),
+        ("small-model:model=", "small-model:model=DIR"),
+        ("small-model:model=no/such", "no/such: no such directory"),
+        ("small-model:model=no,such", "'such' should be one of model=..., reads=..., "),
+        ("small-model:model=x,weight_bits=8", "weight_bits 8"),
+        ("small-model:model=x,reads=int8", "reads 'int8' should be text or window"),
+        ("small-model:model=x,reads=window,window=0", "window 0 should be at least 1"),
+        ("small-model:model=x,reads=window,sinks=-1", "sinks -1 should be at least 0"),
+        ("small-model:model=x,window=8", "are for reads=window"),
+        ("prompt-lookup:shortest=0", "shortest 0 should be at least 1"),
+        ("prompt-lookup:longest=2,shortest=3", "longest 2 should be at least shortest, 3"),
+        ("combine", "combine takes two drafts"),
+        ("combine:quantspec", "combine takes two drafts"),
+        ("combine:quantspec+sparse+prompt-lookup", "combine takes two drafts"),
+        ("combine:quantspec+magic", "'magic' should be one of"),
+        ("combine:quantspec+", "'' should be one of"),
+        ("combine:quantspec+none", "none proposes nothing"),
+        ("combine:(quantspec+sparse", "parentheses should be in pairs"),
+        ("combine:quantspec)+(sparse", "parentheses should be in pairs"),
+        ("combine:quantspec+(combine:sparse)", "'combine:sparse': combine takes two drafts"),
+        ("combine:quantspec+(sparse:budget=2.5)", "budget 2.5"),
+        ("streaming-llm:budget=0", "budget 0 should be a share of the prompt"),
+        ("streaming-llm:budget=-5", "budget -5"),
+        ("streaming-llm:budget=1.5", "budget 1.5"),
+        ("streaming-llm:budget=nan", "budget nan"),
+        ("streaming-llm:budget=inf", "budget inf"),
+        ("streaming-llm:budget=16", "more than the 16 sinks"),
+        ("streaming-llm:sinks=-1", "sinks -1"),
+        ("streaming-llm:positions=new", "'new' should be window or kept"),
+        ("streaming-llm:cache=bf16", "'bf16' should be full or int8"),
+        ("streaming-llm:weight_bits=8", "weight_bits 8"),
+        ("snapkv:budget=32", "more than the 32 last tokens"),
+        ("snapkv:budget=1", "budget 1 should"),
+        ("snapkv:generated=0", "generated 0"),
+        ("snapkv:sinks=4", "'sinks=4'"),
     ],
 )
 def test_texts_that_choose_none(text, words, model):
@@ -350,9 +544,11 @@ def test_texts_that_choose_none(text, words, model):
     assert "\n" not in str(error.value)
 
 
-def test_sparse_drafts_need_the_int8_cache(model):
-    with pytest.raises(InputError, match="int8 cache"):
-        generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, cache="full"))
+@pytest.mark.parametrize("text", [SPARSE, "exact-topk", "h2o", "chunk-means:dense_layers=0"])
+def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
+    name = text.partition(":")[0]
+    with pytest.raises(InputError, match=f"^draft {name} reads groups of the int8 cache; give --cache int8, not full"):
+        generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft=text, cache="full"))
 
 
 def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):

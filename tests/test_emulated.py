@@ -14,8 +14,8 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_group
 from pallas_kernels.formats.rounding import parameter_dtype
 from pallas_kernels.formats.views import DenseView
 from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
@@ -174,7 +174,7 @@ def test_reading_errors(float64):
     tokens = jnp.array([row + [0] * (64 - len(row)) for row in prompts])
     n = jnp.array([len(row) for row in prompts])
     empty = FullCache((FullLayer.zeros(3, 2, 64, 16, jnp.float64),), Lengths(0 * n, 0 * n))
-    layer = jax.jit(prefill.prefill)(model, tokens, n, empty)[1].layers[0]
+    layer = jax.jit(prefill)(model, tokens, n, empty)[1].layers[0]
     raw = [in_groups(x, G) for x in (layer.keys, layer.values)]
     # Whole groups but the last: 4, none and 2.
     pick = lambda x: np.concatenate([np.asarray(x[0, :, :4]).ravel(), np.asarray(x[2, :, :2]).ravel()])

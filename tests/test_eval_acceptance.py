@@ -3,11 +3,21 @@
 import io
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from checkpoints import hf_config, write_checkpoint
 from rich.console import Console
+from runs import random_model, random_prompts
 
-from qspec_jax import plots
+from qspec_jax import demo, plots
+from qspec_jax.cli import evaluate
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
 from qspec_jax.evaluate import acceptance
+from qspec_jax.quantization.weights import quantize_linears
 
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
 
@@ -57,9 +67,119 @@ def test_drafts_side_by_side(run, directory, file):
     report = acceptance.AcceptanceReport(1, [], rows)
     console = Console(width=200, file=io.StringIO())
     table = acceptance.table(report)
-    assert len({column.header for column in table.columns}) == len(table.columns) == 9
+    assert len({column.header for column in table.columns}) == len(table.columns) == 12
     console.print(table)
     assert all(console.file.getvalue().count(draft) == 2 for draft in drafts)
+
+
+@pytest.mark.slow
+def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
+    """A draft with a budget once for each, others once; more of a budget reads and covers more, and the plot has a panel for a context."""
+    drafts = ["--draft", "quantspec:weight_bits=16", "--draft", "exact-topk:unit=token,weight_bits=16"]
+    base = ["eval", "acceptance", "--model", directory, "--file", file, "--temperature", 0, "--no-calibrate"]
+    more = ["--context", 110, "--context", 100, "--max-new-tokens", 8, "--mode", "teacher-forced", "--texts", 1, "--group-size", 16]
+    code, out, _ = run(*base, *more, *drafts, "--budget", 1, "--budget", 0.1, "--json", "--plot", tmp_path / "bytes.png")
+    rows = json.loads(out)["results"]
+    name = "exact-topk:unit=token,weight_bits=16,budget="
+    assert code == 0
+    assert [(row["context"], row["draft"]) for row in rows] == [
+        (context, draft) for context in (110, 100) for draft in ("quantspec:weight_bits=16", name + "1", name + "0.1")
+    ]
+    for dense, all, few in (rows[:3], rows[3:]):
+        assert dense["conditional_rate"] == all["conditional_rate"] and dense["step_bytes"] == all["step_bytes"] > few["step_bytes"]
+        assert dense["covered"] is None and all["covered"] == pytest.approx(1, abs=1e-5) and 0 < few["covered"] < 1
+        assert dense["conditional_error"] is None and dense["texts"] == 1
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_what_drafts_with_caches_of_their_own_cover():
+    """All of the attention where they hold everything; and sinks count where the text has them, wherever the draft numbers them."""
+    model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
+    config, found = GenerationConfig(max_new_tokens=8, group_size=4), {}
+    for draft in ("streaming-llm:budget=60", "snapkv:budget=60", "streaming-llm:budget=20", "streaming-llm:budget=20,positions=kept"):
+        found[draft] = acceptance.teacher_forced(model, make_draft(draft, model), texts, config, jax.random.key(0)).covered
+    everything, chosen, window, kept = found.values()
+    assert everything == pytest.approx(1, abs=2e-3) and chosen == pytest.approx(1, abs=2e-3)
+    # A token in its own position or in none: the target's keys are the same, up to the rounds that were drafted.
+    assert 0.1 < kept < 0.9 and window == pytest.approx(kept, abs=0.02)
+
+
+def test_a_budget_is_given_once(fails, directory, file):
+    fails(["eval", "acceptance", "--model", directory, "--file", file, "--draft", "sparse:budget=0.1", "--budget", 0.2], "names its budget")
+
+
+def test_budgets_in_the_texts_of_drafts():
+    """Drafts that have a budget are given it: a comma may stand in a value, and `combine` has the texts of others."""
+    assert with_budget("sparse", 0.1) == "sparse:budget=0.1" and with_budget("sparse:newest=0.5", 64) == "sparse:newest=0.5,budget=64"
+    assert unbudgeted("sparse:budget=0.1") == "sparse" and unbudgeted("sparse:budget=0.1,newest=0.5") == "sparse:newest=0.5"
+    for text in ("quantspec", "sparse:newest=0.5", "small-model:model=a\\,budget=b", "combine:(sparse:newest=0.5,budget=0.1)+quantspec"):
+        assert unbudgeted(text) == text
+
+
+def test_bad_drafts_are_found_before_any_is_measured(fails, file, tmp_path, monkeypatch):
+    """Whatever is wrong, with their settings, for the model, or in one of the contexts."""
+    measured = lambda *arguments: pytest.fail("a draft was measured")
+    monkeypatch.setattr(acceptance, "teacher_forced", measured)
+    monkeypatch.setattr(acceptance, "free_running", measured)
+    short = write_checkpoint(tmp_path / "short", hf_config(vocab_size=4096, max_position_embeddings=40))
+    target = write_checkpoint(tmp_path / "target", hf_config(vocab_size=4096, max_position_embeddings=512), tokenizer=demo.MODEL)
+    base = ["eval", "acceptance", "--model", target, "--file", file, "--no-calibrate", "--max-new-tokens", 4, "--draft", "quantspec"]
+    for sizes, draft, said in (
+        ([20], "sparse:dense_layers=9", "dense_layers 9"),
+        ([140, 20], "streaming-llm:budget=150", "draft budget 150 should be at most 128"),
+        ([20, 60], f"small-model:model={short}", "the draft's 40 positions"),
+    ):
+        fails([*base, *(word for size in sizes for word in ("--context", size)), "--draft", draft], said)
+
+
+def test_a_draft_is_made_once(run, directory, file, monkeypatch):
+    """And anew for each context where its INT4 weights are calibrated for that."""
+    made, settings = [], parse_draft("quantspec")
+    make = type(settings).make
+    monkeypatch.setattr(type(settings), "make", lambda self, *rest: made.append(self.weight_bits) or make(self, *rest))
+    measured = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0)
+    monkeypatch.setattr(acceptance, "teacher_forced", lambda *arguments: measured)
+    texts = []
+    monkeypatch.setattr(
+        evaluate, "int4_model", lambda model, *, calibration, progress: texts.append(calibration) or quantize_linears(model)
+    )
+    base = ["eval", "acceptance", "--model", directory, "--file", file, "--mode", "teacher-forced", "--temperature", 0]
+    base += ["--max-new-tokens", 4, "--context", 20, "--context", 30, "--gamma", "1,2", "--seed", 5, "--json"]
+    for draft in ("quantspec", "quantspec:head_bits=16", "quantspec:weight_bits=16"):
+        base += ["--draft", draft]
+    code, out, _ = run(*base)
+    report = json.loads(out)
+    assert code == 0 and made == [4, 4, 16, 4, 4] and [len(text[0]) for text in texts] == [20, 30]
+    of_run = {"model": str(directory), "dtype": "float32", "seed": 5, "scheme": "int8_first", "group_size": 64, "calibration": True}
+    assert of_run.items() <= report.items()
+    assert [row["context"] for row in report["results"]] == [20] * 6 + [30] * 6
+    made.clear()
+    assert run(*base, "--no-calibrate")[0] == 0 and made == [4, 4, 16] and texts[2:] == [None]
+
+
+def test_errors_are_over_texts():
+    """Not over tokens: a rate of three texts, with an error written down by hand."""
+    rate, error = acceptance.ratio(np.array([8, 5, 9]), np.array([10, 10, 12]))
+    off = np.array([8, 5, 9]) - 22 / 32 * np.array([10, 10, 12])
+    assert rate == 22 / 32 and error == pytest.approx((1.5 * (off**2).sum()) ** 0.5 / 32)
+    assert acceptance.ratio(np.array([3]), np.array([4])) == (0.75, None)
+    assert acceptance.ratio(np.array([0, 0]), np.array([0, 0])) == (None, None)
+
+
+def test_drafts_are_drawn_by_what_they_read():
+    rows = [
+        {"draft": draft, "context": context, "gamma": 4, "temperature": 0.0, "mode": "teacher-forced", "step_bytes": size}
+        | {"conditional_rate": rate, "conditional_error": 0.01}
+        for context in (4096, 8192)
+        for draft, size, rate in (("sparse:budget=0.2", 3e6, 0.9), ("sparse:budget=0.1", 2e6, 0.8), ("lookup", None, 0.4))
+    ]
+    figure = acceptance.plot_by_bytes(acceptance.AcceptanceReport(2, [], rows))
+    assert [axes.get_title() for axes in figure.axes] == [f"context of {n:,} tokens, temperature 0" for n in (4096, 8192)]
+    for axes in figure.axes:
+        (drawn,) = axes.containers
+        assert drawn.get_label() == "sparse" and drawn.lines[0].get_xydata().tolist() == [[2, 0.8], [3, 0.9]]
+        assert [line.get_ydata()[0] for line in axes.lines if line.get_label() == "lookup"] == [0.4]
 
 
 def test_old_options_are_for_quantspec(fails, directory, file):
@@ -116,7 +236,7 @@ def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog):
     code, out, _ = run("eval", "acceptance", "--model", directory, "--file", short, "--file", file, *SIZES, *flags)
     assert code == 0
     assert [record.getMessage() for record in caplog.records] == [f"1 of 2 texts have fewer than 100 tokens and are left out: {short}"]
-    assert "teacher-forced" in out and "free-running" in out and "tokens a round" in out
+    assert "teacher-forced" in out and "free-running" in out and "a round" in out
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import DenseView
 from pallas_kernels.fused_layer import between_attentions
 from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
@@ -159,7 +159,7 @@ def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0])
     tokens = np.random.default_rng(0).integers(0, 64, (1, 64))
     cache = CacheConfig("full").empty(model.config, batch=1, capacity=64, num_speculative_tokens=0, dtype=jnp.float32)
-    logits, _ = prefill.prefill(model, jnp.asarray(tokens), jnp.array([50]), cache)
+    logits, _ = prefill(model, jnp.asarray(tokens), jnp.array([50]), cache)
     np.testing.assert_allclose(logits, one_pass(model, tokens, 64)[:, 49], rtol=0, atol=1e-4)
     without, block = [], calibration._block
 

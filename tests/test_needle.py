@@ -1,16 +1,22 @@
 """Needle in a haystack: prompts that are what they should be, answers that are scored exactly, and the command."""
 
 import json
+import re
 from types import SimpleNamespace
 
+import jax
 import pytest
 from rich.console import Console
 
 from qspec_jax import demo, evaluate, plots
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle
+from qspec_jax.evaluate.acceptance import teacher_forced
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +24,7 @@ def tokenizer():
     return load_tokenizer(demo.MODEL)
 
 
-def parts(prompt: needle.Prompt, style: str) -> tuple[str, str, str]:
+def parts(prompt: needle.NeedlePrompt, style: str) -> tuple[str, str, str]:
     """The haystack before and behind the needle; and the header."""
     form = needle.FORMATS[style]
     header, rest = prompt.text.split("\n", 1)
@@ -35,7 +41,7 @@ def test_prompts(tokenizer, style, length):
         prompt = needle.make_prompt(tokenizer, length, depth, style=style, seed=3, sample=0)
         assert prompt.tokens == tokenizer(prompt.text)["input_ids"]
         assert len(prompt.tokens) == length
-        assert prompt.text.count(prompt.value) == 1 and len(prompt.value) == 5
+        assert prompt.text.count(prompt.value) == 1 and re.fullmatch(r"\d{5}|[a-z]+(_[a-z]+){3}", prompt.value)
         before, behind, _ = parts(prompt, style)
         lines = len(before + behind) / (3 if length < 200 else 30)  # about one of them
         assert len(before) == pytest.approx(depth * len(before + behind), abs=lines)
@@ -126,6 +132,42 @@ def test_the_embedded_model_finds_some(run):
     assert cells[0].correct + cells[1].correct >= 2
     agreement = needle.Agreement(**report["agreement"])
     assert 3 <= agreement.same_tokens <= agreement.same_score <= agreement.prompts == 4
+
+
+@pytest.mark.slow
+def test_who_reads_the_needle_drafts_the_answer(tokenizer):
+    """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers.
+
+    SnapKV keeps what the question attended to, so it may lack the end of an answer.
+    """
+    model = load_model(demo.MODEL, dtype="float32")
+    found = needle.answered(model, tokenizer, length=512, depths=[0.1, 0.4], samples=3, style="names")
+    assert len(found.texts) == 6 and found.right >= needle.LEAST_RIGHT * 6 and not found.void
+    int4, rates = int4_model(model), {}
+    config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32)
+    for draft in ("quantspec", "sparse:budget=0.25", "snapkv:budget=0.5", "streaming-llm:budget=0.5"):
+        name, made = draft.partition(":")[0], make_draft(draft, model, int4=int4)
+        rates[name] = teacher_forced(model, made, found.texts, config, jax.random.key(0)).conditional_rate
+    assert rates["streaming-llm"] < 0.5, rates
+    assert min(rates["quantspec"], rates["sparse"]) > 0.9 and rates["snapkv"] > 0.7, rates
+
+
+def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):
+    base = ["eval", "acceptance", "--model", directory, "--needles", "python", "--context", 100, "--samples", 1, "--depths", "0.3"]
+    code, out, _ = run(*base, "--temperature", 0, "--gamma", 2, "--no-calibrate", "--json")
+    (row,) = json.loads(out)["results"]
+    assert code == 0 and (row["right"], row["texts"], row["mode"], row["context"]) == (0, 1, "teacher-forced", 100)
+    assert [record.getMessage() for record in caplog.records] == [
+        "void: with a full cache the model finds 0 of 1 needles of 100 tokens, so that acceptance there says little of drafts"
+    ]
+
+
+def test_needles_are_texts_of_their_own(fails, directory, tmp_path):
+    base = ["eval", "acceptance", "--model", directory]
+    for more in (["--mode", "free-running"], ["--texts", 2], ["--file", tmp_path / "text.txt"], ["--max-new-tokens", 512]):
+        fails([*base, "--needles", "names", *more], "--needles", more[0])
+    for more in (["--depths", "0.2,0.5"], ["--samples", 8]):
+        fails([*base, *more], f"{more[0]} goes with --needles")
 
 
 def test_one_method_and_its_table(run, directory):

@@ -19,6 +19,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import quantspec
+from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
@@ -212,7 +213,8 @@ def test_sensitive_layers(float64):
         out = generate(model, PROMPTS, config=config, draft=draft)
         rates[layers] = out.stats.draft_acceptance_rate
         tokens.add(str(out.token_ids))
-        assert [draft.reads(i, 9) for i in range(4)] == [(planes, 9) for planes in {0: (1,) * 4, 1: (2, 1, 1, 2), 2: (2,) * 4}[layers]]
+        planes = {0: (1,) * 4, 1: (2, 1, 1, 2), 2: (2,) * 4}[layers]
+        assert [draft.reads(i, 72, 9, 8) for i in range(4)] == [Reads(n, 72, 9) for n in planes]
     assert len(tokens) == 1 and rates[2] == 1.0 and rates[0] < 1
     with pytest.raises(InputError, match="from 0 to the model's 4 layers"):
         quantspec(model, sensitive_layers=5)

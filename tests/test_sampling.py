@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, p_value
-from runs import prepared, random_model
-from scipy.stats import chisquare
+from runs import prepared, random_model, random_prompts
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.full import FullCache
 from qspec_jax.decoding import sampling
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
-from qspec_jax.drafts import quantspec
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.small_model import SmallModelDraft
+from qspec_jax.models.viewed import ViewedModel
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 
@@ -68,22 +71,53 @@ def test_where_drafts_run_out_the_target_speaks(planted):
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == planted
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    """A Llama of six tokens, a prompt, and the logits of all its continuations: with groups of two tokens, and in full precision."""
+    model, (prompt,) = random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1), random_prompts([40], V)
+    return model, prompt, {cache: enumerated(model, prompt, cache) for cache in ("int8", "full")}
+
+
+# All budgets are smaller than the prompt.
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "quantspec",
+        "sparse:budget=0.2,least_groups=1",
+        "streaming-llm:budget=3,sinks=1",
+        "snapkv:budget=33,generated=1",
+        "combine:(prompt-lookup:longest=3,shortest=3)+quantspec",
+        "exact-topk:budget=0.2",
+        "h2o:budget=0.2,least_groups=1",
+        "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
+        "a second model",
+        "a window of a second model",
+    ],
+)
 @pytest.mark.slow
-def test_the_whole_path_on_a_real_cache():
-    """A Llama of six tokens, groups of two tokens, 4,096 copies of a prompt; probabilities enumerated with the INT8 target."""
-    model = random_model(jnp.float32, vocab_size=V, spread=0.3)
-    prompt = [1, 4, 2, 0, 5, 3]
-    config = GenerationConfig(max_new_tokens=3, temperature=1.0, group_size=2, num_speculative_tokens=1, ignore_eos=True)
-    out = generate(model, [prompt] * 4096, config=config, draft=quantspec(model), key=jax.random.key(1))
-    assert 0.1 < out.stats.draft_acceptance_rate < 0.99
-    tokens = np.array(out.token_ids)
-    counts = np.bincount(tokens[:, 0] * V * V + tokens[:, 1] * V + tokens[:, 2], minlength=V**3)
-    expected = enumerated(model, prompt)
-    big = expected * len(tokens) >= 5
-    pooled = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
-    assert chisquare(pooled[0], pooled[1] * len(tokens)).pvalue > 1e-3
-    full = enumerated(model, prompt, cache="full")
-    assert np.abs(full - expected).max() > 1e-5  # the quantized cache matters
+def test_the_whole_path_on_a_real_cache(draft, tiny):
+    """2,048 rows of one prompt for each way to sample, side by side; probabilities enumerated with the INT8 target."""
+    (model, prompt, logits), each = tiny, 2048
+    settings = dict(max_new_tokens=3, group_size=2, num_speculative_tokens=1, ignore_eos=True)
+    configs = [GenerationConfig(**settings, **options) for options in SAMPLERS for _ in range(each)]
+    if "second model" in draft:
+        second = ViewedModel(random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1, seed=3), FULL_PRECISION)
+        made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
+    else:
+        made = make_draft(draft, model)
+    engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))
+    sampler, limits = make_sampler(*configs), make_limits(model, *configs)
+    state = engine.prefill([prompt] * len(configs), sampler, prompt_keys(jax.random.key(1), len(configs)), limits)
+    state = engine.rounds(state, sampler, limits)
+    for i, options in enumerate(SAMPLERS):
+        rows = slice(i * each, (i + 1) * each)
+        assert 0.1 < state.counts.accepted[rows].sum() / state.counts.drafted[rows].sum() < 1
+        counts = np.bincount(np.asarray(state.tokens)[rows, :3] @ [V * V, V, 1], minlength=V**3)
+        expected = probabilities(logits["int8"], **options)
+        big = expected * each >= 5
+        pooled = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
+        assert p_value(*pooled) > 1e-3 and counts[expected == 0].sum() == 0
+    assert np.abs(probabilities(logits["full"]) - probabilities(logits["int8"])).max() > 1e-5  # the quantized cache matters
 
 
 @jax.jit
@@ -91,8 +125,8 @@ def forward(model, tokens, cache):
     return model(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1]), cache)
 
 
-def enumerated(model, prompt, cache="int8"):
-    """Probabilities of all three-token continuations, one token at a time over the target's cache."""
+def enumerated(model, prompt, cache):
+    """Logits after the prompt and after all its continuations of one and two tokens, one token at a time over the target's cache."""
     config = GenerationConfig(draft="none", cache=cache, max_new_tokens=3, group_size=2, ignore_eos=True)
     kv = prepared(model, [prompt] * V * V, config)[0].cache
     tokens = jnp.asarray([prompt], jnp.int32)
@@ -101,12 +135,16 @@ def enumerated(model, prompt, cache="int8"):
     )
     logits, _ = forward(model, tokens, empty)
     first, second = np.divmod(np.arange(V * V), V)
-    chance = filtered(logits[:, -1])[0][first]
-    logits, kv = forward(model, jnp.asarray(first, jnp.int32)[:, None], kv)
+    after_one, kv = forward(model, jnp.asarray(first, jnp.int32)[:, None], kv)
     kv, _ = jax.jit(lambda kv: kv.flush())(kv)
-    chance = chance * filtered(logits[:, 0])[np.arange(V * V), second]
-    logits, _ = forward(model, jnp.asarray(second, jnp.int32)[:, None], kv)
-    return (chance[:, None] * filtered(logits[:, 0])).reshape(-1)
+    after_two, _ = forward(model, jnp.asarray(second, jnp.int32)[:, None], kv)
+    return logits[0, -1], after_one[::V, 0], after_two[:, 0].reshape(V, V, V)
+
+
+def probabilities(logits, **options):
+    """The probabilities [V, V, V] of all three-token continuations."""
+    first, second, third = (filtered(x, **options) for x in logits)
+    return (first[:, None, None] * second[:, :, None] * third).reshape(-1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,6 +5,7 @@ Not here: flush, which is not written for warps.
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,37 @@ def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
         else:
             assert used.size == 288
             assert_empty(used)
+
+
+@pytest.mark.parametrize(
+    ("function", "caller"),
+    [
+        ("synchronize", "one_pass"),  # before a slot of the ring of codes is given back
+        ("synchronize", "one_turn"),  # before sums are handed over
+        ("synchronize", "place"),  # before other lanes read activations
+        ("wait_for_arrivals", "one_pass"),  # functions of that name in the producer and in the math warps
+        ("wait_for_arrivals", "step"),
+        ("arrive_after_copies", "copy_pass"),
+    ],
+)
+def test_a_missing_order_is_seen(monkeypatch, function, caller):
+    # More tiles than the ring has slots, so that every slot is filled again.
+    plan = Plan.fitting(1, (Stage(2, (256,)),), 1)
+    assert plan.stages[0].tiles > plan.slots
+    x, weight = test_matmul_gpu.activations(1, 256, False), test_matmul_gpu.random_weight(256, 256, 0)
+    run = functools.partial(at_once(matmul.run), plan, x, [weight])
+    run()
+    done = getattr(ptx, function)
+
+    def left_out(*args):
+        if sys._getframe(1).f_code.co_name != caller:
+            return done(*args)
+        if function == "arrive_after_copies":  # as soon as the copies are sent, not when they are there
+            ptx.arrive(*args)
+
+    monkeypatch.setattr(ptx, function, left_out)
+    with pytest.raises(AssertionError, match="a race: warp"):
+        run()
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

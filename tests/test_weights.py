@@ -1,7 +1,7 @@
 """INT4 weights: never worse than plain rounding, packed as documented; with calibration, better where it counts. INT8 heads."""
 
+import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import random_model
 
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.matmul import int4_matmul, linear
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.drafts import quantspec
+from qspec_jax.drafts import make_draft, quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
@@ -492,6 +493,20 @@ def test_heads_of_drafts(monkeypatch):
         quantspec(model, head_bits=4)
 
 
+def test_two_drafts_of_the_same_weights_share_their_head(monkeypatch):
+    """In the loop too, where it is made; one that wants its own precision keeps that."""
+    model = random_model(jnp.float32, tie_word_embeddings=False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    head = lambda draft: draft.step.model.weights()["head"]
+    shared = make_draft("combine:sparse+(quantspec:cache=int8)", model).in_loop()
+    assert head(shared.first).codes is head(shared.second).codes
+    assert [draft.step.view for draft in (shared.first, shared.second)] == [UPPER_PLANE, BOTH_PLANES]
+    for text, wide in (("combine:(quantspec:head_bits=16)+sparse", 0), ("combine:sparse+(quantspec:weight_bits=16)", 1)):
+        own = make_draft(text, model).in_loop()
+        heads = head(own.first), head(own.second)
+        assert heads[wide] is model.weights()["head"] and heads[1 - wide].codes.dtype == jnp.int8
+
+
 def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     model = random_model(jnp.float32, tie_word_embeddings=False)
     weights = model.weights()
@@ -501,9 +516,8 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
     config = GenerationConfig(max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
     draft = quantspec(model)
-    monkeypatch.setattr(
-        sys.modules["qspec_jax.drafts.quantspec"], "head_in_loop", lambda step, head_bits: ViewedModel(quantize_head(step.model), step.view)
-    )
+    in_loop = lambda draft: dataclasses.replace(draft, step=ViewedModel(quantize_head(draft.step.model), draft.step.view))
+    monkeypatch.setattr(type(draft), "in_loop", in_loop)
     loop = generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
     monkeypatch.undo()
     assert loop < 0.5 * generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate

@@ -4,14 +4,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import ListedGroups, View
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import DenseView, View
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | FullLayer,
+    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
     lengths: Lengths,
     view: View,
     *,
@@ -22,17 +23,19 @@ def decode_attention(
 
     q: queries after RoPE, N = K * (query heads per KV head). The T tokens' own keys and values are already appended and
     counted in `lengths.buffered`: query t sees what the view reads of the quantized region and the first buffered - T + t + 1 rows of
-    the buffer.
+    the buffer. The quantized region is in groups, or in tokens with a scale each, of which both planes are read.
 
     observe: also returns the attention mass, in float32: the share of a query token's attention that each of the layer's C groups got,
     summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the buffer.
 
-    Raises ValueError where the view does not fit the layer, where listed groups are to be observed, and where the implementation asked
-    for does not support the device or the shapes.
+    Raises ValueError where the view does not fit the layer, where anything but all groups is to be observed, and where the implementation
+    asked for does not support the device or the shapes.
     """
-    if view.planes not in ((None,) if isinstance(layer, FullLayer) else (1, 2)):
-        raise ValueError(f"the view reads planes {view.planes}; it should be None for a FullLayer, 1 or 2 for a HierarchicalLayer")
-    if observe and (isinstance(layer, FullLayer) or isinstance(view, ListedGroups)):
+    planes = {FullLayer: (None,), TokenCodesLayer: (2,), HierarchicalLayer: (1, 2)}[type(layer)]
+    if view.planes not in planes:
+        fitting = " or ".join(map(str, planes))
+        raise ValueError(f"the view reads planes {view.planes}; it should be {fitting} for a {type(layer).__name__}")
+    if observe and (not isinstance(layer, HierarchicalLayer) or not isinstance(view, DenseView)):
         raise ValueError("attention mass is observed by passes that read all groups of a HierarchicalLayer")
     settings = dict(view=view, observe=observe)
     return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.views import ListedGroups, View
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
 
 CHUNK_TOKENS = 1024
 # A full-precision cache is read without a copy where the logits of all its tokens are no more than this.
@@ -24,20 +25,26 @@ Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
 
 
 def decode_attention(
-    q: Float[Array, "B T N H"], layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, *, observe: bool = False
+    q: Float[Array, "B T N H"],
+    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
+    lengths: Lengths,
+    view: View,
+    *,
+    observe: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
     """See `pallas_kernels.attention.decode_attention`."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K = buffer.keys.shape[1]
-    rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * (N // K), H)
-    # Scaling in the accumulation dtype costs nothing and loses nothing.
-    rows = rows.astype(accumulation_dtype(q.dtype)) * H**-0.5
-
+    rows = _rows(q, K)
     partial, by_group = _full(rows, buffer, lengths.buffered, T), None
+    if isinstance(layer, TokenCodesLayer):
+        partial = _merge(partial, _coded(rows, layer, lengths.quantized))
     if isinstance(layer, HierarchicalLayer) and layer.groups > 0:
-        quantized, by_group = _quantized(rows, layer, lengths.quantized, view, observe)
-        partial = _merge(partial, quantized)
+        chosen = None if isinstance(view, DenseView | ListedGroups) else _chosen(rows, layer, lengths.quantized, view, partial, T)
+        load = _groups(rows, layer, lengths.quantized, view, chosen)
+        partial = _merge(partial, _attend(rows, *load))
+        by_group = _by_part(rows, *load, parts=layer.groups) if observe else None
     top, total, values = partial
     out = (values / total[..., None]).reshape(B, K, T, N // K, H)
     out = out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
@@ -47,6 +54,14 @@ def decode_attention(
         return out, jnp.zeros((B, K, T, 0), jnp.float32)
     mass = jnp.exp(by_group - (top + jnp.log(total))[..., None])
     return out, mass.reshape(B, K, T, N // K, -1).sum(3).astype(jnp.float32)
+
+
+def _rows(q: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
+    """The scaled queries that read a KV head, those of its query heads for each token."""
+    B, T, N, H = q.shape
+    rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * (N // K), H)
+    # Scaling in the accumulation dtype costs nothing and loses nothing.
+    return rows.astype(accumulation_dtype(q.dtype)) * H**-0.5
 
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
@@ -65,7 +80,24 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
     return _attend(rows, load, capacity, chunk, length.max())
 
 
-def _quantized(rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], view: View, observe: bool) -> tuple[Partial, Array | None]:
+def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Partial:
+    capacity = layer.keys.codes.shape[2]
+    chunk = min(CHUNK_TOKENS, capacity)
+
+    def load(i):
+        start = jnp.minimum(i * chunk, capacity - chunk)
+        token = start + jnp.arange(chunk)
+        visible = (token >= i * chunk) & (token < length[:, None])
+        wide = lambda codes: jax.tree.map(lambda x: _slice(x, start, chunk), codes).dequantized(rows.dtype)
+        return wide(layer.keys), wide(layer.values), visible[:, None, None]
+
+    return _attend(rows, load, capacity, chunk, length.max())
+
+
+def _groups(
+    rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], view: View, chosen: Bool[Array, "B K #R S"] | None = None
+) -> tuple[Load, int, int, Array]:
+    """How to load what a view reads of the quantized region, chunk by chunk: see `_attend`. chosen: the tokens to read of it; None: all."""
     G, listed = layer.group_size, isinstance(view, ListedGroups)
     groups = view.groups.shape[2] if listed else layer.groups
     count = view.count if listed else (length // G)[:, None]
@@ -82,10 +114,63 @@ def _quantized(rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], v
             take = lambda x: jnp.take_along_axis(x, numbers.reshape(*numbers.shape, *(1,) * (x.ndim - 3)), axis=2)
         k, v = dequantize_groups(*jax.tree.map(take, (layer.keys, layer.values)), planes=view.planes, dtype=rows.dtype)
         merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
-        return merge(k), merge(v), jnp.repeat(visible, G, axis=-1)[:, :, None]
+        visible = jnp.repeat(visible, G, axis=-1)[:, :, None]
+        if chosen is not None:
+            visible &= lax.dynamic_slice_in_dim(chosen, start * G, chunk * G, axis=3)
+        return merge(k), merge(v), visible
 
-    partial = _attend(rows, load, groups * G, chunk * G, count.max() * G)
-    return partial, _by_group(rows, load, groups, chunk, count.max()) if observe else None
+    return load, groups * G, chunk * G, count.max() * G
+
+
+def _chosen(
+    rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], view: View, buffered: Partial, T: int
+) -> Bool[Array, "B K #R S"]:
+    """Which tokens of the quantized region a view reads. buffered: what the rows read of the buffer."""
+    G, number = layer.group_size, jnp.arange(layer.groups)
+    there = jnp.repeat(number < (length // G)[:, None], G, axis=-1)[:, None, None]
+    if isinstance(view, DenseView):
+        return there
+    if isinstance(view, ListedGroups):
+        listed = jnp.arange(view.groups.shape[2]) < view.count[..., None]
+        found = ((view.groups[..., None] == number) & listed[..., None]).any(2)
+        return there & jnp.repeat(found, G, axis=-1)[:, :, None]
+    if isinstance(view, ChosenTokens):
+        return there & view.chosen[:, :, None]
+    parts = layer.groups * (1 if view.whole_groups else G)
+    mass = _by_part(rows, *_groups(rows, layer, length, DenseView(view.planes)), parts=parts)
+    everything = jnp.logaddexp(jax.nn.logsumexp(mass, -1), buffered[0] + jnp.log(buffered[1]))
+    # In logarithms, in which no mass is too small to be ranked.
+    by_query = (mass - everything[..., None]).reshape(*mass.shape[:2], T, -1, parts)
+    score = jax.nn.logsumexp(by_query, 3)
+    last = jnp.maximum(jnp.minimum(view.count, parts) - 1, 0)[:, None, None, None]
+    least = jnp.take_along_axis(jnp.sort(score, -1, descending=True), last, -1)
+    most = (score >= least) & (view.count > 0)[:, None, None, None]
+    return there & jnp.repeat(jnp.repeat(most, layer.groups * G // parts, axis=-1), by_query.shape[3], axis=2)
+
+
+def covered(q: Float[Array, "B T N H"], layer: HierarchicalLayer, lengths: Lengths, choice: View | HeldKeys) -> Float[Array, "B T"]:
+    """The share of attention over everything that is cached that falls on what a draft reads, the mean over all query heads.
+
+    Other arguments as in `pallas_kernels.attention.decode_attention`. A view chooses by what it reads itself; its choice is weighed with
+    the attention that both planes get.
+    """
+    (B, T), rows = q.shape[:2], _rows(q, layer.buffer.keys.shape[1])
+    buffered = _full(rows, layer.buffer, lengths.buffered, T)
+    everything, left_out = buffered[0] + jnp.log(buffered[1]), jnp.zeros(rows.shape[:3], rows.dtype)
+    if layer.groups:
+        logits = _by_part(rows, *_groups(rows, layer, lengths.quantized, BOTH_PLANES), parts=layer.groups * layer.group_size)
+        everything = jnp.logaddexp(everything, jax.nn.logsumexp(logits, -1))
+        if not isinstance(choice, HeldKeys):
+            chosen = _chosen(rows, layer, lengths.quantized, choice, buffered, T)
+            left_out = jnp.where(chosen, 0, jnp.exp(logits - everything[..., None])).sum(-1)
+    if isinstance(choice, HeldKeys):
+        own = lengths.buffered[:, None] - T + jnp.arange(T)  # this round's tokens, of which a draft has those before its query
+        keys = jnp.take_along_axis(layer.buffer.keys, own[:, None, :, None], 2)
+        before = jnp.repeat(jnp.tri(T, dtype=bool), rows.shape[2] // T, axis=0)
+        held = jnp.arange(choice.keys.shape[2]) < choice.count[:, None, None, None]
+        logits = [_logits(rows, choice.keys.astype(keys.dtype), held), _logits(rows, keys, before)]
+        left_out = 1 - jnp.exp(jax.nn.logsumexp(jnp.concatenate(logits, -1), -1) - everything)
+    return 1 - left_out.reshape(B, -1, T, rows.shape[2] // T).mean((1, 3)).astype(jnp.float32)
 
 
 def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""]) -> Partial:
@@ -105,19 +190,20 @@ def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arra
     return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
 
 
-def _by_group(rows: Array, load: Load, groups: int, chunk: int, count: Int[Array, ""]) -> Float[Array, "B K R C"]:
-    """The logarithm of the sum of exponentials of each group's logits; -inf where nothing of it is read."""
+def _by_part(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""], *, parts: int) -> Float[Array, "B K R P"]:
+    """The logarithm of the sum of exponentials of the logits in each of so many equal parts; -inf where nothing of it is read."""
+    size = capacity // parts
 
     def step(i, found: Array) -> Array:
         keys, _, visible = load(i)
         logits = _logits(rows, keys, visible)
-        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:3], chunk, -1), -1)
-        start = jnp.minimum(i * chunk, groups - chunk)
-        old = lax.dynamic_slice_in_dim(found, start, chunk, axis=3)
+        sums = jax.nn.logsumexp(logits.reshape(*logits.shape[:3], chunk // size, size), -1)
+        start = jnp.minimum(i * chunk, capacity - chunk) // size
+        old = lax.dynamic_slice_in_dim(found, start, chunk // size, axis=3)
         return lax.dynamic_update_slice_in_dim(found, jnp.maximum(old, sums), start, axis=3)
 
-    empty = jnp.full((*rows.shape[:3], groups), -jnp.inf, rows.dtype)
-    return lax.fori_loop(0, (count + chunk - 1) // chunk, step, empty)
+    empty = jnp.full((*rows.shape[:3], parts), -jnp.inf, rows.dtype)
+    return lax.fori_loop(0, (length + chunk - 1) // chunk, step, empty)
 
 
 def _logits(rows: Array, keys: Array, visible: Bool[Array, "B #K #R S"]) -> Float[Array, "B K R S"]:

@@ -4,15 +4,20 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import ListedGroups, View
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups, View
 
 MAX_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, observe: bool) -> str | None:
+def unsupported(
+    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View, observe: bool
+) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
+    if isinstance(layer, TokenCodesLayer):
+        return "reads groups, and not yet tokens with a scale each"
     arrays = [q]
     if isinstance(layer, FullLayer):
         arrays += [layer.keys, layer.values]
@@ -21,6 +26,8 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
     if isinstance(view, ListedGroups):
         return "reads all groups, and not yet listed ones"
+    if isinstance(view, ChosenTokens | LargestMass):
+        return "reads all tokens of a group, and chooses none"
     if observe:
         return "does not yet say what it observes"
     if others := {x.dtype.name for x in arrays} - {"bfloat16"}:

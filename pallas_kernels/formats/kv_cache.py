@@ -45,6 +45,11 @@ class FullLayer:
         """Writes T tokens at row `offset[b]` of each batch row; the caller sees to it that offset + T <= S."""
         return FullLayer(_write_rows(self.keys, keys, offset), _write_rows(self.values, values, offset))
 
+    def read(self, rows: Int[Array, "#B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Keys and values of these rows; a number beyond either end stands for the row at that end."""
+        rows = jnp.clip(rows, 0, self.keys.shape[2] - 1)
+        return _take(self.keys, rows), _take(self.values, rows)
+
 
 @pytree()
 class Planes:
@@ -96,6 +101,12 @@ class HierarchicalLayer:
         return self.keys.upper.shape[2]
 
 
+def _take(x: Array, *numbers: Int[Array, "#B #K T"] | slice) -> Array:
+    """Entries of x [B, K, ...], T for each row and KV head, by their numbers along the axes behind; a slice takes a whole axis."""
+    B, K = x.shape[:2]
+    return x[jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], *numbers]
+
+
 def _write_rows(buffer: Array, rows: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> Array:
     rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)
     return jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))(buffer, rows, offset)
@@ -116,3 +127,19 @@ def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tu
     lower = unpack(values.lower) if planes == 2 else None
     v = dequantize(unpack(values.upper), lower, values.scale[..., None, :], values.zero[..., None, :], dtype)
     return k, jnp.swapaxes(v, -1, -2)
+
+
+def dequantize_tokens(
+    keys: Planes, values: Planes, tokens: Int[Array, "#B #K T"], *, dtype
+) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    """Keys and values of single tokens, from both planes; a number beyond either end stands for the token at that end."""
+    C, G = keys.upper.shape[2:4]
+    group, at = jnp.divmod(jnp.clip(tokens, 0, C * G - 1), G)
+    upper, lower = (unpack(_take(plane, group, at)) for plane in (keys.upper, keys.lower))
+    k = dequantize(upper, lower, _take(keys.scale, group), _take(keys.zero, group), dtype)
+    # A value's byte holds the codes of two tokens, half a group apart.
+    byte, high = at % (G // 2), (at >= G // 2)[..., None]
+    taken = (_take(plane, group, slice(None), byte) for plane in (values.upper, values.lower))
+    upper, lower = (jnp.where(high, codes >> 4, codes & 15) for codes in taken)
+    v = dequantize(upper, lower, _take(values.scale, group, at)[..., None], _take(values.zero, group, at)[..., None], dtype)
+    return k, v

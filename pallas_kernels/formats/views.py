@@ -1,6 +1,6 @@
 """Views: what one pass of a model reads of a layer's cache. They are pytrees, so that a jitted pass takes new lists without compiling."""
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.pytree import pytree
 
@@ -28,7 +28,50 @@ class ListedGroups:
         return 1
 
 
-View = DenseView | ListedGroups
+@pytree()
+class ChosenTokens:
+    """The upper plane of some tokens of the quantized region, and the whole buffer of recent tokens.
+
+    chosen: which of the region's tokens a row's KV head reads, token 0 of a row first.
+    """
+
+    chosen: Bool[Array, "B K S"]
+
+    @property
+    def planes(self) -> int:
+        return 1
+
+
+@pytree("whole_groups")
+class LargestMass:
+    """The upper plane of those tokens, or groups, of the quantized region that a query attends to most, and the whole buffer.
+
+    Each query token chooses for itself, in each KV head, by the attention that its query heads pay to the upper plane and the buffer. For
+    that all keys are read first, so this view says what a choice could be worth, and saves nothing. count: how many it reads in a row;
+    whole_groups: groups, or else single tokens.
+    """
+
+    count: Int[Array, "B"]
+    whole_groups: bool
+
+    @property
+    def planes(self) -> int:
+        return 1
+
+
+@pytree()
+class HeldKeys:
+    """The keys of those tokens that a draft holds in a cache of its own, as the target's cache has them.
+
+    No pass reads a cache through it: it tells measurements what such a draft reads, as a view tells what another one reads. keys: of which
+    the first count[b] rows are held, in any order, those of the current round not among them.
+    """
+
+    keys: Float[Array, "B K S H"]
+    count: Int[Array, "B"]
+
+
+View = DenseView | ListedGroups | ChosenTokens | LargestMass
 
 UPPER_PLANE = DenseView(1)
 BOTH_PLANES = DenseView(2)

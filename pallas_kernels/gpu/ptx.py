@@ -202,7 +202,7 @@ def trap_where(condition: Value) -> None:
     """Ends the whole launch with an error where the condition holds in some lane.
 
     It is a bare trap and not CUDA's assertion, which has a message: with that in the loops of matmul/mosaic_block.py, a result was wrong
-    now and then (docs/kernels.md).
+    now and then (docs/kernels.md, "Waiting has a bound").
     """
     with when(condition):
         inline("trap;")
@@ -305,6 +305,18 @@ def synchronize(barrier: Value, warps: int) -> None:
 def arrivals_init(arrival: Value, arrivals: int) -> None:
     """Makes 8 bytes of shared memory an mbarrier that `arrivals` arrivals complete; all who use it must meet after that."""
     inline(f"mbarrier.init.shared.b64 [$0], {arrivals}; fence.mbarrier_init.release.cluster;", arrival)
+
+
+def once_loaded(address: Value, words: Sequence[Value]) -> Value:
+    """The address, which is not known before these words are: whatever uses it waits for the loads of the words.
+
+    `arrive` alone does not: its machine code is sent while loads before it are queued, and what they read may then be overwritten
+    (docs/kernels.md, "An arrival is made to wait for its loads").
+    """
+    ors = " ".join(f"or.b32 all, all, ${i};" for i in range(2, 2 + len(words)))
+    # %ctaid.y is zero in launches of one dimension (launch.py), which the compiler does not know.
+    code = f"{{ .reg .b32 all, zero; mov.b32 all, 0; {ors} mov.u32 zero, %ctaid.y; and.b32 all, all, zero; add.u32 $0, $1, all; }}"
+    return inline(code, address, *words, results="r")[0]
 
 
 def arrive(arrival: Value) -> None:

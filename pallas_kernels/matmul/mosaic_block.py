@@ -146,9 +146,10 @@ class Tickets:
             drawn = (ptx.take_ticket(self.counter, self.draws),)
         ptx.wait_for_arrivals(self.ring.filled(slot), parity)
         ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
+        emptied = ptx.once_loaded(self.ring.emptied(slot), [ticket])
         ptx.synchronize(None, 1)
         with ptx.when(self.lane == 0):
-            ptx.arrive(self.ring.emptied(slot))
+            ptx.arrive(emptied)
         return ticket, *self.ring.following(slot, parity), *drawn
 
     def of_stage(self, number: int, carry, work: Callable):
@@ -466,10 +467,14 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
             new = []
             for total in totals:
                 ptx.wait_for_arrivals(ring.filled(slot), parity)
-                new.append(add_group(total, *take(slot), *zip(*operands)))
+                codes, parameters = take(slot)
+                new.append(add_group(total, codes, parameters, *zip(*operands)))
+                # A row's words of codes are loaded at once: one of them stands for all.
+                loaded = [*(row[0] for row in codes), *(ptx.as_bits(x) for pair in parameters for x in pair)]
+                emptied = ptx.once_loaded(ring.emptied(slot), loaded)
                 ptx.synchronize(None, 1)
                 with ptx.when(lane == 0):
-                    ptx.arrive(ring.emptied(slot))
+                    ptx.arrive(emptied)
                 slot, parity = ring.following(slot, parity)
             return slot, parity, new
 

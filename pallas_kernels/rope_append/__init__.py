@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.rope_append.reference import rotate as rotate
 from pallas_kernels.rope_append.reference import split_and_rotate as split_and_rotate
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu",)

@@ -24,11 +24,11 @@ def split_and_rotate(
     """Queries and keys after RoPE, and values."""
     x = qkv.reshape(*qkv.shape[:2], -1, 2 * cos.shape[-1])
     q, k, v = jnp.split(x, [x.shape[2] - 2 * kv_heads, x.shape[2] - kv_heads], axis=2)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def _rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]) -> Float[Array, "B T N H"]:
-    """Rotates channel i with channel i + H/2 (Hugging Face's pairing)."""
+def rotate(x: Float[Array, "B #T N H"], cos: Float[Array, "B #T half"], sin: Float[Array, "B #T half"]) -> Float[Array, "B T N H"]:
+    """Rotates channel i with channel i + H/2 (Hugging Face's pairing). Rotations add up: by one angle and then another is by their sum."""
     cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

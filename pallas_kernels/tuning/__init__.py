@@ -23,9 +23,15 @@ Made = TypeVar("Made")
 FOLDER = Path(__file__).parent
 
 
-def path() -> Path:
-    """The file of the default device."""
-    return FOLDER / f"{re.sub('[^a-z0-9]+', '-', jax.devices()[0].device_kind.lower())}.json"
+def path(device_kind: str | None = None) -> Path:
+    """The file of a device by what JAX calls its kind; None is the default device."""
+    kind = jax.devices()[0].device_kind if device_kind is None else device_kind
+    return FOLDER / f"{re.sub('[^a-z0-9]+', '-', kind.lower())}.json"
+
+
+def problems(kernel: str, device_kind: str) -> list[dict[str, int | None]]:
+    """The problems of a kernel that a device has a measured configuration for."""
+    return [entry["problem"] for entry in _entries(path(device_kind)).get(kernel, [])]
 
 
 def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
     "llama-2-13b": _llama(32000, 5120, 13824, 40, 40, 40),
     "llama-3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8, rope_theta=500000.0),
+    "llama-3.1-70b": _llama(128256, 8192, 28672, 80, 64, 8, rope_theta=500000.0),
     "llama-3.2-1b": _llama(128256, 2048, 8192, 16, 32, 8, rope_theta=500000.0, head_dim=64, tie_word_embeddings=True),
     "mistral-7b": _llama(32768, 4096, 14336, 32, 32, 8, rope_theta=1e6),
     "tiny": _llama(256, 256, 512, 2, 4, 2),

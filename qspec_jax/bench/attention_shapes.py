@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+from qspec_jax.drafts.draft import Reads
+from qspec_jax.drafts.step_bytes import bytes_of_tokens
 
-# bfloat16: queries, buffers, full caches, scales and zeros.
-ITEM_BYTES = 2
 SPARE_ROWS = 8
 
 
@@ -94,12 +94,8 @@ SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
 
 def bytes_read(shape: Shape) -> int:
     """Bytes of the cache that attention must read once: codes, scales and zeros of the quantized region, used rows of the buffer."""
-    H, G = shape.head_dim, shape.group_size
-    codes = (shape.planes or 0) * 2 * H // 2
-    # Keys have a scale and a zero for each channel and group, values for each token.
-    parameters = 2 * ITEM_BYTES * (H / G + 1)
-    full = 2 * H * ITEM_BYTES
-    return round(shape.kv_heads * (sum(shape.quantized) * (codes + parameters) + sum(shape.buffered) * full))
+    reads = Reads(shape.planes or 0, sum(shape.quantized), sum(shape.buffered))
+    return bytes_of_tokens(reads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, group_size=shape.group_size)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

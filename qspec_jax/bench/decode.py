@@ -6,7 +6,6 @@ random weights are accepted by chance; with a simulated rate the loop runs as in
 
 import dataclasses
 import functools
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +29,14 @@ from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, StepwiseDraft
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -68,13 +67,14 @@ def run(
     beside: Sequence[DecodeRow] = (),
     repeats: int = 20,
     seed: int = 0,
+    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> DecodeReport:
     """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
 
     int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. beside: rows of other
-    programs, to compare with. progress: a bar on standard error; None where that is a terminal. A method that fails (for want of memory,
-    say) gets a row that says so.
+    programs, to compare with. directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error; None where
+    that is a terminal. A method that fails (for want of memory, say) gets a row that says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -86,7 +86,7 @@ def run(
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
-            settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats)
+            settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats, directory=directory)
             for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, **settings):
                 found.append(row)
                 bar.set_description(f"{context:,} tokens")
@@ -112,13 +112,15 @@ def measure(
     seed: int = 0,
     bandwidth: float | None = None,
     repeats: int = 20,
+    directory: str | Path | None = None,
 ) -> Iterator[DecodeRow]:
     """Measures each case after these prompts of one length, and yields its row; a case that fails (for want of memory, say) gets a row too.
 
     First the drafts are made, which all stay; then all programs are compiled, side by side. rate: simulated acceptance; None verifies for
-    real. bandwidth: GB/s, with which the steps are measured too, `repeats` times.
+    real. bandwidth: GB/s, with which the steps are measured too, `repeats` times. directory: where the model was loaded from, see
+    `make_draft`.
     """
-    make = lambda case: jax.block_until_ready(parse_draft(case.method.draft).make(model, int4)) if case.method.speculative else None
+    make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
     made = [_attempt(make, case) for case in cases]
     settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, began=time.perf_counter())
     pool = ThreadPoolExecutor()
@@ -193,7 +195,7 @@ class _Measured:
         self.decode = compiled(rounds)
         self.loops = {}
         if bandwidth is not None:
-            carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache
+            carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache, state.draft
             for step in self._steps(state, rounds.args[1], bandwidth):
                 self.loops[step.name] = compiled(Call(loop(step.function, step.trips), (carry, step.inputs))), step.trips
 
@@ -237,8 +239,8 @@ class _Measured:
 
     def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: Draft | None) -> int:
         """The larger of what prefill and decode hold, with the draft as each of them has it; shared arrays count once."""
-        held = lambda draft: _bytes_of((self.engine.target, draft)) - _bytes_of(self.engine.target)
-        return max(_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - _bytes_of(in_decode))
+        held = lambda draft: bytes_of((self.engine.target, draft)) - bytes_of(self.engine.target)
+        return max(_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_of(in_decode))
 
     def _large(self, cache: Cache) -> int:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
@@ -267,32 +269,35 @@ class _Measured:
         proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
 
         def forward(tokens, cache, lengths, model, *, width, observe=False):
-            positions = lengths.total[:, None] + jnp.arange(width)
+            positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
             logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
             for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
                 logits = jnp.where((mass < 0).any(), 0, logits)
-            return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(lengths)
+            return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
 
-        def sample(tokens, cache, lengths, sampler, logits):
+        def verified(tokens, cache, state, lengths, target):
+            return *forward(tokens, cache, lengths, target, width=width, observe=draft is not None and draft.observes), state
+
+        def sample(tokens, cache, state, lengths, sampler, logits):
             # The tokens enter, or the loop would do it once.
             logits = logits + (tokens[..., None] < 0)
             _, after = sampler.verify(logits, tokens[:, 1:], proposals, eligible, keys, positions)
-            return tokens.at[:, 0].set(after), cache
+            return tokens.at[:, 0].set(after), cache, state
 
-        def flush(tokens, cache, lengths):
-            return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths)
+        def flush(tokens, cache, state, lengths):
+            return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
 
-        def drafted(tokens, cache, lengths, draft, state):
-            return forward(tokens, cache, lengths, draft.step_in_round(state, cache), width=1)
+        def drafted(tokens, cache, state, lengths, draft):
+            tokens, stepped = forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
+            state, cache = draft.after_steps(state, cache, stepped)
+            return tokens, cache, state
 
         def work_of(name: str, function: Callable, inputs: tuple, size: int) -> _Work:
             return _Work(name, function, (lengths, *inputs), size / bandwidth / 1e9, size)
 
-        target, observe = self.engine.target, draft is not None and draft.observes
-        verify = functools.partial(forward, width=width, observe=observe)
-        work = [work_of("target", verify, (target,), self.target_bytes(width))]
+        work = [work_of("target", verified, (self.engine.target,), self.target_bytes(width))]
         if isinstance(draft, StepwiseDraft):
-            work.append(work_of("draft", drafted, (draft, state.draft), self.draft_bytes(draft)))
+            work.append(work_of("draft", drafted, (draft,), step_bytes(draft, self.config.cache_config, self.context + 1)))
         work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))
         if self.method.cache == "int8":
             group = self.config.cache_config.group_size_for(self.model.config.head_dim)
@@ -302,9 +307,9 @@ class _Measured:
         return work
 
     def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: float, repeats: int) -> dict[str, StepTiming]:
-        """Times every step. loops: the program of each step and its trips. The state's cache is spent: a step overwrites what the one
-        before wrote, and flushes move its buffer."""
-        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache
+        """Times every step. loops: the program of each step and its trips. The state's cache and its draft's state are spent: a step
+        overwrites what the one before wrote, and flushes move its buffer."""
+        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache, state.draft
         shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         steps = {}
         for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
@@ -318,23 +323,11 @@ class _Measured:
         layers = self.model.config.num_layers
         return weight_bytes(self.model) + layers * layer_bytes_read(self.model, self.context + width, width, planes)
 
-    def draft_bytes(self, draft: StepwiseDraft) -> int:
-        """The bytes that a draft must read: its weights, and what it reads of the cache with the token that it appends."""
-        c, tokens, total = self.model.config, self.context + 1, weight_bytes(draft.step.model)
-        if self.method.cache == "full":
-            return total + c.num_layers * layer_bytes_read(self.model, tokens, 1, None)
-        G = self.config.cache_config.group_size_for(c.head_dim)
-        groups = int(Schedule(G).quantized_length(tokens)) // G
-        for layer in range(c.num_layers):
-            planes, read = draft.reads(layer, groups)
-            total += layer_bytes_read(self.model, tokens - (groups - read) * G, 1, planes)
-        return total
-
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A step to be timed: tokens, cache = function(tokens, cache, *inputs). seconds: about how long it takes. bytes: what it must read (0:
-    not counted)."""
+    """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), the draft's state. seconds: about how long it
+    takes. bytes: what it must read (0: not counted)."""
 
     name: str
     function: Callable
@@ -376,14 +369,6 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
     )
 
 
-def weight_bytes(model: Llama) -> int:
-    """Bytes of the weights that a step reads: all but an embedding that is not also the head, of which it reads a row for each token."""
-    weights = dict(model.weights())
-    if model.head is not None:
-        weights.pop("embedding")
-    return _bytes_of(weights)
-
-
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
     """The bytes that queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
     c = model.config
@@ -396,12 +381,6 @@ def _timed(function: Callable):
     began = time.perf_counter()
     result = jax.block_until_ready(function())
     return result, time.perf_counter() - began
-
-
-def _bytes_of(tree) -> int:
-    """Bytes of the arrays in a tree, each counted once."""
-    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def _working_bytes(executable: jax.stages.Compiled) -> int:

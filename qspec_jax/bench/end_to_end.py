@@ -22,7 +22,7 @@ from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, compared
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.int4 import int4_model
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance
@@ -145,7 +145,7 @@ def _walk(model: Llama, int4: Callable[[], Llama], texts: Sequence[Sequence[int]
     context = len(texts[0]) - config.max_new_tokens
     row = TeacherForced(context, config.temperature, config.num_speculative_tokens, len(texts), "measured")
     try:
-        draft = parse_draft(SPECULATIVE.draft).make(model, int4)
+        draft = make_draft(SPECULATIVE.draft, model, int4=int4)
         return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft, texts, config, jax.random.key(seed)))
     except Exception as error:  # one row of many
         return dataclasses.replace(row, status="failed", note=named(error))

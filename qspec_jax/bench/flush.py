@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.bench import attention
-from qspec_jax.bench.attention_shapes import ITEM_BYTES, Shape, random_problem
+from qspec_jax.bench.attention_shapes import Shape, random_problem
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.step_bytes import ITEM_BYTES
 from qspec_jax.errors import InputError, named
 from qspec_jax.provenance import Run, this_run
 

@@ -14,24 +14,14 @@ from pallas_kernels.formats.views import View
 from qspec_jax.caches.schedule import Schedule
 
 
-class Cache(abc.ABC):
-    """The protocol of a cache. A subclass is a frozen dataclass registered as a pytree; it says what a layer is, and how it is read.
+class AppendedCache(abc.ABC):
+    """What passes of a model append to and read, and what forgets it again: `attend` in each layer, `advance`, `rollback`.
 
-    A round goes: `attend` in each layer and `advance`, for drafts and for verification; `rollback` to the lengths before the round
-    whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
+    A subclass is a frozen dataclass registered as a pytree; it says what a layer is, and how it is read.
     """
 
     layers: tuple[Any, ...]
     lengths: Lengths
-
-    @property
-    @abc.abstractmethod
-    def schedule(self) -> Schedule:
-        """Which tokens are quantized."""
-
-    @abc.abstractmethod
-    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:
-        """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""
 
     @abc.abstractmethod
     def attend(
@@ -50,14 +40,6 @@ class Cache(abc.ABC):
         `pallas_kernels.attention.decode_attention`.
         """
 
-    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
-        """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
-        return self.layers
-
-    def filled(self, layers: tuple[Any, ...], n: Int[Array, "B"]) -> Self:
-        """The cache of these layers, whose rows hold n[b] tokens."""
-        return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))
-
     def advance(self, layers: tuple[Any, ...], tokens: int) -> Self:
         """The cache with these layers, every row `tokens` longer."""
         return dataclasses.replace(self, layers=layers, lengths=longer(self.lengths, tokens))
@@ -65,6 +47,43 @@ class Cache(abc.ABC):
     def rollback(self, lengths: Lengths) -> Self:
         """The cache at earlier lengths. Nothing is moved: what lies beyond is masked and later overwritten."""
         return dataclasses.replace(self, lengths=lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for the layers."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+
+class Cache(AppendedCache):
+    """The protocol of a target's cache, which holds every token of a row.
+
+    A round goes: `attend` in each layer and `advance`, for drafts and for verification; `rollback` to the lengths before the round
+    whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
+    """
+
+    @property
+    @abc.abstractmethod
+    def schedule(self) -> Schedule:
+        """Which tokens are quantized."""
+
+    @abc.abstractmethod
+    def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:
+        """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""
+
+    @abc.abstractmethod
+    def tokens(self, layer: int, positions: Int[Array, "#B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """Keys, after RoPE, and values of the cached tokens at these positions, as the target reads them.
+
+        A position beyond a row's lengths gives numbers without a meaning.
+        """
+
+    def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
+        """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
+        return self.layers
+
+    def filled(self, layers: tuple[Any, ...], n: Int[Array, "B"]) -> Self:
+        """The cache of these layers, whose rows hold n[b] tokens."""
+        return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))
 
     def commit(self, lengths: Lengths, kept: Int[Array, "B"], *, wait_for: Sequence[Array]) -> tuple[Self, Int[Array, "B"]]:
         """Ends a round that began at these lengths: the first kept[b] of the tokens fed since stay, and rows that are due are flushed.
@@ -88,11 +107,6 @@ class Cache(abc.ABC):
     def draft_room(self) -> Int[Array, "B"]:
         """How many drafts each row may verify in this round; see `Schedule.draft_room`."""
         return self.schedule.draft_room(self.lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for the layers."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
 
 
 def no_tokens(batch: int) -> Lengths:

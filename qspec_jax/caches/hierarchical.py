@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.flush import flush
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, quantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups
+from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, longer, no_tokens
 from qspec_jax.caches.schedule import Schedule
@@ -68,6 +69,16 @@ class HierarchicalCache(Cache):
         write = lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new, 0, axis=2)
         key_planes, value_planes = jax.tree.map(write, (old.keys, old.values), codes)
         return dataclasses.replace(old, keys=key_planes, values=value_planes)
+
+    def tokens(self, layer, positions):
+        held, quantized = self.layers[layer], self.lengths.quantized[:, None, None]
+        recent = held.buffer.read(positions - quantized)
+        if held.groups == 0:
+            return recent
+        wide = accumulation_dtype(held.buffer.keys.dtype)
+        old = dequantize_tokens(held.keys, held.values, positions, dtype=wide)
+        choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+        return tuple(map(choose, old, recent))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         old = self.layers[layer]

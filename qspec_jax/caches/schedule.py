@@ -20,9 +20,12 @@ class Schedule:
     group_size: int | None
 
     def quantized_length(self, n: Array | int) -> Array | int:
-        """How many of n cached tokens are quantized: whole groups, and the last G to 2G - 1 tokens never."""
+        """How many of n cached tokens are quantized: whole groups, and the last G to 2G - 1 tokens never. Of an int, which needs no device,
+        an int."""
         G = self.group_size
-        return 0 * n if G is None else jnp.maximum(0, n // G - 1) * G
+        if G is None:
+            return 0 * n
+        return (max(0, n // G - 1) if isinstance(n, int) else jnp.maximum(0, n // G - 1)) * G
 
     def lengths(self, n: Int[Array, "B"]) -> Lengths:
         """The lengths of rows that hold n[b] tokens."""

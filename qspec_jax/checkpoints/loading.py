@@ -107,6 +107,27 @@ def load_tokenizer(directory: str | Path):
         raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
 
 
+def check_same_tokens(draft: str | Path, target: str | Path) -> None:
+    """Raises InputError where the tokenizers of two checkpoints give a token different ids, or an id to different tokens.
+
+    Tokens that were added to a vocabulary, special ones among them, may have other names. Nothing is compared where one has no tokenizer.
+    """
+    directories = [local(draft), local(target)]
+    files = [[path for name in _TOKENIZER_FILES if (path := directory / name).is_file()] for directory in directories]
+    if directories[0].samefile(directories[1]) or not all(files):
+        return
+    if all(path.name == "tokenizer.json" for path, *_ in files) and files[0][0].read_bytes() == files[1][0].read_bytes():
+        return
+    tokenizers = [load_tokenizer(directory) for directory in directories]
+    added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
+    own, wanted = ({id: token for token, id in tokenizer.get_vocab().items() if token not in added} for tokenizer in tokenizers)
+    if other := [id for id in sorted(own.keys() & wanted.keys()) if own[id] != wanted[id]]:
+        raise InputError(
+            f"{draft}: token {other[0]} is {own[other[0]]!r} in its vocabulary and {wanted[other[0]]!r} in that of {target}; a draft needs "
+            "the target's vocabulary"
+        )
+
+
 @contextlib.contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
     """Yields the directory, or for a while one of links to all that is in it, but for texts with a byte order mark, which transformers does

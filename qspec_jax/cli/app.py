@@ -1,4 +1,4 @@
-"""The commands: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `batch`, `eval ...`, `bench ...`.
+"""The commands: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `plan`, `batch`, `eval ...`, `bench ...`.
 
 With --json, standard output is one JSON object. `qspec_jax.cli.main` runs them.
 """
@@ -15,12 +15,13 @@ from qspec_jax.cli.demo import demo
 from qspec_jax.cli.evaluate import evaluations
 from qspec_jax.cli.generate import generate_command
 from qspec_jax.cli.info import info
+from qspec_jax.cli.plan import plan
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(conversions)
-for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "info": info}.items():
+for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "info": info, "plan": plan}.items():
     app.command(name)(command)
 
 

@@ -20,7 +20,9 @@ from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
 from qspec_jax.drafts import Draft, make_draft
+from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import stored_int4
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
 
@@ -62,9 +64,15 @@ def batch(
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
     stored_at = hub.local(model, progress=False if as_json else None)
-    checkpoint = of_checkpoint(stored_at)
+    drafting = config.speculative and config.num_speculative_tokens > 0
+    of_draft = checkpoints_of(parse_draft(config.draft)) if drafting else ()
+    directories = {path: hub.local(path, progress=False if as_json else None) for path in of_draft}
+    directories[model] = stored_at
+    checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
     network, tokenizer = load(model, dtype, quiet=as_json)
-    lines = read_lines(content, network, tokenizer, config, seed)
+    stored = stored_int4(model, network) if drafting else None
+    draft = make_draft(config.draft, network, int4=stored, directory=model) if drafting else None
+    lines = read_lines(content, network, tokenizer, config, seed, draft)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
         more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
@@ -72,12 +80,10 @@ def batch(
     if not lines:
         raise InputError(f"{name}: empty; it should have a JSON object on each line")
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
-    stored = stored_int4(model, network) if config.speculative else None
-    draft = make_draft(config.draft, network, int4=stored) if config.speculative else None
     of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"))
-    if of_checkpoint(stored_at) != checkpoint:
-        raise InputError(f"{model}: its files changed while they were loaded; start again once they are as they should be")
-    run = run_hash(content, repr(of_run).encode(), *checkpoint)
+    if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
+        raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
+    run = run_hash(content, repr(of_run).encode(), *(part for parts in checkpoints.values() for part in parts))
     journal = Journal(output, run, overwrite=overwrite)
     for line in wrong:
         log.warning("%s, line %d: %s", name, line.number, line.error)

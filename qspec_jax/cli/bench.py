@@ -230,6 +230,7 @@ def bench_decode(
             beside=beside,
             repeats=repeats,
             seed=seed,
+            directory=model,
             progress=False if as_json else None,
         )
         show(report, decode.table, output, write, as_json=as_json)
@@ -289,7 +290,7 @@ def bench_batch(
         report = batch.run(
             arch or str(model),
             network,
-            make_draft(config.draft, network, int4=int4),
+            make_draft(config.draft, network, int4=int4, directory=model if arch is None else None),
             requests,
             batch_size=batch_size,
             ways=[way for way in batch.WAYS if one_by_one or way != "one by one"],

@@ -3,14 +3,16 @@
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import typer
+from tqdm import tqdm
 
 from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CacheConfig
@@ -34,12 +36,16 @@ from qspec_jax.cli.options import (
     with_sensitive_layers,
 )
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.drafts.int4 import int4_model, stored_int4
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
-from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings, parse_draft
+from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_draft, parse_draft, with_budget
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
 from qspec_jax.files import output_to, read_text
+from qspec_jax.models.llama import Llama
+from qspec_jax.provenance import this_run
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,8 @@ log = logging.getLogger(__name__)
 evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 
 
+Mode = enum.StrEnum("Mode", {mode.replace("-", "_"): mode for mode in acceptance.MODES})
+Style = enum.StrEnum("Style", list(needle.FORMATS))
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help=f"{', '.join(DRAFTS)}; may be given several times: quantspec."),
@@ -61,58 +69,156 @@ def acceptance_command(
     ] = None,
     num_speculative_tokens: GammaList = str(GenerationConfig.num_speculative_tokens),
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Context before the first draft.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to walk or generate for each text.")] = 512,
+    context: Annotated[
+        list[int] | None,
+        typer.Option("--context", "--prompt-tokens", help="Context before the first draft; may be given several times: 4096."),
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to walk or generate for each text: 512, if not given.")] = None,
     draft: Drafts = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="The budget of every draft that has one, a share or tokens; may be given several times: each draft's own. 1 is "
+            "everything. To streaming-llm and snapkv it is one token, which is too few."
+        ),
+    ] = None,
+    mode: Annotated[list[Mode] | None, typer.Option(help="May be given several times: both, if not given.")] = None,
+    texts: Annotated[int | None, typer.Option(min=1, help="At most so many texts: all, if not given.")] = None,
+    needles: Annotated[
+        Style | None,
+        typer.Option(
+            help="Along the answers to needle prompts of this format in place of texts, see `eval needle`; a model of code: names."
+        ),
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option(help="For --needles: where they stand, from 0 to 1, with commas between them: 0.2,0.5, if not given.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="For --needles: prompts for each depth: 8, if not given.")] = None,
     draft_bits: Annotated[int | None, typer.Option(hidden=True, help="The old way to say --draft quantspec:weight_bits=16.")] = None,
     draft_planes: Annotated[int | None, typer.Option(hidden=True, help="The old way to say --draft quantspec:cache=int8.")] = None,
     sensitive_layers: SensitiveLayers = 0,
     scheme: Annotated[str, typer.Option(help="KV quantizer: int8_first or paper.")] = CacheConfig.scheme,
+    group_size: GroupSize = None,
     calibrate: Calibrate = True,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """Share of drafts that the target accepts, against gamma: teacher-forced and free-running."""
+    """Share of drafts that the target accepts, teacher-forced and free-running: against gamma, or of several drafts by what each reads."""
     if plot:
         plots.check(plot, None)
-    chosen_drafts = _chosen_drafts(draft or [GenerationConfig.draft], draft_bits, draft_planes, sensitive_layers)
-    shared = dict(max_new_tokens=max_new_tokens, scheme=scheme)
-    configs = [
-        GenerationConfig(num_speculative_tokens=gamma, temperature=heat, **shared)
-        for gamma in number_list("--gamma", num_speculative_tokens, int)
-        for heat in temperature or [0.0, 1.0]
-    ]
-    network, _, texts = _texts(model, file, dtype, quiet=as_json)
-    chosen, too_short = perplexity.long_enough(texts, prompt_tokens, max_new_tokens)
-    skipped = [text.name for text in too_short]
-    prompts = [text[:prompt_tokens] for text in chosen]
-    for config in configs:
-        acceptance.check(network, prompts, config)
-    if skipped:
-        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        size = prompt_tokens + max_new_tokens
-        log.warning("%d of %d texts have fewer than %d tokens and are left out: %s", len(skipped), len(texts), size, names)
-    int4 = functools.cache(lambda: int4_model(network, calibration=prompts if calibrate else None, progress=False if as_json else None))
-    results = []
-    for name, settings in chosen_drafts.items():
-        made = settings.make(network, int4)
+    asked = _with_budgets(draft or [GenerationConfig.draft], budget or [])
+    chosen_drafts = _chosen_drafts(asked, draft_bits, draft_planes, sensitive_layers)
+    gammas, heats, sizes = number_list("--gamma", num_speculative_tokens, int), temperature or [0.0, 1.0], context or [4096]
+    modes, cache = mode or list(Mode), dict(scheme=scheme, group_size=group_size)
+    if needles is None:
+        if depths is not None or samples is not None:
+            raise InputError(f"{'--samples' if depths is None else '--depths'} goes with --needles")
+        network, _, contents = _texts(model, file, dtype, quiet=as_json)
+        walks = [_walk_along(contents, size, 512 if max_new_tokens is None else max_new_tokens, texts) for size in sizes]
+    elif file or texts or mode or max_new_tokens is not None:
+        raise InputError(
+            "--needles makes its own prompts, and walks along their answers: it goes without --file, --texts, --mode and --max-new-tokens"
+        )
+    else:
+        network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json)
+        prompts = dict(depths=number_list("--depths", depths or "0.2,0.5", float), samples=samples or 8, style=needles.value, seed=seed)
+        walks, modes = [_walk_along_answers(network, tokenizer, size, **prompts) for size in sizes], [Mode.teacher_forced]
+    results, runs = [], []
+    for walk in walks:
+        prompts = [text[: -walk.new_tokens] for text in walk.texts]
+        configs = [
+            GenerationConfig(num_speculative_tokens=gamma, temperature=heat, max_new_tokens=walk.new_tokens, **cache)
+            for gamma in gammas
+            for heat in heats
+        ]
         for config in configs:
-            key = jax.random.key(seed)
-            for mode in ("teacher-forced", "free-running"):
-                gamma = config.num_speculative_tokens
-                _say(f"{name}, gamma {gamma}, temperature {config.temperature:g}, {mode}: {len(chosen)} texts", quiet=as_json)
-                if mode == "teacher-forced":
-                    measured = acceptance.teacher_forced(network, made, chosen, config, key)
+            acceptance.check(network, prompts, config)
+        runs.append((walk, prompts, configs))
+    # What is wrong with a draft is found before any is measured.
+    quantized = functools.partial(int4_model, network, progress=False if as_json else None)
+    of_texts = lambda prompts: functools.partial(quantized, calibration=prompts if calibrate else None)
+    make = lambda chosen, prompts: _made(chosen, network, of_texts(prompts), model or demo.MODEL)
+    drafts, with_int4 = make(chosen_drafts, runs[0][1])
+    for _, prompts, configs in runs:
+        for made in drafts.values():
+            acceptance.check_draft(network, made, prompts, max(configs, key=lambda config: config.num_speculative_tokens))
+    del made
+    total = sum(len(chosen_drafts) * len(configs) * len(modes) for _, _, configs in runs)
+    with tqdm(total=total, unit="run", leave=False, disable=True if as_json else None) as bar:
+        for walk, prompts, configs in runs:
+            if calibrate and walk is not walks[0]:
+                for name in with_int4:  # before others like them take as much memory
+                    del drafts[name]
+                drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
+            for name, config, kind in itertools.product(chosen_drafts, configs, modes):
+                gamma, heat, key = config.num_speculative_tokens, config.temperature, jax.random.key(seed)
+                bar.set_description(f"{name}, {walk.context} tokens, gamma {gamma}, temperature {heat:g}, {kind}")
+                if kind == Mode.teacher_forced:
+                    measured = acceptance.teacher_forced(network, drafts[name], walk.texts, config, key)
                 else:
-                    measured = acceptance.free_running(network, made, prompts, config, key)
-                of_run = {"draft": name, "gamma": gamma, "temperature": config.temperature, "mode": mode}
-                results.append(of_run | dataclasses.asdict(measured))
-    report = acceptance.AcceptanceReport(len(chosen), skipped, results)
+                    measured = acceptance.free_running(network, drafts[name], prompts, config, key)
+                bar.update()
+                of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
+                read = step_bytes(drafts[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
+                of_walk = {"step_bytes": read, "texts": len(prompts), "right": walk.right}
+                results.append(of_run | dataclasses.asdict(measured) | of_walk)
+    here = {name: value for name, value in this_run().items() if name != "versions"}
+    report = acceptance.AcceptanceReport(
+        len(walks[0].texts),
+        walks[0].skipped,
+        results,
+        **here,
+        model=str(model or "the embedded model"),
+        dtype=network.dtype.name,
+        seed=seed,
+        scheme=scheme,
+        group_size=CacheConfig(**cache).group_size_for(network.config.head_dim),
+        calibration=calibrate,
+    )
     show(report, acceptance.table, None, sys.stdout.write, as_json=as_json)
     if plot:
         acceptance.plot(report, plot)
+
+
+def _made(
+    chosen: dict[str, DraftSettings], model: Llama, int4: Callable[[], Llama], directory: str | Path
+) -> tuple[dict[str, Draft], list[str]]:
+    """The drafts by their names, and the names of those that asked for INT4 weights, which are made when the first does. directory: where
+    the model is from."""
+    int4, made, asked = functools.cache(int4), {}, []
+    for name, settings in chosen.items():
+        made[name] = make_draft(settings, model, int4=lambda name=name: asked.append(name) or int4(), directory=directory)
+    return made, list(dict.fromkeys(asked))
+
+
+def _walk_along(contents: dict[str, list[int]], context: int, new_tokens: int, most: int | None) -> acceptance.Walk:
+    """The texts that are long enough, at most so many. Says which are not. Raises InputError where none is."""
+    chosen, too_short = perplexity.long_enough(contents, context, new_tokens)
+    if too_short:
+        names = ", ".join(text.name for text in too_short[:3]) + (", ..." if len(too_short) > 3 else "")
+        size = context + new_tokens
+        log.warning("%d of %d texts have fewer than %d tokens and are left out: %s", len(too_short), len(contents), size, names)
+    return acceptance.Walk(context, chosen[:most], new_tokens, [text.name for text in too_short])
+
+
+def _walk_along_answers(network, tokenizer, length: int, **prompts) -> acceptance.Walk:
+    """Needle prompts with their answers. Says where the model itself does not know them."""
+    found = needle.answered(network, tokenizer, length=length, **prompts)
+    if found.void:
+        asked = f"{found.right} of {len(found.texts)} needles of {length} tokens"
+        log.warning("void: with a full cache the model finds %s, so that acceptance there says little of drafts", asked)
+    return acceptance.Walk(length, found.texts, found.answer_tokens, [], found.right)
+
+
+def _with_budgets(texts: list[str], budgets: list[float]) -> list[str]:
+    """The texts of drafts, those with a budget once for each. Raises InputError for one that has named its own."""
+    found = []
+    for text in texts:
+        parse_draft(text)  # which raises InputError for what is no draft
+        found += [with_budget(text, budget) for budget in budgets] if budgets and has_budget(text) else [text]
+    return found
 
 
 def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensitive_layers: int) -> dict[str, DraftSettings]:
@@ -134,15 +240,9 @@ def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensi
     return chosen
 
 
-def _say(message: str, *, quiet: bool) -> None:
-    if not quiet and sys.stderr.isatty():
-        print(message, file=sys.stderr)
-
-
 # bf16: the name of the full cache before version 0.2.
 CacheName = enum.StrEnum("CacheName", {name: name for name in (*perplexity.CACHE_VIEWS, "bf16")})
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
-Style = enum.StrEnum("Style", list(needle.FORMATS))
 Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
 PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
 Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
@@ -237,7 +337,12 @@ def needle_command(
     depths: Annotated[str, typer.Option(help="Where the needle stands, from 0 to 1, with commas between them.")] = "0,0.25,0.5,0.75,1",
     samples: Annotated[int, typer.Option(min=1, help="Prompts for each length and depth.")] = 4,
     style: Annotated[
-        Style, typer.Option("--format", help="python: functions, for models of code; text: sentences, for all others.")
+        Style,
+        typer.Option(
+            "--format",
+            help="python: functions, for models of code; names: the same with values of words, for small ones; text: sentences, "
+            "for all others.",
+        ),
     ] = Style.python,
     draft: Annotated[
         str | None,
@@ -275,7 +380,7 @@ def needle_command(
         methods=methods,
         seed=seed,
         batch_size=batch_size,
-        int4=stored_int4(directory, network) if any(method.draft != NONE for method in methods) else None,
+        directory=directory,
         progress=progress,
     )
     show(report, needle.table, None, sys.stdout.write, as_json=as_json)

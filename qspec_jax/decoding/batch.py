@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
-from qspec_jax.decoding.requests import Request, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import RUNNING, DecodeState
 from qspec_jax.drafts.draft import Draft
@@ -142,6 +142,8 @@ class _Slots:
             draft = make_draft(configs[0].draft, model)
         longest = max(len(request.tokens) for request in requests)
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
+        for request in requests:
+            check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.waiting = deque(range(len(requests)))

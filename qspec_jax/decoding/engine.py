@@ -16,10 +16,10 @@ from jaxtyping import Array, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.prefill import prefill
 from qspec_jax.decoding.processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
@@ -62,7 +62,8 @@ def _prefilled(
         logits, filled, *queries = prefill(model, tokens, n, empty, queries=wanted)
     # As wide for every prompt, so that states fit where one row takes another's place.
     room = jnp.pad(tokens, ((0, 0), (0, capacity - max_new_tokens - tokens.shape[1])))
-    draft_state = begin(draft, Prompt(room, n, filled, *queries))
+    shapes = dict(capacity=capacity, gamma=gamma, width=tokens.shape[1])
+    draft_state = begin(draft, Prompt(room, n, filled, *queries, **shapes))
     seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
     processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
     first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)

@@ -14,7 +14,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState, Logprobs
 from qspec_jax.decoding.text import RowText, text_of
@@ -226,6 +226,7 @@ class _Run:
         if draft is None and config.num_speculative_tokens:
             draft = make_draft(config.draft, model)
         self.engine = Engine.for_configs(model, draft, [config], prompt_tokens=int(self.n.max()))
+        check_draft_length(self.engine.draft, self.prompts, [config] * len(self.prompts))
         self.keys = prompt_keys(jax.random.key(0) if key is None else key, len(self.prompts))
         self.sampler, self.limits = make_sampler(config), make_limits(model, *[config] * len(self.rows))
 

@@ -16,8 +16,9 @@ import jax
 
 from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.requests import Request, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.text import encoded
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError, one_line, with_type, writing
 from qspec_jax.files import check_writable, is_replaced, output_to, real, to_json
 from qspec_jax.models.llama import Llama
@@ -100,18 +101,19 @@ class Line:
     error: str | None = None
 
 
-def read_lines(content: bytes, model: Llama, tokenizer, config: GenerationConfig, seed: int) -> list[Line]:
-    """Every line of a file's content but blank ones at its end; `config` is of what a line does not say.
+def read_lines(content: bytes, model: Llama, tokenizer, config: GenerationConfig, seed: int, draft: Draft | None = None) -> list[Line]:
+    """Every line of a file's content but blank ones at its end; `config` is of what a line does not say, and `draft` is what the lines are
+    to be decoded with, whose own model may take fewer tokens.
 
     A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
     of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`. A line's draws are of its own seed, or of `seed` and its
     number.
     """
     key = jax.random.key(seed)
-    return [_line(number, raw, model, tokenizer, config, key) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
+    return [_line(number, raw, model, tokenizer, config, key, draft) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
 
 
-def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array) -> Line:
+def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array, draft: Draft | None) -> Line:
     name = None
     try:
         try:
@@ -126,6 +128,7 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(key, number - 1)
         settings = _config(said, config)
         request = Request(checked_prompts(model, [_tokens(said, tokenizer)], settings, tokenizer)[0], settings, own)
+        check_draft_room(draft, "the prompt", len(request.tokens), settings.max_new_tokens)
         return Line(number, name, request)
     except InputError as error:
         return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import eos_ids
 from qspec_jax.decoding.text import encoded
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -85,13 +86,30 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
 def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
     """Raises InputError where so many tokens and new ones do not fit the model's positions. what: how the message calls them."""
     most, short = model.config.max_length, model.config.short_length
-    if tokens + new > most:
-        room = most - tokens
-        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - new)} tokens"
-        raise InputError(f"{what} of {tokens} tokens and {new} new ones exceed the model's {most} positions; {advice}")
+    _check_positions("model", most, what, tokens, new)
     # The last new token is never fed back.
     if short is not None and tokens <= short < tokens + new - 1:
         raise InputError(
             f"{what} of {tokens} tokens and {new} new ones cross the {short} tokens behind which the model turns to its long RoPE factors, "
             f"which is not supported; ask for at most {short - tokens + 1} new tokens, or give a prompt of more than {short}"
         )
+
+
+def check_draft_length(draft: Draft | None, prompts: Sequence[Sequence[int]], configs: Sequence[GenerationConfig]) -> None:
+    """Raises InputError where a prompt and the new tokens that its config asks for do not fit the positions of the draft's own model."""
+    for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+        check_draft_room(draft, f"prompt {i}", len(prompt), config.max_new_tokens)
+
+
+def check_draft_room(draft: Draft | None, what: str, tokens: int, new: int) -> None:
+    """Raises InputError where so many tokens and new ones do not fit the positions of the draft's own model. what: how the message calls
+    them."""
+    if draft is not None and draft.max_length is not None:
+        _check_positions("draft", draft.max_length, what, tokens, new)
+
+
+def _check_positions(whose: str, most: int, what: str, tokens: int, new: int) -> None:
+    if tokens + new > most:
+        room = most - tokens
+        advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - new)} tokens"
+        raise InputError(f"{what} of {tokens} tokens and {new} new ones exceed the {whose}'s {most} positions; {advice}")

@@ -10,6 +10,7 @@ the distributions in its proposal are those that its drafts were drawn from, and
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self
 
 import jax
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from qspec_jax.caches.cache import Cache
+from pallas_kernels.formats.views import DenseView, HeldKeys, View
+from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step, ViewedModel
 
 State = Any
@@ -30,24 +33,34 @@ class Prompt:
     that holds them.
 
     queries: for each layer the target's queries after RoPE of the last tokens of each prompt, as many as the draft's `prompt_queries`, the
-    last token's in the last row and zeros before a prompt's first; empty where none are asked for.
+    last token's in the last row and zeros before a prompt's first; empty where none are asked for. capacity: the most tokens that any row
+    may come to hold, the generated ones among them. gamma: the most drafts of a round. width: columns of `tokens` in use: the longest
+    prompt of this call, rounded up (`bucket`); the rest is padding. None: all.
     """
 
     tokens: Int[Array, "B S"]
     n: Int[Array, "B"]
     cache: Cache
     queries: tuple[Float[Array, "B Q N H"], ...] = ()
+    capacity: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    gamma: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    width: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
     """What a draft proposes: tokens, what the sampler knows of the distributions that they were drawn from, and how many of them a row may
-    use."""
+    use.
+
+    foreseen: the value `eligible` had before the first token of the round was drawn; None stands for all that the round allows. A choice
+    between two drafts may depend on it, and not on `eligible`, which may have fallen because of a token that was drawn.
+    """
 
     tokens: Int[Array, "B gamma"]
     distributions: Float[Array, "B gamma W"]
     eligible: Int[Array, "B"]
+    foreseen: Int[Array, "B"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -118,12 +131,13 @@ class Draft(abc.ABC):
     What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
     observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
     wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
-    them.
+    them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
     """
 
     observes: ClassVar[bool] = False
     prompt_queries: ClassVar[int] = 0
     extra_rows: int = 0
+    max_length: ClassVar[int | None] = None
 
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""
@@ -137,52 +151,121 @@ class Draft(abc.ABC):
         """The state behind a round. cache: the target's, after the round's flush."""
         return state
 
+    def read_in_round(self, state: State, cache: Cache) -> tuple[View | HeldKeys, ...] | None:
+        """What the drafts of a round read of the context in each layer, for measurements of what that is worth.
+
+        None for a draft that does not choose: it reads everything, or nothing.
+        """
+        return None
+
     def in_loop(self) -> Self:
         """The draft as the decode loop runs it. It is made once for a decode, after prefill, during which memory peaks."""
         return self
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What a step reads of one layer of a row, in tokens, the one that it appends among them.
+
+    quantized: tokens read in 4-bit codes, from `planes` planes each. full: tokens in full precision. key_groups: whether keys have a scale
+    and a zero for each channel and group, as in the target's cache, or for each token.
+    """
+
+    planes: int
+    quantized: int
+    full: int
+    key_groups: bool = dataclasses.field(default=True, kw_only=True)
+
+
 class StepwiseDraft(Draft):
-    """The common case: single-token steps of a model over the target's cache. A subclass says which view they read it through."""
+    """The common case: single-token steps of a model over a cache. A subclass says which view they read it through, and which cache.
+
+    own_cache: whether the steps append to a cache in the draft's state, and not to the target's. oracle: whether finding out what to read
+    costs as much as reading everything, so that the draft is for measurement alone.
+    """
 
     step: ViewedModel
+    own_cache: ClassVar[bool] = False
+    oracle: ClassVar[bool] = False
 
     @abc.abstractmethod
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
         """The step that a round's drafts are made by."""
 
     @abc.abstractmethod
-    def reads(self, layer: int, groups: int) -> tuple[int, int]:
-        """What a step reads of a layer whose row has so many quantized groups: how many planes, and of how many groups.
+    def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
+        """What a step reads of a layer, for models of what a draft costs.
 
-        For models of what a draft costs; the buffer is read besides.
+        quantized, buffered: tokens in the target's cache of a row, in groups of group_size and in full precision; buffered counts the one
+        this step appends.
         """
 
+    def check_capacity(self, capacity: int) -> None:
+        """Raises InputError where rows that may hold so many tokens are too small for the settings."""
+
+    def cache_of_steps(self, state: State, cache: Cache) -> AppendedCache:
+        """The cache that the steps append to and read: the target's, perhaps with another around it, or the draft's own."""
+        return cache
+
+    def after_steps(self, state: State, cache: Cache, stepped: AppendedCache) -> tuple[State, Cache]:
+        """The state and the target's cache, once the steps have returned their cache, rolled back."""
+        return state, stepped
+
+    def read_in_round(self, state, cache):
+        views = self.step_in_round(state, cache).view
+        return views if isinstance(views, tuple) and any(not isinstance(view, DenseView) for view in views) else None
+
     def propose(self, state, cache, round):
-        proposal, cache = propose_by_steps(self.step_in_round(state, cache), cache, round)
-        return proposal, state, cache
+        proposal, stepped = propose_by_steps(self.step_in_round(state, cache), self.cache_of_steps(state, cache), round)
+        return proposal, *self.after_steps(state, cache, stepped)
 
 
-def propose_by_steps(step: Step, cache: Cache, round: Round) -> tuple[Proposal, Cache]:
+def propose_by_steps(
+    step: Step, cache: AppendedCache, round: Round, *, first: Float[Array, "B V"] | None = None
+) -> tuple[Proposal, AppendedCache]:
     """Drafts by single-token steps of a model over a cache, which comes back rolled back.
 
-    Stops early when no row may use another draft; the columns behind are zero.
+    Stops early when no row may use another draft; the columns behind are zero. first: the model's logits after the pending token, if the
+    cache holds that already.
     """
     B, gamma, lengths = round.pending.shape[0], round.gamma, cache.lengths
 
-    def propose(i, token, drafts, eligible, cache):
+    def step_from(i, token, cache):
         logits, cache = step(token[:, None], (round.position + i)[:, None], cache)
-        return *round.choose(i, logits[:, 0], drafts, eligible), cache
+        return logits[:, 0], cache
 
-    def one(carry):
-        i, token, drafts, distributions, eligible, cache = carry
-        token, distribution, eligible, cache = propose(i, token, drafts, eligible, cache)
+    def chosen(carry, logits, cache):
+        i, _, drafts, distributions, eligible, _ = carry
+        token, distribution, eligible = round.choose(i, logits, drafts, eligible)
         put = lambda all, new: lax.dynamic_update_index_in_dim(all, new, i, 1)
         return i + 1, token, put(drafts, token), put(distributions, distribution), eligible, cache
 
+    def one(carry):
+        return chosen(carry, *step_from(carry[0], carry[1], carry[-1]))
+
     drafts = jnp.zeros((B, gamma), jnp.int32)
-    _, distribution, *_ = jax.eval_shape(propose, jnp.int32(0), round.pending, drafts, round.eligible, cache)
+    logits = jax.eval_shape(step_from, jnp.int32(0), round.pending, cache)[0] if first is None else first
+    _, distribution, _ = jax.eval_shape(round.choose, jnp.int32(0), logits, drafts, round.eligible)
     distributions = jnp.zeros((B, gamma, distribution.shape[1]), distribution.dtype)
     carry = (jnp.int32(0), round.pending, drafts, distributions, round.eligible, cache)
+    if first is not None:
+        carry = chosen(carry, first, cache)
     _, _, drafts, distributions, eligible, cache = lax.while_loop(lambda carry: carry[0] < carry[4].max(), one, carry)
     return Proposal(drafts, distributions, eligible), cache.rollback(lengths)
+
+
+class DraftSettings(Protocol):
+    """The settings of a draft: a frozen dataclass of numbers and texts, each with a default.
+
+    One that loads checkpoints of its own has them in `checkpoints`, see `checkpoints_of`.
+    """
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
+        """The draft of a model. int4: makes the model's INT4 weights, for those that want them. Raises InputError for a setting that does
+        not fit the model."""
+        ...
+
+
+def checkpoints_of(settings: DraftSettings | None) -> tuple[str, ...]:
+    """The checkpoints, directories or names on the Hub, that a draft reads besides the target's."""
+    return getattr(settings, "checkpoints", ())

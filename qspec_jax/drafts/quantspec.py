@@ -9,58 +9,42 @@ from collections.abc import Callable, Sequence
 import jax
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.drafts.draft import StepwiseDraft
+from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.int4 import int4_model, with_own_layers
+from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import ViewedModel
-from qspec_jax.quantization.weights import quantize_head
 
 DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantSpecDraft(StepwiseDraft):
-    """Single-token steps of a model over the target's cache. head_bits: 8 if the decode loop is to quantize its head."""
-
-    step: ViewedModel
-    head_bits: int = dataclasses.field(default=16, metadata={"static": True})
+class QuantSpecDraft(SelfSpeculativeDraft):
+    """Single-token steps of a model over the target's cache."""
 
     def step_in_round(self, state, cache):
         return self.step
 
-    def reads(self, layer, groups):
+    def reads(self, layer, quantized, buffered, group_size):
         view = self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view
-        return view.planes, groups
-
-    def in_loop(self):
-        return dataclasses.replace(self, step=head_in_loop(self.step, self.head_bits), head_bits=16)
-
-
-def head_in_loop(step: ViewedModel, head_bits: int) -> ViewedModel:
-    """The step with its head in as many bits. Not on a CPU, where XLA would keep a float32 copy of the codes."""
-    if head_bits == 16 or jax.default_backend() == "cpu":
-        return step
-    return ViewedModel(quantize_head(step.model), step.view)
+        return Reads(view.planes, quantized, buffered)
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantSpecSettings:
+class QuantSpecSettings(SelfSpeculativeSettings):
     """The settings of the draft.
 
-    weight_bits: 4, or 16 for the target's own weights. cache: what the draft reads of the target's cache, "int4" (its upper plane) or
-    "int8" (both planes). head_bits: 8 quantizes the head of INT4 weights, 16 leaves it as it is. sensitive_layers: the first and the last
-    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined).
+    cache: what it reads of the target's cache, "int4" (the upper plane) or "int8" (both planes). sensitive_layers: the first and the last
+    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined). For the shared
+    ones see `SelfSpeculativeSettings`.
     """
 
-    weight_bits: int = 4
     cache: str = "int4"
-    head_bits: int = 8
     sensitive_layers: int = 0
 
     def __post_init__(self):
-        check_bits(self.weight_bits, self.head_bits)
+        super().__post_init__()
         if self.cache not in DRAFT_VIEWS:
             raise InputError(f"draft cache {self.cache!r} should be {' or '.join(DRAFT_VIEWS)}")
 
@@ -72,18 +56,7 @@ class QuantSpecSettings:
         view, sensitive = DRAFT_VIEWS[self.cache], {*range(own), *range(layers - own, layers)}
         if sensitive:
             view = tuple(BOTH_PLANES if i in sensitive else DRAFT_VIEWS[self.cache] for i in range(layers))
-        if self.weight_bits == 16:
-            return QuantSpecDraft(ViewedModel(model, view))
-        quantized = int4()
-        return QuantSpecDraft(ViewedModel(with_own_layers(quantized, model, sensitive) if sensitive else quantized, view), self.head_bits)
-
-
-def check_bits(weight_bits: int, head_bits: int) -> None:
-    """Raises InputError for a number of bits that there is no format for."""
-    if weight_bits not in (4, 16):
-        raise InputError(f"draft weight_bits {weight_bits} should be 4 or 16")
-    if head_bits not in (8, 16):
-        raise InputError(f"draft head_bits {head_bits} should be 8 or 16")
+        return QuantSpecDraft(**self.stepped(model, lambda: with_own_layers(int4(), model, sensitive) if sensitive else int4(), view))
 
 
 def quantspec(

@@ -1,80 +1,158 @@
-"""Every draft by its name, and how a text such as `sparse:budget=0.03,newest=0.5` chooses one.
+"""Every draft by its name, and how a text such as `sparse:budget=0.03,newest=0.5` or `combine:prompt-lookup+quantspec` chooses one.
 
 A further draft is a file beside this one, and an entry here.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.checkpoints.loading import check_same_tokens
+from qspec_jax.drafts.chunk_means import ChunkMeansSettings
+from qspec_jax.drafts.combine import CombinedSettings
+from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of
+from qspec_jax.drafts.exact_topk import ExactTopKSettings
+from qspec_jax.drafts.h2o import H2OSettings
 from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.quantspec import QuantSpecSettings
+from qspec_jax.drafts.small_model import SmallModelSettings
+from qspec_jax.drafts.snapkv import SnapKVSettings
 from qspec_jax.drafts.sparse import SparseSettings
+from qspec_jax.drafts.streaming_llm import StreamingSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
 NONE = "none"
 
-
-class DraftSettings(Protocol):
-    """The settings of a draft: a frozen dataclass of numbers and texts, each with a default."""
-
-    def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
-        """The draft of a model. int4: makes the model's INT4 weights, for those that want them. Raises InputError for a setting that does
-        not fit the model."""
-        ...
-
-
-DRAFTS: dict[str, type[DraftSettings]] = {"quantspec": QuantSpecSettings, "sparse": SparseSettings}
+DRAFTS: dict[str, type[DraftSettings]] = {
+    "quantspec": QuantSpecSettings,
+    "sparse": SparseSettings,
+    "streaming-llm": StreamingSettings,
+    "snapkv": SnapKVSettings,
+    "small-model": SmallModelSettings,
+    "prompt-lookup": PromptLookupSettings,
+    "combine": CombinedSettings,
+    "exact-topk": ExactTopKSettings,
+    "h2o": H2OSettings,
+    "chunk-means": ChunkMeansSettings,
+}
 
 
 def parse_draft(text: str) -> DraftSettings | None:
     """The settings that a text NAME[:SETTING=VALUE,...] asks for; None for `none`, which decodes without a draft.
 
-    Raises InputError for an unknown name or setting, and for a value of another type.
+    A comma in a value is written \\, with a backslash before it; = and : stand for themselves. `combine:A+B` has the texts of two drafts,
+    each of which may be in parentheses, and is where there is a + in it. Raises InputError for an unknown name or setting, and for a value
+    of another type.
     """
-    name, colon, rest = text.partition(":")
+    name, settings = _taken_apart(text)
     if name == NONE:
-        if colon:
+        if settings:
             raise InputError(f"draft {text!r}: {NONE} has no settings")
         return None
     if name not in DRAFTS:
         raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}")
-    fields = {field.name: field.type for field in dataclasses.fields(DRAFTS[name])}
+    if DRAFTS[name] is CombinedSettings:
+        return CombinedSettings(*_two_drafts(text, text.partition(":")[2]))
+    # Those that drafts share stand behind a draft's own.
+    fields = {field.name: field.type for field in sorted(dataclasses.fields(DRAFTS[name]), key=lambda field: field.kw_only)}
     given = {}
-    for part in rest.split(",") if colon else ():
+    for part in settings:
         setting, equals, value = part.partition("=")
         if setting not in fields or not equals:
             raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}")
         if setting in given:
             raise InputError(f"draft {text!r}: {setting} stands there twice")
         try:
-            given[setting] = fields[setting](value)
+            given[setting] = fields[setting](value.replace("\\,", ","))
         except ValueError:
             kind = {int: "a whole number", float: "a number"}[fields[setting]]
             raise InputError(f"draft {text!r}: {setting} should be {kind}, not {value!r}") from None
     return DRAFTS[name](**given)
 
 
+def name_of(text: str) -> str:
+    """The name in the text of a draft."""
+    return _taken_apart(text)[0]
+
+
+def has_budget(text: str) -> bool:
+    """Whether the draft of this text has a setting of that name."""
+    settings = DRAFTS.get(name_of(text))
+    return settings is not None and "budget" in {field.name for field in dataclasses.fields(settings)}
+
+
+def unbudgeted(text: str) -> str:
+    """The text of a draft without its budget."""
+    if not has_budget(text):
+        return text
+    name, settings = _taken_apart(text)
+    kept = [setting for setting in settings if not setting.startswith("budget=")]
+    return f"{name}:{','.join(kept)}" if kept else name
+
+
+def with_budget(text: str, budget: float) -> str:
+    """The text of a draft that has a budget, with this one. Raises InputError where the text names its own."""
+    if unbudgeted(text) != text:
+        raise InputError(f"--draft {text} names its budget, and --budget others; give one of them")
+    name, settings = _taken_apart(text)
+    return f"{name}:{','.join([*settings, f'budget={_exact(budget)}'])}"
+
+
+def _exact(number: float) -> str:
+    """The number as a person writes it, with all of its digits."""
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+def _taken_apart(text: str) -> tuple[str, list[str]]:
+    """The name in the text of a draft, and its settings as they stand there, with backslashes."""
+    name, colon, rest = text.partition(":")
+    return name, re.split(r"(?<!\\),", rest) if colon else []
+
+
+def _two_drafts(text: str, rest: str) -> list[DraftSettings]:
+    """The settings of the drafts in A+B."""
+    depth, parts = 0, [""]
+    for character in rest:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            break
+        if character == "+" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth:
+        raise InputError(f"draft {text!r}: its parentheses should be in pairs")
+    if len(parts) != 2:
+        raise InputError(f"draft {text!r}: combine takes two drafts with a + between them, as in combine:prompt-lookup+quantspec")
+    found = [parse_draft(part[1:-1] if part.startswith("(") and part.endswith(")") else part) for part in parts]
+    if None in found:
+        raise InputError(f"draft {text!r}: {NONE} proposes nothing that could be combined")
+    return found
+
+
 def make_draft(
     draft: str | DraftSettings,
     model: Llama,
     *,
-    int4: Llama | None = None,
+    int4: Llama | Callable[[], Llama] | None = None,
     directory: str | Path | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     progress: bool | None = None,
 ) -> Draft | None:
     """The draft of a model by its text or settings; None without one.
 
-    int4: the model with INT4 weights, if it is there already; otherwise directory, calibration and progress say where they come from, see
-    `int4_model`. Raises InputError as `parse_draft` does, and for a
-    setting that is out of range.
+    int4: the model with INT4 weights, or what makes it; without it directory, calibration and progress say where they come from, see
+    `int4_model`. directory: where the model was loaded from; its tokens and those of a draft's own model should be the same. Raises
+    InputError as `parse_draft` does, for a setting that is out of range, and for a checkpoint that a draft cannot use.
     """
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
-    made = lambda: int4_model(model, directory=directory, calibration=calibration, progress=progress)
-    return settings.make(model, made if int4 is None else lambda: int4)
+    for checkpoint in checkpoints_of(settings) if directory is not None else ():
+        check_same_tokens(checkpoint, directory)
+    if int4 is None:
+        return settings.make(model, lambda: int4_model(model, directory=directory, calibration=calibration, progress=progress))
+    return settings.make(model, (lambda: int4) if isinstance(int4, Llama) else int4)

@@ -7,39 +7,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from rich.table import Table
 
 from qspec_jax import plots
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice, Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import Limits, make_limits
-from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft, RoundResult
+from qspec_jax.drafts.registry import unbudgeted
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.coverage import WatchedCache
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
 
 NGRAM = 8
 STYLES = {"teacher-forced": "-", "free-running": ":"}
+MODES = tuple(STYLES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """accepted / drafted tokens, with the text they were measured on: its new tokens and share of repeated 8-grams.
+    """accepted / drafted tokens (None where nothing was drafted), with the text they were measured on: its new tokens and share of repeated
+    8-grams.
 
     mean_acceptance_length: 1 + accepted / rounds, tokens per round. conditional_rate: the chance that a draft is accepted given those
     before it, accepted / (accepted + rounds that rejected a draft); None free-running, where a round that accepted fewer than gamma
-    may have rejected none: fewer were eligible.
+    may have rejected none: fewer were eligible. conditional_error: its standard error over texts, whose tokens are not independent of one
+    another; None for fewer than two texts. covered: the share of the target's attention that falls on what the draft reads, the mean over
+    tokens, layers and query heads; None for a draft that does not choose, and free-running.
     """
 
-    acceptance_rate: float
+    acceptance_rate: float | None
     mean_acceptance_length: float
     conditional_rate: float | None
     accepted: int
@@ -47,6 +56,8 @@ class Acceptance:
     rounds: int
     new_tokens: int
     repeated_ngrams: float
+    conditional_error: float | None = None
+    covered: float | None = None
 
 
 def free_running(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
@@ -89,24 +100,61 @@ def teacher_forced(
     prompts = [list(text[:-new]) for text in texts]
     check(model, prompts, config)
     real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
-    sampler, limits, keys = make_sampler(config), make_limits(model, *[config] * len(texts)), prompt_keys(key, len(texts))
-    sizes = dict(gamma=gamma, prompt_tokens=max(map(len, prompts)), max_new_tokens=new)
-    engine = Engine(model, draft, cache=cache or config.cache_config, **sizes)
+    engine, (sampler, keys, limits) = _set_up(model, draft, prompts, config, key, cache)
     state = engine.prefill(prompts, sampler, keys, limits)
     state = dataclasses.replace(state, pending=real[:, 0])
-    state, rejected = engine.run(WALK, state, sampler, limits, real)
-    counts, rejected = jax.device_get((state.counts, rejected))
+    state, rejected, covered = engine.run(WALK, state, sampler, limits, real)
+    counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
     accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
+    rate, error = ratio(counts.accepted, counts.accepted + rejected)
     return Acceptance(
-        accepted / drafted,
+        accepted / drafted if drafted else None,
         1 + accepted / rounds,
-        accepted / (accepted + int(rejected.sum())),
+        rate,
         accepted,
         drafted,
         rounds,
         new * len(texts),
         repeated_ngrams(real[:, :new].tolist()),
+        error,
+        None if covered is None else float(covered.sum() / (counts.accepted + counts.rounds).sum()),
     )
+
+
+def check_draft(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
+    """Raises InputError where a draft refuses these prompts, as it would in a measurement; only shapes are computed with."""
+    engine, settings = _set_up(model, draft, prompts, config, jax.random.key(0), None)
+    engine.prefill_call(prompts, *settings).shapes()
+
+
+def _set_up(
+    model: Llama,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    key: Key[Array, ""],
+    cache: CacheChoice | None,
+) -> tuple[Engine, tuple[Sampler, Key[Array, "B"], Limits]]:
+    """An engine for these prompts, and what it prefills them with. Raises InputError where they are too long for the draft's own model."""
+    sizes = dict(prompt_tokens=max(map(len, prompts)), max_new_tokens=config.max_new_tokens)
+    engine = Engine(model, draft, cache=cache or config.cache_config, gamma=config.num_speculative_tokens, **sizes)
+    check_draft_length(engine.draft, prompts, [config] * len(prompts))
+    return engine, (make_sampler(config), prompt_keys(key, len(prompts)), make_limits(model, *[config] * len(prompts)))
+
+
+def ratio(parts: Int[np.ndarray, "B"], wholes: Int[np.ndarray, "B"]) -> tuple[float | None, float | None]:
+    """The sum of the parts over that of the wholes, and its standard error where the B pairs, and they alone, are independent.
+
+    None for a ratio without a whole, and for an error of fewer than two pairs. (The linearized variance of a ratio of cluster totals:
+    Cochran, Sampling Techniques, 1977, section 6.3.)
+    """
+    parts, wholes = parts.astype(float), wholes.astype(float)
+    if not (whole := wholes.sum()):
+        return None, None
+    rate, B = float(parts.sum() / whole), len(parts)
+    if B < 2:
+        return rate, None
+    return rate, float(np.sqrt(B / (B - 1) * ((parts - rate * wholes) ** 2).sum()) / whole)
 
 
 def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
@@ -122,8 +170,11 @@ def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConf
 
 def _walk(
     target: Step, draft: Draft, sampler: Sampler, state: DecodeState, limits: Limits, real: Int[Array, "B T"]
-) -> tuple[DecodeState, Int[Array, "B"]]:
-    """The state behind the text, and how many rounds of each row rejected a draft."""
+) -> tuple[DecodeState, Int[Array, "B"], Float[Array, "B"] | None]:
+    """The state behind the text, how many rounds of each row rejected a draft, and the sum over its tokens of the share that is covered.
+
+    None for the sum where the draft does not choose, and where the target's cache has no groups that could be weighed.
+    """
     width = state.gamma + 1
     block_at = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
 
@@ -132,15 +183,21 @@ def _walk(
         return (carry[0].emitted < limits.max_new_tokens).any()
 
     def step(carry):
-        state, rejected = carry
+        state, rejected, covered = carry
         active = state.emitted < limits.max_new_tokens
         round = current_round(sampler, state, limits, active)
+        choice = chosen(state)
         proposal, draft_state, cache = propose(draft, state.draft, state.cache, round)
         verdict, cache = verify(target, proposal, cache, round)
         accepted = verdict.accepted
         moved = jnp.where(active, accepted + 1, 0)
         # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
-        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache.rollback(round.lengths), round, observe=draft.observes)
+        cache = cache.rollback(round.lengths)
+        cache = cache if choice is None else WatchedCache(cache, choice)
+        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
+        if choice is not None:
+            covered += jnp.where(jnp.arange(width) < moved[:, None], cache.shares, 0).sum(1)
+            cache = cache.cache
         cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
         result = RoundResult(block_at(real, state.emitted), moved, moved - active, flushed, seen_by_accepted(masses, moved))
         counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
@@ -154,9 +211,14 @@ def _walk(
             counts=counts,
             adaptive=None if state.adaptive is None else state.adaptive.updated(proposal.eligible, accepted, active),
         )
-        return state, rejected + (active & (accepted < proposal.eligible))
+        return state, rejected + (active & (accepted < proposal.eligible)), covered
 
-    return lax.while_loop(walking, step, (state, jnp.zeros_like(state.emitted)))
+    def chosen(state):
+        return draft.read_in_round(state.draft, state.cache) if isinstance(state.cache, HierarchicalCache) else None
+
+    nothing = jnp.zeros_like(state.emitted)
+    covered = None if jax.eval_shape(chosen, state) is None else nothing.astype(jnp.float32)
+    return lax.while_loop(walking, step, (state, nothing, covered))
 
 
 WALK = Compiled(_walk, donate_argnames=("state",))
@@ -176,56 +238,134 @@ def repeated_ngrams(rows: Sequence[Sequence[int]], n: int = NGRAM) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
+class Walk:
+    """Texts to measure acceptance on, of about so many tokens of context and `new_tokens` more that are walked.
+
+    skipped: names of texts that are too short. right: where these are answers to needle prompts, how many of them the model gives itself,
+    with a full cache.
+    """
+
+    context: int
+    texts: Sequence[Sequence[int]]
+    new_tokens: int
+    skipped: list[str]
+    right: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class AcceptanceReport:
-    """What `qspec eval acceptance` reports. texts: how many were measured; skipped: files too short; results: each an `Acceptance`, with
-    its draft, gamma, temperature and mode."""
+    """What `qspec eval acceptance` reports. texts: how many were measured, at the first context; skipped: files too short for it; device,
+    date: of the run; scheme, group_size: of the target's cache; calibration: whether INT4 weights were calibrated for the texts.
+
+    results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
+    one step of the draft reads behind that context, each number as two bytes at most, None for a draft that is no `StepwiseDraft`
+    (prompt-lookup, combine, small-model); texts, right: how many at this context, see `Walk`.
+    """
 
     texts: int
     skipped: list[str]
     results: list[dict[str, Any]]
+    device: str = ""
+    date: str = ""
+    model: str = ""
+    dtype: str = ""
+    seed: int = 0
+    scheme: str = CacheConfig.scheme
+    group_size: int | None = None
+    calibration: bool = True
 
 
 def table(report: AcceptanceReport) -> Table:
-    """A table with a line for every draft, gamma, temperature and mode."""
-    grid = Table(title="Acceptance")
+    """A table with a line for every draft, context, gamma, temperature and mode."""
+    grid = Table(
+        title="Acceptance", caption="+-: standard error over texts. covered: share of the target's attention on what a draft reads."
+    )
     columns = (
         "draft",
+        "context",
         "gamma",
-        "temperature",
+        "temper-\nature",
         "mode",
-        "accepted / drafted",
-        "given those before",
-        "tokens a round",
+        "accepted /\ndrafted",
+        "given those\nbefore",
+        "covered",
+        "MB a\ndraft",
+        "tokens\na round",
         "drafted",
-        "repeated 8-grams",
+        "repeated\n8-grams",
     )
     for label in columns:
-        grid.add_column(label, justify="left" if label in ("draft", "mode") else "right")
+        grid.add_column(label, justify="left" if label in ("draft", "mode") else "right", overflow="fold", no_wrap=label == "mode")
     for row in report.results:
-        conditional = "-" if row["conditional_rate"] is None else f"{row['conditional_rate']:.3f}"
-        rates = f"{row['acceptance_rate']:.3f}", conditional, f"{row['mean_acceptance_length']:.2f}"
-        name = row["draft"], str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
-        grid.add_row(*name, *rates, f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
+        given = formatted(row["conditional_rate"], ".3f")
+        if row.get("conditional_error") is not None:
+            given += f" +- {row['conditional_error']:.3f}"
+        size = None if row.get("step_bytes") is None else row["step_bytes"] / 1e6
+        name = row["draft"], formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
+        rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f"), formatted(size, ".2f")
+        grid.add_row(*name, *rates, f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
+    for context, right, texts in dict.fromkeys(
+        (row["context"], row["right"], row["texts"]) for row in report.results if row.get("right") is not None
+    ):
+        grid.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
     return grid
 
 
+def formatted(value: float | None, form: str) -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def plot(report: AcceptanceReport, path: Path) -> None:
-    """Two panels against gamma, accepted / drafted and tokens a round; a line for every draft, temperature and mode (arXiv 2502.10424,
-    figure 9).
+    """Acceptance against the bytes that a draft reads, where drafts are compared, and otherwise against gamma.
 
     Raises InputError if the file cannot be written.
     """
+    drafts, gammas = ({row[name] for row in report.results} for name in ("draft", "gamma"))
+    against_bytes = len(drafts) > 1 and len(gammas) == 1
+    plots.save(plot_by_bytes(report) if against_bytes else plot_by_gamma(report), path)
+
+
+def plot_by_bytes(report: AcceptanceReport) -> Any:
+    """A panel for each context and temperature, teacher-forced: the chance that a draft is accepted, given those before it, with standard
+    errors, against what one reads. Drafts that differ by their budget alone are one line; those that are no `StepwiseDraft` are levels."""
+    from matplotlib.figure import Figure
+
+    found = [row for row in report.results if row["mode"] == "teacher-forced" and row["conditional_rate"] is not None]
+    panel_of, line_of = lambda row: (row["context"], row["temperature"]), lambda row: unbudgeted(row["draft"])
+    panels, lines = (list(dict.fromkeys(map(of, found))) for of in (panel_of, line_of))
+    figure = Figure(figsize=(1 + 5.5 * len(panels), 5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+        for i, line in enumerate(lines):
+            rows = [row for row in found if panel_of(row) == panel and line_of(row) == line]
+            style = dict(color=f"C{i % 10}", marker="osv^D"[i // 10 % 5], label=line)
+            for row in (row for row in rows if row["step_bytes"] is None):
+                axes.axhline(row["conditional_rate"], linestyle=":", **(style | dict(marker="")))
+            if read := sorted((row for row in rows if row["step_bytes"] is not None), key=lambda row: row["step_bytes"]):
+                points = [[row["step_bytes"] / 1e6 for row in read], [row["conditional_rate"] for row in read]]
+                axes.errorbar(*points, yerr=[row["conditional_error"] or 0 for row in read], capsize=3, **style)
+        axes.set(xlabel="read by a draft (MB)", title=f"context of {panel[0]:,} tokens, temperature {panel[1]:g}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("accepted, given those before")
+    figure.axes[-1].legend(fontsize=8)
+    return figure
+
+
+def plot_by_gamma(report: AcceptanceReport) -> Any:
+    """Two panels against gamma, accepted / drafted and tokens a round; a line for every draft, context, temperature and mode
+    (arXiv 2502.10424, figure 9)."""
     from matplotlib.figure import Figure
 
     results = report.results
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     accepted, tokens = figure.subplots(1, 2)
-    line_of = lambda row: (row["draft"], row["temperature"], row["mode"])
-    colours = list(dict.fromkeys(line_of(row)[:2] for row in results))
-    for draft, temperature, mode in dict.fromkeys(map(line_of, results)):
-        line = sorted((row for row in results if line_of(row) == (draft, temperature, mode)), key=lambda row: row["gamma"])
-        style = dict(color=f"C{colours.index((draft, temperature))}", linestyle=STYLES[mode], marker="o")
-        label = f"{draft}, temperature {temperature:g}, {mode}"
+    several = len({row.get("context") for row in results}) > 1
+    line_of = lambda row: (row["draft"], row.get("context"), row["temperature"], row["mode"])
+    colours = list(dict.fromkeys(line_of(row)[:3] for row in results))
+    for draft, context, temperature, mode in dict.fromkeys(map(line_of, results)):
+        line = sorted((row for row in results if line_of(row) == (draft, context, temperature, mode)), key=lambda row: row["gamma"])
+        style = dict(color=f"C{colours.index((draft, context, temperature))}", linestyle=STYLES[mode], marker="o")
+        label = f"{draft}{f', context {context:,}' if several else ''}, temperature {temperature:g}, {mode}"
         for axes, name in ((accepted, "acceptance_rate"), (tokens, "mean_acceptance_length")):
             axes.plot([row["gamma"] for row in line], [row[name] for row in line], label=label, **style)
     for axes in (accepted, tokens):
@@ -234,4 +374,4 @@ def plot(report: AcceptanceReport, path: Path) -> None:
     accepted.set(ylabel="accepted / drafted", title="Acceptance", ylim=(0, 1.02))
     tokens.set(ylabel="tokens", title="Tokens a round", ylim=(0, None))
     tokens.legend(fontsize=8)
-    plots.save(figure, path)
+    return figure

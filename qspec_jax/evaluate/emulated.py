@@ -116,6 +116,9 @@ class EmulatedCache(Cache):
         raw = FullLayer(keys, values)
         return EmulatedLayer(*(jax.tree.map(write, kept, raw, view) for kept, view in zip((old.draft, old.target), views)), G)
 
+    def tokens(self, layer, positions):
+        return self.layers[layer].target.read(positions)
+
     def flushed_layers(self, due):
         start = self.lengths.quantized
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=1))

@@ -28,13 +28,19 @@ from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
-NEW_TOKENS = 10  # a space, a value of single digits, and what ends it
+LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
 LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
 DISTRACTORS = 0.1  # share of the functions in a haystack that return a value themselves
 
 ADJECTIVES = ("active", "backup", "cached", "current", "default", "global", "initial", "local", "pending", "primary", "remote", "total")
 NOUNS = ("budget", "count", "cursor", "depth", "height", "index", "limit", "margin", "offset", "padding", "quota", "retries", "width")
 PLACES = ("bakery", "bridge", "garden", "harbour", "library", "market", "museum", "station", "theatre", "valley")
+WORDS = (
+    *("apple", "castle", "chair", "circle", "cloud", "copper", "doctor", "driver", "engine", "farmer"),
+    *("filter", "forest", "garden", "harbor", "hunter", "island", "letter", "loader", "market", "matrix", "mirror", "number", "ocean"),
+    *("orange", "paper", "parser", "pencil", "planet", "purple", "reader", "river", "rocket", "signal", "silver", "singer", "socket"),
+    *("square", "station", "stone", "summer", "table", "tensor", "thread", "tunnel", "valley", "vector", "window", "winter", "writer"),
+)
 THINGS = ("a bench", "a bicycle", "a lamp", "a letter", "a piano", "a red door", "an old map", "an umbrella", "some bread", "some flowers")
 TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter", "Last summer", "On Sunday", "Yesterday")
 
@@ -42,16 +48,24 @@ TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter
 @dataclasses.dataclass(frozen=True)
 class Format:
     """What a haystack is made of. header: its first line, with some words to reach a size. line: a filler, without the value. needle: the
-    line with the value. question: the end of the prompt, which the value should continue."""
+    line with the value. question: the end of the prompt, which the value should continue. value: what is asked for. ending: what follows
+    it. new_tokens: the most of an answer, its ending included."""
 
     header: Callable[[int], str]
     line: Callable[[random.Random, str], str]
     needle: Callable[[str], str]
     question: str
+    value: Callable[[random.Random], str]
+    ending: str
+    new_tokens: int
 
 
 def _value(r: random.Random) -> str:
     return str(r.randint(10_000, 99_999))
+
+
+def _names(r: random.Random) -> str:
+    return "_".join(r.sample(WORDS, 4))
 
 
 def _function(r: random.Random, value: str) -> str:
@@ -67,24 +81,42 @@ def _sentence(r: random.Random, value: str) -> str:
     return f"{r.choice(TIMES)} there was {where}. "
 
 
+# Easier than numbers: the more of a needle the question repeats, the better a small model finds it, and copies what follows.
+NAMES_QUESTION = 'def bridge_buffer_desert():\n    """The secret name of the harbor."""\n    return \''
+
 FORMATS = {
     "python": Format(
         lambda words: f"# secret{' value' * words}\n",
         _function,
         lambda value: f"def secret_key():\n    return {value}\n\n\n",
         "def secret_key():\n    return ",
+        _value,
+        "\n",
+        10,  # a space, a value of single digits, and what ends it
+    ),
+    "names": Format(
+        lambda words: f"# secret{' value' * words}\n",
+        _function,
+        lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
+        NAMES_QUESTION,
+        _names,
+        "'",
+        16,
     ),
     "text": Format(
         lambda words: f"A pass key is hidden in this text. Find it and remember it: it is{' very' * words} important.\n",
         _sentence,
         lambda value: f"The pass key is {value}. Remember it. ",
         "\nWhat is the pass key? The pass key is",
+        _value,
+        ".",
+        10,
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class NeedlePrompt:
     """A haystack with its needle and the question. length: how many tokens were asked for; `tokens` are as many, or a few less."""
 
     length: int
@@ -148,14 +180,14 @@ class NeedleReport:
     agreement: Agreement | None
 
 
-def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> Prompt:
+def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> NeedlePrompt:
     """A prompt of at most `length` tokens, its needle behind a share `depth` of the haystack's lines.
 
     style: a key of FORMATS. Raises InputError where a length has no room for a line beside the needle.
     """
     form = FORMATS[style]
     r = random.Random(f"{seed} {length} {sample}")
-    value = _value(r)
+    value = form.value(r)
     lines = [form.line(r, value) for _ in range(length // LEAST_LINE_TOKENS)]
 
     def text(count: int, words: int = 0) -> str:
@@ -168,21 +200,24 @@ def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, 
         raise InputError(f"length {length} has no room for a haystack: the needle and the question with one line are {size(1)} tokens")
     words = bisect.bisect_right(range(length - size(count) + 1), length, key=lambda words: size(count, words)) - 1
     whole = text(count, words)
-    return Prompt(length, depth, value, whole, tokenizer(whole)["input_ids"])
+    return NeedlePrompt(length, depth, value, whole, tokenizer(whole)["input_ids"])
 
 
 def is_right(answer: str, value: str) -> bool:
-    """Whether an answer begins with the value, and not with a longer number."""
-    return re.match(rf"\s*{value}(?!\d)", answer) is not None
+    """Whether an answer begins with the value, and not with a longer one."""
+    return re.match(rf"\s*{value}(?!\w)", answer) is not None
 
 
-def check(model: Llama, lengths: Sequence[int], depths: Sequence[float]) -> None:
-    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1."""
-    most = model.config.max_length - NEW_TOKENS
+def check(model: Llama, lengths: Sequence[int], depths: Sequence[float], new_tokens: int) -> None:
+    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1.
+
+    new_tokens: the most of an answer.
+    """
+    most = model.config.max_length - new_tokens
     for length in lengths:
         if not 1 <= length <= most:
             raise InputError(
-                f"length {length} should be from 1 to {most}: of {model.config.max_length} positions {NEW_TOKENS} are for the answer"
+                f"length {length} should be from 1 to {most}: of {model.config.max_length} positions {new_tokens} are for the answer"
             )
     for depth in depths:
         if not 0 <= depth <= 1:
@@ -201,34 +236,26 @@ def run(
     seed: int = 0,
     batch_size: int = 4,
     int4: Llama | None = None,
+    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> NeedleReport:
     """Scores every method on the same prompts, `samples` for each length and depth.
 
-    int4: the model with INT4 weights for drafts, made here if not given. progress: None shows a bar on a terminal. Raises InputError as
-    `check` and `make_prompt` do, and for samples below 1.
+    int4: the model with INT4 weights for drafts, made here if not given. directory: where the model was loaded from, see `make_draft`.
+    progress: None shows a bar on a terminal. Raises InputError as `check`, `make_prompt` and `make_draft` do, and for samples below 1.
     """
-    check(model, lengths, depths)
-    if samples < 1:
-        raise InputError(f"samples {samples} should be at least 1")
-    prompts = {
-        (length, depth): [make_prompt(tokenizer, length, depth, style=style, seed=seed, sample=sample) for sample in range(samples)]
-        for length in lengths
-        for depth in depths
-    }
-    for tokens in (len(prompt.tokens) for of_cell in prompts.values() for prompt in of_cell):
-        check_length(model, "a prompt", tokens, NEW_TOKENS)
+    prompts = _prompts(model, tokenizer, lengths, depths, samples, style, seed)
     cells, answers = [], []
     with tqdm(
         total=len(methods) * len(prompts) * samples, desc="needle", unit="prompt", disable=None if progress is None else not progress
     ) as bar:
         for method in methods:
-            draft = make_draft(method.draft, model, int4=int4)
+            draft = make_draft(method.draft, model, int4=int4, directory=directory)
             of_method = []
             for length in lengths:
                 # One length at a time, so that a short prompt has no longer a cache than it needs.
                 asked = [prompt for depth in depths for prompt in prompts[length, depth]]
-                results = _answers(model, tokenizer, asked, method, batch_size, draft, bar)
+                results = _answers(model, tokenizer, asked, method, batch_size, draft, bar, FORMATS[style].new_tokens)
                 right = [is_right(result.text, prompt.value) for prompt, result in zip(asked, results)]
                 of_method += zip(right, (result.token_ids for result in results))
                 for i, depth in enumerate(depths):
@@ -244,11 +271,72 @@ def run(
     return NeedleReport(style, seed, model.dtype.name, cells, agreement)
 
 
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """Prompts with their right answers, for acceptance along the answers.
+
+    texts: token ids of each prompt with the first `answer_tokens` of its answer, as many as every one has. right: to how many prompts the
+    model gives the right answer itself, greedily and with a full cache.
+    """
+
+    texts: list[list[int]]
+    answer_tokens: int
+    right: int
+
+    @property
+    def void(self) -> bool:
+        """Whether the model finds too few of the needles itself."""
+        return self.right < LEAST_RIGHT * len(self.texts)
+
+
+def answered(
+    model: Llama, tokenizer, *, length: int, depths: Sequence[float], samples: int, style: str, seed: int = 0, batch_size: int = 4
+) -> Answered:
+    """Prompts of a length, `samples` for each depth, with their answers. Raises InputError as `run` does."""
+    asked = [prompt for of_cell in _prompts(model, tokenizer, [length], depths, samples, style, seed).values() for prompt in of_cell]
+    form, answers = FORMATS[style], []
+    for prompt in asked:
+        whole = tokenizer(prompt.text + prompt.value + form.ending)["input_ids"]
+        # Where a tokenizer joins the question's end with the value, the prompt is the tokens that both begin with.
+        same = next((i for i, pair in enumerate(zip(prompt.tokens, whole)) if pair[0] != pair[1]), len(prompt.tokens))
+        answers.append((whole[:same], whole[same:]))
+    shortest = min(len(answer) for _, answer in answers)
+    with tqdm(disable=True) as bar:
+        results = _answers(model, tokenizer, asked, METHODS[0], batch_size, None, bar, form.new_tokens)
+    right = sum(is_right(result.text, prompt.value) for prompt, result in zip(asked, results))
+    return Answered([prompt + answer[:shortest] for prompt, answer in answers], shortest, right)
+
+
+def _prompts(
+    model: Llama, tokenizer, lengths: Sequence[int], depths: Sequence[float], samples: int, style: str, seed: int
+) -> dict[tuple[int, float], list[NeedlePrompt]]:
+    """The prompts of each length and depth, all of which the model has room for."""
+    new_tokens = FORMATS[style].new_tokens
+    check(model, lengths, depths, new_tokens)
+    if samples < 1:
+        raise InputError(f"samples {samples} should be at least 1")
+    prompts = {
+        (length, depth): [make_prompt(tokenizer, length, depth, style=style, seed=seed, sample=sample) for sample in range(samples)]
+        for length in lengths
+        for depth in depths
+    }
+    for tokens in (len(prompt.tokens) for of_cell in prompts.values() for prompt in of_cell):
+        check_length(model, "a prompt", tokens, new_tokens)
+    return prompts
+
+
 def _answers(
-    model: Llama, tokenizer, asked: Sequence[Prompt], method: Method, batch_size: int, draft: Draft | None, bar: tqdm
+    model: Llama,
+    tokenizer,
+    asked: Sequence[NeedlePrompt],
+    method: Method,
+    batch_size: int,
+    draft: Draft | None,
+    bar: tqdm,
+    new_tokens: int,
 ) -> list[Result]:
     config = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, draft=NONE if method.method == "autoregressive" else method.method, cache=method.cache
+        max_new_tokens=new_tokens, draft=NONE if method.method == "autoregressive" else method.method, cache=method.cache
     )
     requests = [Request(prompt.tokens, config, jax.random.key(0)) for prompt in asked]
     results = []

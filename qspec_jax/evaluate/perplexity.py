@@ -25,8 +25,8 @@ from tqdm import tqdm
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLANE, View
 from qspec_jax import plots
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding import prefill
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice
@@ -210,7 +210,7 @@ def _score(
     width: int,
 ) -> tuple[Scores, tuple[Cache, ...]]:
     """The columns of the scores behind wanted[b] are scratch. The caches are returned since they are donated."""
-    logits, caches = prefill.prefill(model, tokens, n, _Several(caches))
+    logits, caches = prefill(model, tokens, n, _Several(caches))
     first = _compare([logits[:, None]] * len(caches), real[:, :1])
     room = lambda x: jnp.zeros((*x.shape[:2], real.shape[1]), x.dtype).at[..., :1].set(x)
     take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax import drafts, plots
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.decoding import prefill
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -196,7 +196,7 @@ class _Squares:
 def _squares(
     model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, quantizers: tuple[Quantizer, ...], group_size: int
 ) -> Float[Array, "1+2Q 2"]:
-    return prefill.prefill(model, tokens, n, _Squares(quantizers, group_size))[1]
+    return prefill(model, tokens, n, _Squares(quantizers, group_size))[1]
 
 
 SQUARES = Compiled(_squares, static_argnames=("quantizers", "group_size"))

@@ -1,0 +1,41 @@
+"""Keys and values in 8 bits with a scale and a zero point for each token, where tokens come and go one by one and have no groups.
+
+The codes are those of the two 4-bit planes, in one byte.
+"""
+
+from typing import Self
+
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.formats.pytree import pytree
+from pallas_kernels.formats.quantization import dequantize, quantize
+from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
+
+
+@pytree()
+class TokenCodes:
+    """Keys or values of S tokens: the upper 4-bit code in the high nibble, the lower one in the low."""
+
+    codes: UInt8[Array, "B K S H"]
+    scale: Float[Array, "B K S 1"]
+    zero: Float[Array, "B K S 1"]
+
+    @classmethod
+    def of(cls, x: Float[Array, "B K S H"], *, scheme: str) -> Self:
+        """x in 8 bits. scheme: a key of `pallas_kernels.formats.quantization.SCHEMES`."""
+        upper, lower, scale, zero = quantize(x, -1, scheme=scheme, dtype=parameter_dtype(x.dtype))
+        return cls(upper << 4 | lower, scale, zero)
+
+    def dequantized(self, dtype) -> Float[Array, "B K S H"]:
+        wide = accumulation_dtype(dtype)
+        return dequantize(self.codes >> 4, self.codes & 15, self.scale, self.zero, wide).astype(dtype)
+
+
+@pytree()
+class TokenCodesLayer:
+    """One layer's cache: tokens in 8 bits, the first `lengths.quantized` of a row, and a full-precision buffer for what is appended."""
+
+    keys: TokenCodes
+    values: TokenCodes
+    buffer: FullLayer

@@ -1,0 +1,152 @@
+"""A compact cache: for each row and KV head a bounded number of tokens that stay, a ring of the most recent ones, and room behind them.
+
+It is for drafts that read no more than that of a long context, and lies in a draft's state. Tokens are taken from the target's cache
+(`Cache.tokens`), so that their keys and values are the target's; the single-token steps of a draft append behind them and are rolled back.
+Attention does not ask for an order of rows, so a row's tokens lie in its first rows, wherever the ring has got to. In full precision the
+kernels of a full-precision cache read them; in 8 bits the reference path does, without a kernel.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from pallas_kernels.rope_append import rotate_and_append
+from qspec_jax.caches.cache import AppendedCache, longer, no_tokens
+from qspec_jax.caches.registry import CacheConfig
+
+KINDS = ("full", "int8")
+Layer = FullLayer | TokenCodesLayer
+KeysValues = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CompactCache(AppendedCache):
+    """The first kept[b] tokens that a row took in, for good, and the last ring[b] of those that came after.
+
+    layers: in full precision ("full"), or in 8 bits with a full-precision buffer for what a round appends ("int8"). Token t of a row, in
+    the order in which they were taken in, lies in row t; from kept + ring on, in the ring's row of the oldest token. Which tokens of the
+    text these are, each KV head for itself, is the business of whoever fills the cache; keys have the RoPE of their own positions.
+    lengths: in 8 bits and in full precision, those appended in a round among them. taken: how many tokens a row has taken in.
+    """
+
+    layers: tuple[Layer, ...]
+    lengths: Lengths
+    kept: Int[Array, "B"]
+    ring: Int[Array, "B"]
+    taken: Int[Array, "B"]
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[KeysValues],
+        *,
+        kind: str,
+        kept: Int[Array, "B"],
+        ring: Int[Array, "B"],
+        taken: Int[Array, "B"],
+        appended: int,
+    ) -> Self:
+        """A cache whose rows hold what lies in the rows [B, K, S, H] of these keys and values.
+
+        kind: one of `KINDS`. kept + ring is at most S, and ring at least 1. taken: so many tokens were taken in, and lie where the class
+        says (`token_in_row`). appended: how many tokens a round may append before it rolls back.
+        """
+        spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`
+
+        def layer(keys, values):
+            if kind == "full":
+                room = ((0, 0), (0, 0), (0, spare), (0, 0))
+                return FullLayer(jnp.pad(keys, room), jnp.pad(values, room))
+            B, K, _, H = keys.shape
+            return TokenCodesLayer(_encoded(keys), _encoded(values), FullLayer.zeros(B, K, spare, H, keys.dtype))
+
+        made = cls(tuple(layer(*both) for both in layers), no_tokens(kept.shape[0]), kept, ring, taken)
+        return made.rollback(made.committed)
+
+    @property
+    def rows(self) -> Int[Array, "B"]:
+        """How many rows hold a token that was taken in."""
+        return jnp.minimum(self.taken, self.kept + self.ring)
+
+    @property
+    def keys(self) -> tuple[Float[Array, "B K S H"], ...]:
+        """The keys of each layer in full precision; those that were taken in lie in the first `rows`."""
+        return tuple(layer.keys if self.kind == "full" else layer.keys.dequantized(layer.buffer.keys.dtype) for layer in self.layers)
+
+    @property
+    def committed(self) -> Lengths:
+        """The lengths without what a round has appended."""
+        rows, zero = self.rows, jnp.zeros_like(self.taken)
+        return Lengths(zero, rows) if self.kind == "full" else Lengths(rows, zero)
+
+    @property
+    def kind(self) -> str:
+        return "full" if isinstance(self.layers[0], FullLayer) else "int8"
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        """See `AppendedCache.attend`. There is one way to read it, whatever the view."""
+        if observe:
+            raise ValueError("a compact cache has no groups whose attention could be observed")
+        old, full = self.layers[layer], self.kind == "full"
+        q, buffer = rotate_and_append(qkv, cos, sin, old if full else old.buffer, self.lengths.buffered)
+        new = buffer if full else dataclasses.replace(old, buffer=buffer)
+        return decode_attention(q, new, longer(self.lengths, q.shape[1]), FULL_PRECISION if full else BOTH_PLANES), new, None
+
+    def take_in(self, tokens: Sequence[KeysValues], count: Int[Array, "B"]) -> Self:
+        """The cache once the first count[b] of these T tokens of each layer are taken in; the oldest of the ring leave for them.
+
+        Whatever a round has appended is forgotten. A row with a count of 0 does not change otherwise.
+        """
+        i = jnp.arange(tokens[0][0].shape[2])
+        number, taken = self.taken[:, None] + i, self.taken + count
+        # Where more come than the ring holds, only the last of a row's tokens is written: the order of a scatter is not defined.
+        stays = (number < self.kept[:, None]) | (number + self.ring[:, None] >= taken[:, None])
+        row = jnp.where((i < count[:, None]) & stays, row_of_token(number, self.kept, self.ring), self._room)
+        layers = tuple(self._written(layer, *both, row) for layer, both in zip(self.layers, tokens, strict=True))
+        new = dataclasses.replace(self, layers=layers, taken=taken)
+        return new.rollback(new.committed)
+
+    def with_first_keys(self, keys: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]) -> Self:
+        """The cache with other keys of the first T tokens that stay, in each layer of the rows that are to change."""
+        put = lambda held, new: held.at[:, :, : new.shape[2]].set(jnp.where(changed[:, None, None, None], new, held[:, :, : new.shape[2]]))
+        write = lambda layer, new: dataclasses.replace(layer, keys=jax.tree.map(put, layer.keys, self._stored(new)))
+        return dataclasses.replace(self, layers=tuple(map(write, self.layers, keys)))
+
+    @property
+    def _room(self) -> int:
+        """A row that is not there."""
+        return jax.tree.leaves(self.layers[0].keys)[0].shape[2]
+
+    def _stored(self, x: Float[Array, "B K T H"]) -> Array | TokenCodes:
+        return x if self.kind == "full" else _encoded(x)
+
+    def _written(self, layer: Layer, keys: Array, values: Array, row: Int[Array, "B T"]) -> Layer:
+        one = jax.vmap(lambda held, new, row: held.at[:, row].set(new, mode="drop"))
+        write = lambda held, new: jax.tree.map(lambda held, new: one(held, new, row), held, self._stored(new))
+        return dataclasses.replace(layer, keys=write(layer.keys, keys), values=write(layer.values, values))
+
+
+def row_of_token(token: Int[Array, "B T"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B T"]:
+    """The row in which the token lies that was taken in as number `token`, as long as it is there."""
+    kept, ring = kept[:, None], ring[:, None]
+    return jnp.where(token < kept, token, kept + (token - kept) % ring)
+
+
+def token_in_row(row: Int[Array, "S"], taken: Int[Array, "B"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B S"]:
+    """The number of the last token that lies in a row once taken[b] have been taken in; the row's own number where none does yet."""
+    kept, ring, taken = kept[:, None], ring[:, None], taken[:, None]
+    laps = jnp.where((row < kept) | (row >= taken), 0, (taken - 1 - row) // ring)
+    return row + laps * ring
+
+
+def _encoded(x: Float[Array, "B K T H"]) -> TokenCodes:
+    return TokenCodes.of(x, scheme=CacheConfig.scheme)

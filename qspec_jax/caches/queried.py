@@ -1,0 +1,46 @@
+"""A cache around another, which is read and appended to as ever, but whose passes also leave something that comes of their queries."""
+
+import abc
+import dataclasses
+from typing import Any, Self
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.rope_append import rotate
+from qspec_jax.caches.cache import AppendedCache
+
+
+class QueriedCache(AppendedCache):
+    """A subclass is a frozen dataclass registered as a pytree, and says what a pass leaves. cache: what is read and appended to."""
+
+    cache: AppendedCache
+
+    @abc.abstractmethod
+    def of_queries(self, layer: int, q: Float[Array, "B T N H"], entry: Any) -> Any:
+        """What a pass leaves in a layer. q: its queries after RoPE. entry: the layer's new entry, in which its tokens are appended."""
+
+    @abc.abstractmethod
+    def after_pass(self, left: tuple[Any, ...]) -> Self:
+        """This cache with what a pass left in each layer."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        return self.cache.layers
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.cache.lengths
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        attended, new, mass = self.cache.attend(layer, qkv, cos, sin, view=view, observe=observe)
+        B, T, N, H = attended.shape
+        q = rotate(qkv.reshape(B, T, -1, H)[:, :, :N], cos, sin)
+        return attended, (new, self.of_queries(layer, q, new)), mass
+
+    def advance(self, layers, tokens):
+        new, left = zip(*layers)
+        return dataclasses.replace(self.after_pass(left), cache=self.cache.advance(new, tokens))
+
+    def rollback(self, lengths):
+        return dataclasses.replace(self, cache=self.cache.rollback(lengths))

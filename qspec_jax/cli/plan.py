@@ -1,0 +1,91 @@
+"""The command `qspec plan`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pallas_kernels.attention.support import MAX_TOKENS
+from qspec_jax import plots
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture
+from qspec_jax.checkpoints import huggingface
+from qspec_jax.cli.options import Json, Output, Plot, show
+from qspec_jax.drafts.registry import DRAFTS
+from qspec_jax.errors import InputError
+from qspec_jax.files import output_to
+from qspec_jax.planning import plan as planning
+from qspec_jax.planning import report as shown
+from qspec_jax.planning.acceptance import parse_acceptances
+from qspec_jax.planning.devices import DEVICES, find_device
+
+CONTEXTS = (4096, 32768, 131072)
+
+
+def plan(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory in place of --arch; its config.json alone is read.")] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(DEVICES)}, or a JSON file that describes one.")
+    ] = "h100",
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the prompts; may be given several times: 4096, 32768 and 131072, if not given.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows decoded at a time; may be given several times: 1, if not given.")] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="NAME[:SETTING=VALUE,...]",
+            help="A draft; may be given several times: all whose cost and acceptance are known, if none is given, "
+            "and a line on each other.",
+        ),
+    ] = None,
+    acceptance: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]R",
+            help="The chance that a draft is accepted, given those before it: of all drafts, or of one by its name; may be given several "
+            "times.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        list[int] | None,
+        typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of each row, which caches have room for.")] = 640,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+):
+    """What pays, without a GPU: intensity, memory, the time of each step and the speed-up of each draft."""
+    if (arch is None) == (model is None):
+        raise InputError("one of --arch and --model should be given")
+    gammas = list(dict.fromkeys(num_speculative_tokens or planning.GAMMAS))
+    batches = list(dict.fromkeys(batch or [1]))
+    for option, numbers, most in ("--context", context or [], 1 << 24), ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_TOKENS - 1):
+        if wrong := [number for number in numbers if not 1 <= number <= most]:
+            raise InputError(f"{option} {wrong[0]} should be from 1 to {most:,}")
+    if not 1 <= max_new_tokens <= 1 << 24:
+        raise InputError(f"--max-new-tokens {max_new_tokens} should be from 1 to {1 << 24:,}")
+    acceptances = parse_acceptances(acceptance or [], draft or list(DRAFTS))
+    found = find_device(device)
+    config = huggingface.load_config(model) if arch is None else architecture(arch)
+    longest = max(1, config.max_length - max_new_tokens)
+    contexts = list(dict.fromkeys(context or [min(n, longest) for n in CONTEXTS]))
+    if plot:
+        plots.check(plot, output)
+    report = planning.plan(
+        arch or str(model),
+        config,
+        found,
+        contexts,
+        batches,
+        drafts=draft or (),
+        acceptances=acceptances,
+        gammas=gammas,
+        max_new_tokens=max_new_tokens,
+    )
+    with output_to(output) as write:
+        show(report, shown.table, output, write, as_json=as_json)
+    if plot:
+        shown.plot(report, plot)

@@ -1,0 +1,34 @@
+"""What drafts share that read a part of the cache: their budget, the layers that read everything, and the cache that they choose in."""
+
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CACHES
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+
+
+def check_budget(budget: float) -> None:
+    """Raises InputError for what is neither a share nor a number of tokens."""
+    if not (0 < budget <= 1 or (float(budget).is_integer() and budget > 1)):
+        raise InputError(f"draft budget {budget:g} should be a share, more than 0 and at most 1, or a whole number of tokens")
+
+
+def check_fits(model: Llama, budget: float, dense_layers: int) -> None:
+    """Raises InputError for more tokens than a model has positions for, and for more dense layers than it has layers."""
+    if budget > model.config.max_length:
+        raise InputError(f"draft budget {budget:g} should be at most the model's {model.config.max_length} positions")
+    layers = model.config.num_layers
+    if not 0 <= dense_layers <= layers:
+        raise InputError(f"dense_layers {dense_layers} should be from 0 to the model's {layers} layers")
+
+
+def parts_asked(budget: float, parts, size: int):
+    """How many of so many parts, each of `size` tokens, a budget asks for, not rounded; of one number of parts or an array of them."""
+    return budget * parts if budget <= 1 else budget / size
+
+
+def check_has_groups(cache: Cache, draft: str) -> None:
+    """Raises InputError for a cache without groups to choose from. draft: the name of the one that chooses."""
+    if not isinstance(cache, HierarchicalCache):
+        given = next((f", not {name}" for name, kind in CACHES.items() if isinstance(cache, kind)), "")
+        raise InputError(f"draft {draft} reads groups of the int8 cache; give --cache int8{given}")

@@ -1,0 +1,118 @@
+"""The KV cache of a draft's own model: of the whole text of each row, or of its first tokens and a window of the most recent ones."""
+
+import abc
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from qspec_jax.caches.cache import AppendedCache, longer
+from qspec_jax.caches.compact import CompactCache
+from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.prefill import prefill
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.compact import with_sinks_before_window
+from qspec_jax.drafts.draft import Prompt
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
+
+
+class OwnText(abc.ABC):
+    """What a model has read of the rows' texts. Passes append to `cache`; `keep` takes in some of what one has appended."""
+
+    cache: AppendedCache
+
+    @property
+    @abc.abstractmethod
+    def read_so_far(self) -> Int[Array, "B"]:
+        """How many tokens of its text each row was given, whether or not they are still there."""
+
+    @property
+    @abc.abstractmethod
+    def position(self) -> Int[Array, "B"]:
+        """The position that the model gives to the next token."""
+
+    @abc.abstractmethod
+    def keep(self, model: Llama, fed: AppendedCache, count: Int[Array, "B"], most: int) -> Self:
+        """The texts with the first count[b] of at most `most` tokens that were appended. fed: the cache after that."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WholeText(OwnText):
+    """Every token stays."""
+
+    cache: FullCache
+
+    @classmethod
+    def begin(cls, model: Llama, prompt: Prompt, appended: int) -> Self:
+        """The texts after a prefill of the prompts. appended: the most tokens of a pass or of a round's passes."""
+        empty = _empty(model, prompt.n.shape[0], prompt.capacity, appended)
+        return cls(prefill(model, prompt.tokens[:, : prompt.width], prompt.n, empty)[1])
+
+    @property
+    def read_so_far(self):
+        return self.cache.lengths.total
+
+    @property
+    def position(self):
+        return self.read_so_far
+
+    def keep(self, model, fed, count, most):
+        return WholeText(fed.rollback(longer(self.cache.lengths, count)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window(OwnText):
+    """The first tokens stay, and the most recent ones in a ring; positions are numbered without a gap (StreamingLLM, arXiv 2309.17453).
+
+    A prompt longer than sinks + window is read as its first and last tokens alone. In a later pass each token sees the window as of the
+    pass's start, plus the pass's earlier tokens. skipped: how many tokens were not read. sinks: for each layer the keys of the first tokens
+    at the positions that they had there; see `with_sinks_before_window` for how they follow the window, whose own positions go on.
+    """
+
+    cache: CompactCache
+    skipped: Int[Array, "B"]
+    sinks: tuple[Float[Array, "B K T H"], ...]
+
+    @classmethod
+    def begin(cls, model: Llama, prompt: Prompt, appended: int, *, sinks: int, window: int) -> Self:
+        """As `WholeText.begin`, for so many first tokens, and a window of so many."""
+        size, S = sinks + window, prompt.tokens.shape[1]
+        width, n = min(bucket(size), prompt.width or S), jnp.minimum(prompt.n, size)
+        skipped, column = prompt.n - n, jnp.arange(width)
+        at = jnp.where(column < sinks, column, column + skipped[:, None])
+        tokens = jnp.take_along_axis(prompt.tokens, jnp.minimum(at, S - 1), 1)
+        _, read = prefill(model, tokens, n, _empty(model, n.shape[0], width, 0))
+        rows = lambda x: jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), (0, 0)))
+        layers = [(rows(layer.keys), rows(layer.values)) for layer in read.layers]
+        places = dict(kept=jnp.full_like(n, sinks), ring=jnp.full_like(n, window), taken=n)
+        cache = CompactCache.of(layers, kind="full", **places, appended=appended)
+        return cls(cache, skipped, tuple(keys[:, :, :sinks] for keys, _ in layers))
+
+    @property
+    def read_so_far(self):
+        return self.cache.taken + self.skipped
+
+    @property
+    def position(self):
+        return self.cache.taken
+
+    def keep(self, model, fed, count, most):
+        rows = self.cache.rows[:, None] + jnp.arange(most)
+        cache = fed.take_in([layer.read(rows[:, None]) for layer in fed.layers], count)
+        if not self.sinks or self.sinks[0].shape[2] == 0:
+            return dataclasses.replace(self, cache=cache)
+        # They stand where they did until the first token has left the window, and all of them are there by then.
+        whole = (self.cache.taken <= self.cache.kept + self.cache.ring)[:, None, None, None]
+        first = [layer.keys[:, :, : old.shape[2]] for layer, old in zip(cache.layers, self.sinks)]
+        sinks = tuple(jnp.where(whole, new, old) for new, old in zip(first, self.sinks))
+        return Window(with_sinks_before_window(model, cache, sinks, count > 0), self.skipped, sinks)
+
+
+def _empty(model: Llama, batch: int, capacity: int, appended: int) -> FullCache:
+    sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=appended, dtype=model.dtype)
+    return CacheConfig("full").empty(model.config, **sizes)

@@ -1,0 +1,59 @@
+"""What drafts share whose steps are the target's own model, with its weights or these in INT4: two settings, and the head in the loop."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from pallas_kernels.formats.views import View
+from qspec_jax.drafts.draft import StepwiseDraft
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.quantization.weights import quantize_head
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfSpeculativeDraft(StepwiseDraft):
+    """Single-token steps of the target's own model.
+
+    step: the model; a draft that chooses what it reads anew for each round does not use its view. head_bits: 8 if the decode loop is to
+    quantize the model's head.
+    """
+
+    step: ViewedModel
+    head_bits: int = dataclasses.field(default=16, kw_only=True, metadata={"static": True})
+
+    def in_loop(self):
+        # Not on a CPU, where XLA would keep a float32 copy of the codes.
+        if self.head_bits == 16 or jax.default_backend() == "cpu":
+            return self
+        return dataclasses.replace(self, step=ViewedModel(quantize_head(self.step.model), self.step.view), head_bits=16)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfSpeculativeSettings:
+    """The settings that such drafts share.
+
+    weight_bits: 4 for INT4 weights, or 16 for the target's own. head_bits: 8 quantizes the head of INT4 weights, 16 leaves it as it is.
+    """
+
+    weight_bits: int = dataclasses.field(default=4, kw_only=True)
+    head_bits: int = dataclasses.field(default=8, kw_only=True)
+
+    def __post_init__(self):
+        check_weight_bits(self.weight_bits)
+        if self.head_bits not in (8, 16):
+            raise InputError(f"draft head_bits {self.head_bits} should be 8 or 16")
+
+    def stepped(self, model: Llama, int4: Callable[[], Llama], view: View | tuple[View, ...]) -> dict:
+        """The fields of `SelfSpeculativeDraft`, for a model that is read through this view. int4: makes the model's INT4 weights."""
+        if self.weight_bits == 16:
+            return dict(step=ViewedModel(model, view))
+        return dict(step=ViewedModel(int4(), view), head_bits=self.head_bits)
+
+
+def check_weight_bits(bits: int) -> None:
+    """Raises InputError for a number of bits that there is no format of weights for."""
+    if bits not in (4, 16):
+        raise InputError(f"draft weight_bits {bits} should be 4 or 16")

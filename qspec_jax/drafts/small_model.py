@@ -1,0 +1,169 @@
+"""The small-model draft: a second model, with weights and a KV cache of its own (arXiv 2211.17192; the baseline of most later papers)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.checkpoints.hub import local
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model
+from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.history import History
+from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
+from qspec_jax.drafts.self_speculative import check_weight_bits
+from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
+
+# Tokens that the model takes in at once where its cache lacks some: so few take hardly longer than one.
+BLOCK = 4
+READS = ("text", "window")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SmallModelState:
+    """The text of the rows, and what the model has read of it.
+
+    fed: drafts of the last round whose K/V lie in `own.cache` beyond its lengths; they stand in `history` behind the pending token.
+    """
+
+    history: History
+    own: OwnText
+    fed: Int[Array, "B"]
+
+    def caught_up(self, step: ViewedModel, eligible: Int[Array, "B"]) -> tuple[Float[Array, "B V"], OwnText]:
+        """The model's logits after the pending token, and the text that it has read with all tokens up to that, in every row that may use
+        drafts.
+
+        It lacks the last draft where all were accepted, and more behind rounds in which the row used none, or another draft's.
+        """
+        history, pending = self.history, self.history.n
+
+        def block(carry):
+            own, logits = carry
+            tokens, positions = history.read(own.read_so_far, BLOCK), own.position[:, None] + jnp.arange(BLOCK)
+            found, fed = step(tokens, positions, own.cache)
+            at = pending - own.read_so_far  # -1 in a row that has caught up
+            of_pending = jnp.take_along_axis(found, jnp.clip(at, 0, BLOCK - 1)[:, None, None], 1)[:, 0]
+            logits = jnp.where(((at >= 0) & (at < BLOCK))[:, None], of_pending, logits)
+            # A row that may use none waits. Else its neighbours would decide when it catches up, and in which blocks: its tokens would be
+            # rounded otherwise than in another batch.
+            count = jnp.where(eligible > 0, jnp.clip(at + 1, 0, BLOCK), 0)
+            return own.keep(step.model, fed, count, BLOCK), logits
+
+        def behind(carry):
+            return ((carry[0].read_so_far <= pending) & (eligible > 0)).any()
+
+        shape, _ = jax.eval_shape(step, pending[:, None], pending[:, None], self.own.cache)
+        own, logits = jax.lax.while_loop(behind, block, (self.own, jnp.zeros(shape.shape[::2], shape.dtype)))
+        return logits, own
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SmallModelDraft(Draft):
+    """Single-token steps of a model over a cache of its own.
+
+    `commit` keeps what the cache holds of a round's drafts as far as they were emitted, whoever proposed those. sinks, window: the tokens
+    that it reads; a window of 0 stands for the whole text.
+    """
+
+    step: ViewedModel
+    sinks: int = dataclasses.field(default=0, metadata={"static": True})
+    window: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def max_length(self):
+        return None if self.window else self.step.model.config.max_length
+
+    def begin(self, prompt):
+        model, appended = self.step.model, max(prompt.gamma, BLOCK)
+        if self.window:
+            own = Window.begin(model, prompt, appended, sinks=self.sinks, window=self.window)
+        else:
+            own = WholeText.begin(model, prompt, appended)
+        return SmallModelState(History.begin(prompt), own, jnp.zeros_like(prompt.n))
+
+    def propose(self, state, cache, round):
+        state = dataclasses.replace(state, history=state.history.written(0, round.pending[:, None]))
+        logits, own = state.caught_up(self.step, round.eligible)
+        skipped = (own.read_so_far - own.position)[:, None]
+        step = lambda tokens, positions, cache: self.step(tokens, positions - skipped, cache)
+        proposal, fed = propose_by_steps(step, own.cache, round, first=logits)
+        own = dataclasses.replace(own, cache=fed)
+        # The last draft was not fed.
+        state = SmallModelState(state.history.written(1, proposal.tokens), own, jnp.maximum(proposal.eligible - 1, 0))
+        return proposal, state, cache
+
+    def commit(self, state, result, cache):
+        gamma = result.tokens.shape[1] - 1
+        same = state.history.read(state.history.n + 1, gamma) == result.tokens[:, :gamma]
+        right = jnp.cumprod(same, 1, dtype=state.fed.dtype).sum(1, dtype=state.fed.dtype)
+        # Not the pending token, though it may be a draft that was fed: its logits are still to come.
+        kept = jnp.minimum(jnp.minimum(state.fed, right), jnp.maximum(result.count - 1, 0))
+        own = state.own.keep(self.step.model, state.own.cache, kept, gamma)
+        return SmallModelState(state.history.after(result), own, jnp.zeros_like(kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallModelSettings:
+    """The settings of the draft.
+
+    model: its checkpoint directory, in Hugging Face format or converted, or ORG/NAME on the Hub; it has the target's vocabulary, and is
+    loaded in the target's dtype. reads: "text", all of it, or "window", the first `sinks` tokens and the last `window` ones, numbered
+    without a gap, so that the text may be longer than the model takes. weight_bits: 16 for its weights as they are, or 4.
+    """
+
+    model: str = ""
+    reads: str = "text"
+    sinks: int = 16
+    window: int = 1008
+    weight_bits: int = 16
+
+    def __post_init__(self):
+        if not self.model:
+            raise InputError("the small-model draft needs a checkpoint: small-model:model=DIR")
+        check_weight_bits(self.weight_bits)
+        if self.reads not in READS:
+            raise InputError(f"draft reads {self.reads!r} should be {' or '.join(READS)}")
+        if self.sinks < 0:
+            raise InputError(f"draft sinks {self.sinks} should be at least 0")
+        if self.window < 1:
+            raise InputError(f"draft window {self.window} should be at least 1")
+        if self.reads == "text" and (self.sinks, self.window) != (SmallModelSettings.sinks, SmallModelSettings.window):
+            raise InputError("the settings sinks and window of the small-model draft are for reads=window")
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The checkpoints that it reads besides the target's."""
+        return (self.model,)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> SmallModelDraft:
+        """The draft for a model. Raises InputError for a checkpoint that cannot be loaded, or has another vocabulary."""
+        directory = local(self.model)
+        config, _ = config_and_dtype(directory)
+        if config.vocab_size != (wanted := model.config.vocab_size):
+            raise InputError(f"{self.model}: a vocabulary of {config.vocab_size} tokens; a draft needs the target's, of {wanted}")
+        if self.reads == "window":
+            self.check_window(config)
+        mesh = getattr(model.embedding.get_value().sharding, "mesh", None)
+        small = load_model(directory, dtype=model.dtype.name, mesh=mesh)
+        if self.weight_bits == 4:
+            small = int4_model(small, directory=directory)
+        step = ViewedModel(small, FULL_PRECISION)
+        return SmallModelDraft(step) if self.reads == "text" else SmallModelDraft(step, self.sinks, self.window)
+
+    def check_window(self, config: LlamaConfig) -> None:
+        """Raises InputError where a window of a text is nothing that a model with this config could read."""
+        most, kind = config.max_length, config.rope.rope_type
+        if self.sinks + self.window > most:
+            given = f"draft sinks {self.sinks} and window {self.window}"
+            raise InputError(f"{given} should together be at most the {most} positions of {self.model}")
+        if kind in ("dynamic", "longrope"):
+            raise InputError(f"{self.model}: its {kind} RoPE depends on the length of the whole text; use reads=text")

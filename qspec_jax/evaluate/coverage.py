@@ -1,0 +1,32 @@
+"""The share of the target's attention that falls on what a draft reads, seen while the target reads everything."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention.reference import covered
+from pallas_kernels.formats.views import HeldKeys, View
+from qspec_jax.caches.cache import longer
+from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.queried import QueriedCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchedCache(QueriedCache):
+    """A target's cache for one pass of the model, which also weighs a choice with the attention of each layer.
+
+    choice: what a draft reads in each layer, see `Draft.read_in_round`. shares: after the pass, the share that this covers of each query
+    token's attention, the mean over layers and query heads.
+    """
+
+    cache: HierarchicalCache
+    choice: tuple[View | HeldKeys, ...]
+    shares: Float[Array, "B T"] | None = None
+
+    def of_queries(self, layer, q, entry):
+        return covered(q, entry, longer(self.cache.lengths, q.shape[1]), self.choice[layer])
+
+    def after_pass(self, left):
+        return dataclasses.replace(self, shares=sum(left) / len(left))

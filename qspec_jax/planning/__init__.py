@@ -1,0 +1,1 @@
+"""What decoding costs, by arithmetic alone: bytes, FLOPs, memory, times and speed-ups on a device that need not be there."""

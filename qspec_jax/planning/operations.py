@@ -1,0 +1,182 @@
+"""FLOPs and bytes of a model's passes: of its linear layers and of its attention, for one step, a verification or a prefill.
+
+What is counted is what has to be done: every weight and every cached key and value is read once, activations are written and read once,
+and attention scores never leave the chip, as in flash attention (QuantSpec, arXiv 2502.10424, section 3.1 and table 1). A multiplication
+and an addition are two FLOPs. Models and full caches are in bfloat16.
+"""
+
+import dataclasses
+from collections import Counter
+
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.draft import Reads
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of_tokens
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.planning.steps import LayerReads, Row, StepReads
+from qspec_jax.quantization.weights import weight_group_size
+
+PARAMETERS = 2  # a scale and a zero
+INT8_SCALE_BYTES = 4  # of the head in INT8: a scale in float32 for each output
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs, and bytes that must move: stored ones (weights or cache), and activations."""
+
+    flops: float = 0.0
+    stored_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.stored_bytes + other.stored_bytes, self.activation_bytes + other.activation_bytes)
+
+    def __rmul__(self, count: float) -> "Work":
+        return Work(count * self.flops, count * self.stored_bytes, count * self.activation_bytes)
+
+    @property
+    def bytes(self) -> float:
+        return self.stored_bytes + self.activation_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte; 0 where nothing moves."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PassWork:
+    """The work of one pass: of the linear layers, the head among them, and of attention."""
+
+    linear: Work
+    attention: Work
+
+    @property
+    def total(self) -> Work:
+        return self.linear + self.attention
+
+
+def linear_shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+    """Outputs and inputs of the matmuls of a layer, as they are launched: q, k and v; o; gate and up; down."""
+    c = config
+    attended = c.num_heads * c.head_dim
+    qkv = attended + 2 * c.num_kv_heads * c.head_dim
+    return [
+        (qkv, c.hidden_size),
+        (c.hidden_size, attended),
+        (2 * c.intermediate_size, c.hidden_size),
+        (c.hidden_size, c.intermediate_size),
+    ]
+
+
+def linear_parameters(config: LlamaConfig) -> int:
+    """Numbers in the matrices of one layer."""
+    return sum(out * inputs for out, inputs in linear_shapes(config))
+
+
+def int4_bytes(config: LlamaConfig) -> float:
+    """Bytes of the matrices of one layer in INT4."""
+    return sum(int4_matrix_bytes(out, inputs) for out, inputs in linear_shapes(config))
+
+
+def int4_matrix_bytes(out: int, inputs: int) -> int:
+    """Bytes of a matrix in INT4: codes, and a scale and a zero for each group of inputs."""
+    size = weight_group_size(inputs)
+    return out * -(-inputs // size) * (size // 2 + PARAMETERS * ITEM_BYTES)
+
+
+def vector_parameters(config: LlamaConfig) -> int:
+    """Numbers in the norms and biases of one layer."""
+    c = config
+    attended, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    biases = c.qkv_bias * (attended + 2 * keys) + c.output_bias * c.hidden_size + c.mlp_bias * (2 * c.intermediate_size + c.hidden_size)
+    return 2 * c.hidden_size + c.qk_norm * 2 * c.head_dim + biases
+
+
+def layer_weight_bytes(config: LlamaConfig, bits: int) -> float:
+    """Bytes of one layer's weights. bits: 4, or 16 for bfloat16."""
+    matrices = int4_bytes(config) if bits == 4 else linear_parameters(config) * ITEM_BYTES
+    return matrices + vector_parameters(config) * ITEM_BYTES
+
+
+def head_bytes(config: LlamaConfig, bits: int) -> float:
+    """Bytes of the head. bits: 8 for INT8, 16 for bfloat16."""
+    return config.vocab_size * (config.hidden_size + INT8_SCALE_BYTES if bits == 8 else config.hidden_size * ITEM_BYTES)
+
+
+def step_weight_bytes(reads: StepReads) -> float:
+    """Bytes of the weights that a step reads, in bfloat16 where they are not quantized; `drafts.step_bytes.weight_bytes` counts the same of
+    a model that is there."""
+    bits = Counter(layer.weight_bits for layer in reads.layers)
+    layers = sum(count * layer_weight_bytes(reads.config, each) for each, count in bits.items())
+    return layers + reads.config.hidden_size * ITEM_BYTES + head_bytes(reads.config, reads.head_bits)
+
+
+def model_bytes(config: LlamaConfig) -> float:
+    """Bytes of all weights of a model."""
+    embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    return config.num_layers * layer_weight_bytes(config, 16) + (embeddings + config.hidden_size) * ITEM_BYTES
+
+
+def row_of(config: LlamaConfig, cache: CacheConfig, tokens: int) -> Row:
+    """The cache of a row that holds so many tokens."""
+    quantized = cache.schedule_for(config.head_dim).quantized_length(tokens)
+    return Row(quantized, tokens - quantized, cache.group_size_for(config.head_dim))
+
+
+def cache_bytes_read(config: LlamaConfig, layer: Reads, group_size: int) -> int:
+    """Bytes that attention must read of one layer's cache of a row."""
+    return bytes_of_tokens(layer, kv_heads=config.num_kv_heads, head_dim=config.head_dim, group_size=group_size)
+
+
+def pass_work(reads: StepReads, group_size: int, *, batch: int, tokens: int) -> PassWork:
+    """The work of feeding `tokens` new tokens to each of `batch` rows, which are among those that `reads` counts."""
+    c, rows = reads.config, batch * tokens
+    shapes = linear_shapes(c)
+    activations = len(reads.layers) * sum(out + inputs for out, inputs in shapes) + c.hidden_size + c.vocab_size
+    matrices = len(reads.layers) * linear_parameters(c) + c.vocab_size * c.hidden_size
+    linear = Work(2.0 * rows * matrices, step_weight_bytes(reads), rows * activations * ITEM_BYTES)
+    attention = Work()
+    for layer, count in Counter(reads.layers).items():
+        attention += count * _attention(c, layer, group_size, batch, tokens)
+    return PassWork(linear, attention)
+
+
+def _attention(c: LlamaConfig, layer: LayerReads, group_size: int, batch: int, tokens: int) -> Work:
+    """The work of one layer's attention. New token t sees all but the tokens after it."""
+    seen = tokens * (layer.quantized + layer.full) - tokens * (tokens - 1) / 2
+    flops = 4.0 * batch * c.num_heads * c.head_dim * seen
+    read = cache_bytes_read(c, layer, group_size)
+    queries = 2 * batch * tokens * c.num_heads * c.head_dim * ITEM_BYTES  # and what they read
+    return Work(flops, batch * read, queries)
+
+
+def prefill_work(config: LlamaConfig, *, batch: int, tokens: int) -> PassWork:
+    """The work of prefill: causal attention within each prompt, and logits after its last token alone."""
+    c, rows = config, batch * tokens
+    activations = c.num_layers * sum(out + inputs for out, inputs in linear_shapes(c))
+    head = c.vocab_size * c.hidden_size
+    linear = Work(
+        2.0 * rows * c.num_layers * linear_parameters(c) + 2.0 * batch * head,
+        c.num_layers * layer_weight_bytes(c, 16) + (c.hidden_size + head) * ITEM_BYTES,
+        (rows * activations + batch * c.vocab_size) * ITEM_BYTES,
+    )
+    pairs = tokens * (tokens + 1) / 2
+    kept = 2 * c.num_kv_heads * c.head_dim
+    attention = Work(
+        4.0 * batch * c.num_layers * c.num_heads * c.head_dim * pairs,
+        rows * c.num_layers * kept * ITEM_BYTES,
+        rows * c.num_layers * 2 * c.num_heads * c.head_dim * ITEM_BYTES,
+    )
+    return PassWork(linear, attention)
+
+
+def cache_bytes(config: LlamaConfig, cache: CacheConfig, *, batch: int, capacity: int, gamma: int) -> int:
+    """Bytes that a cache takes: `Cache.num_bytes` of one for rows of at most `capacity` cached tokens."""
+    c, schedule = config, cache.schedule_for(config.head_dim)
+    each = 2 * c.head_dim * ITEM_BYTES  # a token's key and value of a KV head
+    if schedule.group_size is None:
+        return c.num_layers * batch * c.num_kv_heads * (capacity + gamma + 1) * each
+    G = schedule.group_size
+    parameters = PARAMETERS * (c.head_dim + G) * ITEM_BYTES  # a scale and a zero for each of a key's channels and each value's token
+    group = 2 * G * c.head_dim + parameters  # both planes of keys and of values take a byte for each number
+    return c.num_layers * batch * c.num_kv_heads * (schedule.groups(capacity) * group + schedule.buffer_rows(gamma) * each)

@@ -1,0 +1,351 @@
+"""`qspec plan`: arithmetic intensity, memory, the time of each step and the speed-up of each draft, on a device that need not be there."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Mapping, Sequence
+
+from pallas_kernels.matmul.support import MAX_ROWS
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts import registry
+from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.prompts import bucket
+from qspec_jax.planning import timing
+from qspec_jax.planning.acceptance import GIVEN, AssumedAcceptance, acceptance_of
+from qspec_jax.planning.devices import Device
+from qspec_jax.planning.memory import Memory, largest, memory_of
+from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
+from qspec_jax.planning.rounds import expected_rounds
+from qspec_jax.planning.steps import OutlinedDraft, StepReads, outline, outlined, own_step
+
+CACHES = ("full", "int8")  # the baselines' caches; drafts go with the second
+GAMMAS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Intensity:
+    """FLOPs per byte of linear layers, of attention and of both together, in prefill and in decoding one token at a time with a full
+    cache. attention_share: of the time by bytes and FLOPs alone, in decoding."""
+
+    context: int
+    batch: int
+    prefill_linear: float
+    prefill_attention: float
+    prefill_aggregate: float
+    decode_linear: float
+    decode_attention: float
+    decode_aggregate: float
+    attention_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bytes of the caches of a batch, and the full one's as a share of the weights."""
+
+    context: int
+    batch: int
+    full_cache_bytes: int
+    int8_cache_bytes: int
+    full_cache_to_weights: float
+
+
+class Status(enum.StrEnum):
+    """What became of a way of decoding. With the last three there are no figures."""
+
+    PLANNED = "planned"
+    DOES_NOT_FIT = "does not fit"  # times are as if it did
+    NO_COST = "no model of its cost"
+    NO_ACCEPTANCE = "no acceptance known"
+    NOT_PLANNED = "not planned"  # the note says why
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRow:
+    """A way of decoding at one context and batch. draft: its text, "none" without one. gamma: 0 without one.
+
+    step_ms: one step of the draft; target_ms: a verification, or a step without a draft; round_ms: a round with all of its drafts, and its
+    share of a flush. ms_per_token: of each row; tokens_per_second: of all rows together. speedup: over the faster of the autoregressive
+    ways that fit, with a cache `baseline`; None where none fits. most_rows: of this context that fit; longest_context: of this batch,
+    within the model's positions. acceptance: the conditional one, and acceptance_source where it comes from.
+    """
+
+    context: int
+    batch: int
+    draft: str
+    cache: str
+    gamma: int
+    status: Status
+    note: str = ""
+    acceptance: float | None = None
+    acceptance_source: str = ""
+    accepted_of_drafted: float | None = None
+    tokens_per_round: float | None = None
+    prefill_s: float | None = None
+    step_ms: float | None = None
+    target_ms: float | None = None
+    flush_ms: float | None = None
+    round_ms: float | None = None
+    ms_per_token: float | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    baseline: str | None = None
+    memory: Memory | None = None
+    most_rows: int | None = None
+    longest_context: int | None = None
+
+    @property
+    def compared(self) -> bool:
+        return self.status == Status.PLANNED and self.speedup is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
+
+    with_kernels: the fastest whose time leaves nothing out (`StepReads.note`), if that is another.
+    """
+
+    context: int
+    batch: int
+    draft: str | None
+    gamma: int
+    cache: str | None
+    speedup: float | None
+    with_kernels: "Best | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan. estimated: whether the device's times rest on its datasheet alone, and on efficiencies that were measured on others. notes:
+    sentences for people on what the figures rest on."""
+
+    model: str
+    device: Device
+    estimated: bool
+    ridge: float
+    weight_bytes: float
+    max_new_tokens: int
+    intensity: list[Intensity]
+    sizes: list[Sizes]
+    rows: list[PlannedRow]
+    best: list[Best]
+    notes: list[str]
+
+
+def plan(
+    name: str,
+    config: LlamaConfig,
+    device: Device,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    drafts: Sequence[str] = (),
+    acceptances: Mapping[str, float] | None = None,
+    gammas: Sequence[int] = GAMMAS,
+    max_new_tokens: int = 640,
+) -> PlanReport:
+    """Plans every draft with each gamma, at each context and batch, in bfloat16.
+
+    drafts: texts as --draft takes them; all of the registry with their default settings, if none are given. acceptances: the conditional
+    acceptance of a draft by its text or its name, of all others by "". Raises InputError for a context that is too long for the model, and
+    for a draft that is unknown or does not fit the model or the context; of the registry's it says so.
+    """
+    texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
+    for context in contexts:
+        if context + max_new_tokens > config.max_length:
+            held = f"the {config.max_length:,} positions of the model"
+            raise InputError(f"a context of {context:,} tokens and {max_new_tokens:,} new ones are more than {held}")
+    model, int4 = outline(config), functools.cache(lambda: outline(config, int4=True))
+    made: dict[str, OutlinedDraft | InputError | None] = {}
+    for text in texts:
+        try:
+            made[text] = outlined(registry.parse_draft(text), model, int4)
+        except InputError as error:
+            if drafts:
+                raise InputError(f"draft {text}: {error}") from None
+            made[text] = error  # such as that it wants a checkpoint
+    planner = _Planner(config, device, max_new_tokens)
+    report = dict(intensity=[], sizes=[], rows=[], best=[])
+    for context in contexts:
+        for text, found in made.items():
+            try:
+                if isinstance(found, OutlinedDraft):
+                    found.draft.check_capacity(bucket(context) + bucket(max_new_tokens))
+            except InputError as error:
+                raise InputError(f"draft {text}: {error}") from None
+        for batch in batches:
+            report["intensity"].append(intensity(config, device, context, batch))
+            report["sizes"].append(sizes(config, context, batch, max_new_tokens))
+            rows = [planner.autoregressive(kind, context, batch) for kind in CACHES]
+            for text, found in made.items():
+                rows += planner.drafted(text, found, context, batch, gammas, acceptance_of(text, acceptances or {}))
+            rows = _compared(rows)
+            report["rows"] += rows
+            report["best"].append(_best(rows, context, batch))
+    return PlanReport(
+        model=name,
+        device=device,
+        estimated=not device.measured,
+        ridge=device.ridge,
+        weight_bytes=model_bytes(config),
+        max_new_tokens=max_new_tokens,
+        notes=_notes(config, device, batches, report["rows"]),
+        **report,
+    )
+
+
+def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> Intensity:
+    """The arithmetic intensity of prefill and of decoding (QuantSpec, arXiv 2502.10424, table 1, figures 2 and 5)."""
+    row = row_of(config, CacheConfig("full"), context)
+    step = pass_work(own_step(config, row), row.group_size, batch=batch, tokens=1)
+    prompt = prefill_work(config, batch=batch, tokens=context)
+    seconds = [max(work.bytes / device.read_bytes_per_s, work.flops / device.flops_per_s) for work in (step.linear, step.attention)]
+    of = lambda work: (work.linear.intensity, work.attention.intensity, work.total.intensity)
+    return Intensity(context, batch, *of(prompt), *of(step), attention_share=seconds[1] / sum(seconds))
+
+
+def sizes(config: LlamaConfig, context: int, batch: int, max_new_tokens: int) -> Sizes:
+    """The caches for prompts of `context` tokens and what is added to them (figure 6 of the paper has them against the weights)."""
+    full, int8 = (cache_bytes(config, CacheConfig(kind), batch=batch, capacity=context + max_new_tokens, gamma=0) for kind in CACHES)
+    return Sizes(context, batch, full, int8, full / model_bytes(config))
+
+
+class _Planner:
+    """Plans rows for one model and device."""
+
+    def __init__(self, config: LlamaConfig, device: Device, max_new_tokens: int):
+        self.config, self.device, self.max_new_tokens = config, device, max_new_tokens
+
+    def autoregressive(self, kind: str, context: int, batch: int) -> PlannedRow:
+        """A row for decoding without a draft, over a cache of this kind."""
+        cache = CacheConfig(kind)
+        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED)
+        target = self._target(cache, context, batch, 1)
+        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, 0.0, batch=batch)
+        flush = rounds.flushes * self._seconds(timing.flush_cost(self.config))
+        row = self._timed(row, target_s=target, step_s=None, flush_s=flush, round_s=target + flush, tokens=1.0)
+        return self._fitted([row], None)[0]
+
+    def drafted(
+        self,
+        text: str,
+        draft: OutlinedDraft | InputError | None,
+        context: int,
+        batch: int,
+        gammas: Sequence[int],
+        acceptance: AssumedAcceptance | None,
+    ) -> list[PlannedRow]:
+        """A row for each gamma, or one that says why there is none. draft: None without a model of its cost, or why it was not made."""
+        row = PlannedRow(context, batch, text, CacheConfig().kind, 0, Status.PLANNED)
+        if isinstance(draft, InputError):
+            return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(draft))]
+        if draft is None:
+            return [dataclasses.replace(row, status=Status.NO_COST)]
+        if acceptance is None:
+            return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {text}=R")]
+        row = dataclasses.replace(row, acceptance=acceptance.rate, acceptance_source=acceptance.source)
+        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), draft) for gamma in gammas], draft)
+
+    def _round(self, row: PlannedRow, draft: OutlinedDraft) -> PlannedRow:
+        """The row with the times of a round of its gamma."""
+        cache = CacheConfig(row.cache)
+        found = row_of(self.config, cache, row.context + 1)
+        step = draft.reads(found)
+        step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
+        target_s = self._target(cache, row.context, row.batch, row.gamma + 1)
+        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, row.acceptance, batch=row.batch)
+        flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
+        round_s = rounds.steps * step_s + target_s + flush_s + timing.FITTED.round
+        row = dataclasses.replace(row, note=step.note, tokens_per_round=rounds.tokens, accepted_of_drafted=rounds.accepted_of_drafted)
+        return self._timed(row, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
+
+    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> float:
+        """Seconds of a pass of the target over so many new tokens of each row."""
+        row = row_of(self.config, cache, context + tokens)
+        return self._seconds(timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens))
+
+    def _seconds(self, cost: timing.Cost) -> float:
+        return cost.seconds(self.device)
+
+    def _timed(
+        self, row: PlannedRow, *, target_s: float, step_s: float | None, flush_s: float, round_s: float, tokens: float
+    ) -> PlannedRow:
+        """The row with its times, from those of a round that emits so many tokens."""
+        prefill = self._seconds(timing.prefill_cost(self.device, self.config, batch=row.batch, tokens=bucket(row.context)))
+        return dataclasses.replace(
+            row,
+            prefill_s=prefill,
+            step_ms=None if step_s is None else 1e3 * step_s,
+            target_ms=1e3 * target_s,
+            flush_ms=1e3 * flush_s,
+            round_ms=1e3 * round_s,
+            ms_per_token=1e3 * round_s / tokens,
+            tokens_per_second=row.batch * tokens / round_s,
+        )
+
+    def _fitted(self, rows: Sequence[PlannedRow], draft: OutlinedDraft | None) -> list[PlannedRow]:
+        """These rows, which differ in gamma alone, with their memory; and what fits, with the largest gamma, whose caches are largest."""
+        cache, batch, context = CacheConfig(rows[0].cache), rows[0].batch, rows[0].context
+        room = 1e9 * self.device.memory_gb - self.device.reserved_bytes
+        most = max(row.gamma for row in rows)
+        reads = lambda context: draft.reads(row_of(self.config, cache, context)) if draft else None
+        here = reads(context)
+
+        def memory(gamma: int, batch: int, context: int, reads: StepReads | None) -> Memory:
+            padded = dict(context=bucket(context), new_tokens=bucket(self.max_new_tokens))  # as the engine allocates
+            return memory_of(self.config, cache, reads, batch=batch, **padded, gamma=gamma)
+
+        possible = lambda context: context + self.max_new_tokens <= self.config.max_length
+
+        most_rows = largest(lambda batch: memory(most, batch, context, here).total <= room)
+        longest = largest(lambda context: possible(context) and memory(most, batch, context, reads(context)).total <= room)
+
+        def fitted(row: PlannedRow) -> PlannedRow:
+            found = memory(row.gamma, batch, context, here)
+            status = row.status if found.total <= room else Status.DOES_NOT_FIT
+            return dataclasses.replace(row, memory=found, status=status, most_rows=most_rows, longest_context=longest)
+
+        return list(map(fitted, rows))
+
+
+def _compared(rows: Sequence[PlannedRow]) -> list[PlannedRow]:
+    """The rows of one context and batch with their speed-up over the faster of the autoregressive ones that fit."""
+    baselines = [row for row in rows if row.draft == registry.NONE and row.status == Status.PLANNED]
+    if not baselines:
+        return list(rows)
+    baseline = min(baselines, key=lambda row: row.ms_per_token)
+    speedup = lambda row: None if row.ms_per_token is None else baseline.ms_per_token / row.ms_per_token
+    return [dataclasses.replace(row, speedup=speedup(row), baseline=baseline.cache) for row in rows]
+
+
+def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
+    fitting = [row for row in rows if row.status == Status.PLANNED]
+    if not fitting:
+        return Best(context, batch, None, 0, None, None)
+    row = min(fitting, key=lambda row: row.ms_per_token)
+    others = _best([row for row in rows if not row.note], context, batch) if row.note else None
+    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, others)
+
+
+def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Sequence[PlannedRow]) -> list[str]:
+    notes = []
+    if device.measured:
+        bandwidth = f"{device.read_bytes_per_s / 1e9:,.0f} GB/s"
+        notes.append(f"reads {bandwidth}, as measured; the times of kernels are fitted on rows of an H100 and an H200")
+    else:
+        notes.append("an ESTIMATE: nothing was measured on this device; it rests on its datasheet, and efficiencies of an H100 and an H200")
+    if max(batches) > 1:
+        notes.append("batches of several rows rest on one measured row, of 8")
+    if max(batches) > MAX_ROWS:
+        notes.append(f"INT4 weights have no kernel for more than {MAX_ROWS} rows; above, they are dequantized in every step")
+    if config.dtype not in ("bfloat16", "float16"):
+        notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
+    for row in rows:
+        if row.ms_per_token is None:
+            notes.append(f"{row.draft}: {row.status}{f'; {row.note}' if row.note else ''}")
+        elif row.note:
+            notes.append(f"{row.draft}: {row.note}")
+        if row.acceptance is not None and row.acceptance_source != GIVEN:
+            notes.append(f"{row.draft}: acceptance {row.acceptance:g} is ASSUMED, whatever its settings: {row.acceptance_source}")
+    return list(dict.fromkeys(notes))

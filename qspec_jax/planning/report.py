@@ -1,0 +1,146 @@
+"""A plan as people read it: tables, and plots of speed-up, sizes and intensity against context."""
+
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from qspec_jax import plots
+from qspec_jax.drafts.registry import NONE
+from qspec_jax.planning.plan import PlannedRow, PlanReport, Status
+
+
+def table(report: PlanReport) -> Group:
+    """Tables of arithmetic intensity, of sizes, and of every draft with the best of its gammas; then what the figures rest on."""
+    d = report.device
+    estimate = " (ESTIMATE)" if report.estimated else ""
+    shared = ", shared with the processor" if d.shared_memory else ""
+    head = Text.assemble(
+        (f"Plan of {report.model} on {d.name}{estimate}", "bold"),
+        f": {d.bandwidth_gb_per_s:,.0f} GB/s, {d.memory_gb:,.0f} GB{shared}, {d.bf16_tflops:,.0f} TFLOP/s in bf16, ",
+        f"weights {report.weight_bytes / 1e9:.2f} GB\n",
+    )
+    notes = [
+        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention: its share of the time by bytes and",
+        "FLOPs. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: of each draft, given",
+        "those before it, and of all that are drafted. speed-up: over the faster of decoding without a draft over a full or an int8 cache,",
+        "as named, if it fits. rows: the most of this context that fit; longest: the longest context of this batch that does, with",
+        f"{report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
+    ]
+    parts = [head, _intensities(report), Text(), _sizes(report), Text(), _rows(report), Text(), _best(report)]
+    return Group(*parts, Text("\n" + " ".join(notes), "dim"), *(Text(f"* {note}.", "dim") for note in report.notes))
+
+
+def _grid(*labels: str, left: tuple[str, ...] = ()) -> Table:
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in labels:
+        grid.add_column(label, justify="left" if label in left else "right", no_wrap=label not in left)
+    return grid
+
+
+def _intensities(report: PlanReport) -> Table:
+    labels = [f"{phase} {part}" for phase in ("prefill", "decode") for part in ("linear", "attention", "both")]
+    grid = _grid("context", "batch", *labels, "ridge", "attention")
+    for i in report.intensity:
+        prefill = i.prefill_linear, i.prefill_attention, i.prefill_aggregate
+        decode = i.decode_linear, i.decode_attention, i.decode_aggregate
+        figures = [f"{x:,.0f}" for x in prefill] + [f"{x:,.2f}" for x in decode]
+        grid.add_row(f"{i.context:,}", str(i.batch), *figures, f"{report.ridge:,.0f}", f"{i.attention_share:.0%}")
+    return grid
+
+
+def _sizes(report: PlanReport) -> Table:
+    grid = _grid("context", "batch", "full cache GB", "of the weights", "int8 cache GB", "of the full one")
+    for s in report.sizes:
+        full, int8 = s.full_cache_bytes / 1e9, s.int8_cache_bytes / 1e9
+        shares = f"{s.full_cache_to_weights:.2f}x", f"{int8 / full:.0%}"
+        grid.add_row(f"{s.context:,}", str(s.batch), f"{full:,.2f}", shares[0], f"{int8:,.2f}", shares[1])
+    return grid
+
+
+def _rows(report: PlanReport) -> Table:
+    labels = ["context", "batch", "draft", "gamma", "accepted", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
+    grid = _grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""))
+    for row in best_gammas(report):
+        name = f"{row.context:,}", str(row.batch), row.draft if row.draft != NONE else f"{NONE} ({row.cache})"
+        if row.ms_per_token is None:  # which the notes say
+            continue
+        accepted = "-" if row.acceptance is None else f"{row.acceptance:.2f} ({row.accepted_of_drafted or 0:.2f})"
+        step = "-" if row.step_ms is None else f"{row.step_ms:,.2f}"
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x {row.baseline}"
+        figures = [str(row.gamma or "-"), accepted, step, f"{row.target_ms:,.2f}"]
+        figures += [f"{row.ms_per_token:,.2f}", f"{row.tokens_per_second:,.0f}"]
+        room = [f"{row.prefill_s:,.2f}", f"{row.memory.total / 1e9:,.1f}", f"{row.most_rows:,}", f"{row.longest_context:,}"]
+        grid.add_row(*name, *figures, speedup, *room, "" if row.status == Status.PLANNED else row.status)
+    return grid
+
+
+def _best(report: PlanReport) -> Text:
+    lines = []
+    for best in report.best:
+        where = f"{best.context:,} tokens, batch {best.batch}: "
+        if best.draft is None:
+            lines.append(where + "nothing fits")
+        elif best.draft == NONE:
+            lines.append(where + f"no draft pays; without one over the {best.cache} cache")
+        else:
+            gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
+            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}")
+            if (other := best.with_kernels) and other.draft is not None:
+                way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
+                lines.append(f"    once it has GPU kernels; with those that there are, {way}, {other.speedup:.2f} times")
+    return Text("\n".join(["Best:", *lines]), "bold")
+
+
+def best_gammas(report: PlanReport) -> list[PlannedRow]:
+    """The rows with the gamma that is fastest, one for each way of decoding at each context and batch."""
+    found: dict[tuple, PlannedRow] = {}
+    for row in report.rows:
+        key = row.context, row.batch, row.draft, row.cache
+        if key not in found or (row.ms_per_token or 0) < (found[key].ms_per_token or 0):
+            found[key] = row
+    return list(found.values())
+
+
+def plot(report: PlanReport, path: Path) -> None:
+    """Three panels against context: the speed-up of each draft, the caches against the weights, and arithmetic intensity against the ridge.
+
+    Raises InputError if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    contexts = sorted({sizes.context for sizes in report.sizes})
+    batches = sorted({sizes.batch for sizes in report.sizes})
+    several = lambda batch: f", batch {batch}" if len(batches) > 1 else ""
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    speed, memory, intensity = figure.subplots(1, 3)
+    lines = defaultdict(list)
+    for row in best_gammas(report):
+        if row.compared and row.draft != NONE:
+            lines[row.draft + several(row.batch)].append((row.context, row.speedup))
+    for label, points in lines.items():
+        speed.plot(*zip(*sorted(points)), marker="o", label=label)
+    speed.axhline(1, color="gray", linewidth=0.8)
+    speed.set(ylabel="speed-up over the best without a draft", title="Speed-up, where it fits", ylim=(0, None))
+    for number, batch in enumerate(batches):
+        found = [sizes for sizes in report.sizes if sizes.batch == batch]
+        for kind, style in ("full", "-"), ("int8", "--"):
+            ratios = [getattr(sizes, f"{kind}_cache_bytes") / report.weight_bytes for sizes in found]
+            memory.plot([sizes.context for sizes in found], ratios, style, marker="o", color=f"C{number}", label=kind + several(batch))
+        steps = [step for step in report.intensity if step.batch == batch]
+        for part, style in ("linear", "--"), ("attention", ":"), ("aggregate", "-"):
+            values = [getattr(step, f"decode_{part}") for step in steps]
+            intensity.plot([step.context for step in steps], values, style, marker="o", color=f"C{number}", label=part + several(batch))
+    memory.axhline(1, color="gray", linewidth=0.8)
+    memory.set(ylabel="cache / weights", title="KV cache against weights", yscale="log")
+    intensity.axhline(report.ridge, color="gray", linewidth=0.8, label="ridge")
+    intensity.set(ylabel="FLOPs per byte", title="Intensity of decoding", yscale="log")
+    for axes, place in (speed, "lower left"), (memory, "upper left"), (intensity, "best"):
+        plots.context_axis(axes, contexts)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc=place)
+    kind = "ESTIMATE" if report.estimated else "planned"
+    figure.suptitle(f"{report.model} on {report.device.name}, {kind}; acceptance assumed or given", fontsize=11)
+    plots.save(figure, path)

@@ -1,0 +1,200 @@
+"""Times of passes: the bytes at the bandwidth that reading reaches, the FLOPs at a share of their peak, and what kernels take besides.
+
+A pass takes what its bytes and FLOPs take, plus a sum of coefficients times counts: so long for each layer, each attention, each token
+that attention works through. `Efficiencies` has the coefficients, fitted on a few measured rows (docs/plan.md; tests/measured_rows.py says
+which). They were measured on Hopper: arithmetic of kernels is scaled to other devices by multiprocessors times clock, and times per launch
+are taken as they are.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+
+from pallas_kernels import tuning
+from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
+from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
+from pallas_kernels.matmul.support import MAX_ROWS
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.planning.devices import DEVICES, Device
+from qspec_jax.planning.operations import (
+    Work,
+    cache_bytes_read,
+    int4_bytes,
+    int4_matrix_bytes,
+    linear_parameters,
+    linear_shapes,
+    pass_work,
+    prefill_work,
+)
+from qspec_jax.planning.steps import LayerReads, StepReads
+
+TILE_ROWS = 8  # query rows that a tile of attention has, for each KV head
+FUSED_WIDTH = 4096  # numbers of the residual stream in a piece of the fused layer
+INT4_TILE_ROWS = 4  # rows of activations in a tile of the INT4 matmul
+# Bytes of activations, as the INT4 matmul stores them, that fit beside the weights in shared memory; more are placed in parts.
+PLACED_BYTES = 160_000
+REFERENCE_ITEM_BYTES = 4  # the plain-JAX INT4 matmul writes and reads its weights in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiencies:
+    """Coefficients of the model, in seconds on an H100 or H200 unless said otherwise. All are fitted but launch_small, which is assumed.
+
+    layer_one_row, layer_rows: a layer with its own weights, besides its bytes and its attention, with one row of activations and with
+    several. layer_int4: the same of a fused INT4 layer. layer_batch: any layer, for each further row of a batch.
+    launch_attention, launch_attention_triton, launch_matmul, launch_small: a launch of attention, of an INT4 matmul, of a norm or RoPE.
+    matmul_floor: an INT4 matmul in a launch of its own, as a share of the time of its bytes.
+    full, int4, int8: attention, for each token and KV head, besides its bytes, by what is read. tile: for each further tile of query
+    rows. int4_default, int8_default: in place of int4 and int8 on a device other than the H100 without a tuned configuration. int4_triton,
+    int8_triton, tile_triton: the same of the Triton kernels.
+    int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
+    round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
+    prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
+    """
+
+    layer_one_row: float = 1.606e-05
+    layer_rows: float = 3.454e-05
+    layer_int4: float = 1.027e-05
+    layer_batch: float = 2.93e-06
+    launch_attention: float = 8.23e-06
+    launch_attention_triton: float = 2.36e-05
+    launch_matmul: float = 2.47e-06
+    launch_small: float = 2e-6
+    matmul_floor: float = 0.0827
+    full: float = 5.42e-13
+    int4: float = 5.19e-12
+    int8: float = 6.32e-12
+    tile: float = 1.22e-12
+    int4_default: float = 1.591e-11
+    int8_default: float = 3.355e-11
+    int4_triton: float = 2.11e-11
+    int8_triton: float = 1.159e-10
+    tile_triton: float = 1.55e-11
+    int4_rows: float = 2.57e-14
+    int4_parts: float = 9.96e-14
+    round: float = 0.000149
+    flush_layer: float = 2.19e-05
+    prefill_share: float = 0.577
+    prefill_call: float = 0.00986
+
+
+FITTED = Efficiencies()
+# Those that are arithmetic of a kernel, and so faster on a device with more multiprocessors or a higher clock.
+ARITHMETIC = {name for name in Efficiencies.__dataclass_fields__ if name.startswith(("full", "int4", "int8", "tile"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The time of something: seconds by bytes and FLOPs alone, and how often each coefficient of `Efficiencies` counts besides."""
+
+    floor: float
+    counts: Counter = dataclasses.field(default_factory=Counter)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.floor + other.floor, Counter({k: self.counts[k] + other.counts[k] for k in self.counts | other.counts}))
+
+    def __rmul__(self, count: float) -> "Cost":
+        return Cost(count * self.floor, Counter({name: count * times for name, times in self.counts.items()}))
+
+    def seconds(self, device: Device, efficiencies: Efficiencies = FITTED) -> float:
+        """The time on a device."""
+        scale = lambda name: slowness(device) if name in ARITHMETIC else 1.0
+        return self.floor + sum(count * scale(name) * getattr(efficiencies, name) for name, count in self.counts.items())
+
+
+def slowness(device: Device) -> float:
+    """How much longer a device takes over what its multiprocessors do than an H100."""
+    reference = DEVICES["h100"]
+    return reference.multiprocessors * reference.clock_ghz / (device.multiprocessors * device.clock_ghz)
+
+
+def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int = 1, tokens: int = 1) -> Cost:
+    """The time of feeding `tokens` new tokens to each of `batch` rows, in bfloat16."""
+    work = pass_work(reads, group_size, batch=batch, tokens=tokens)
+    c, rows = reads.config, batch * tokens
+    int4 = sum(layer.weight_bits == 4 for layer in reads.layers)
+    own = work.linear.stored_bytes - int4 * int4_bytes(c)
+    share = 1 - int4 * linear_parameters(c) / (len(reads.layers) * linear_parameters(c) + c.vocab_size * c.hidden_size)
+    rest = Work(share * work.linear.flops, own, work.linear.activation_bytes)
+    counts = Counter({("layer_one_row" if rows == 1 else "layer_rows"): len(reads.layers) - int4})
+    counts["layer_batch"] = (batch - 1) * len(reads.layers)
+    cost = Cost(_roofline(device, rest), counts)
+    if int4:
+        cost += int4 * _int4_layer(device, c, rows)
+    for layer, count in Counter(reads.layers).items():
+        cost += count * attention_cost(device, c, layer, group_size, batch=batch, tokens=tokens)
+    return cost
+
+
+def _roofline(device: Device, work: Work) -> float:
+    return max(work.bytes / device.read_bytes_per_s, work.flops / (device.flops_per_s * FITTED.prefill_share))
+
+
+def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
+    """The linear layers of a layer in INT4: fused in one launch, one launch each, or the reference where there are too many rows."""
+    if rows > MAX_ROWS:
+        dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
+        return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
+    pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
+    fused = device.kernels == "mosaic_gpu" and rows <= FUSED_ROWS and pieces <= FUSED_PIECES and not (config.output_bias or config.mlp_bias)
+    if not fused:
+        cost = Cost(0.0, Counter(launch_small=4))  # two norms, RoPE, the gated activation
+        for out, inputs in linear_shapes(config):
+            cost += int4_matmul_cost(device, out, inputs, rows)
+        return cost
+    counts = Counter(layer_int4=1)
+    for out, inputs in linear_shapes(config):
+        counts.update(_int4_tiles(out, inputs, rows))
+    return Cost(int4_bytes(config) / device.read_bytes_per_s, counts)
+
+
+def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
+    """An INT4 matmul in a launch of its own."""
+    floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
+    return Cost(floor, Counter(launch_matmul=1, matmul_floor=floor) + _int4_tiles(out, inputs, rows))
+
+
+def _int4_tiles(out: int, inputs: int, rows: int) -> Counter:
+    tiles = math.ceil(rows / INT4_TILE_ROWS)
+    placed = 2 * INT4_TILE_ROWS * tiles * inputs  # two bytes each
+    name = "int4_rows" if placed <= PLACED_BYTES else "int4_parts"
+    return Counter({name: (tiles - 1) * out * inputs})
+
+
+def attention_cost(device: Device, config: LlamaConfig, layer: LayerReads, group_size: int, *, batch: int = 1, tokens: int = 1) -> Cost:
+    """Attention of one layer over rows of one length."""
+    c = config
+    launches = math.ceil(tokens / MAX_TOKENS)
+    read = batch * cache_bytes_read(c, layer, group_size)
+    tiles = math.ceil(min(tokens, MAX_TOKENS) * c.num_heads / c.num_kv_heads / TILE_ROWS)
+    heads = launches * batch * c.num_kv_heads
+    triton = "_triton" if device.kernels == "triton" else ""
+    counts = Counter({f"launch_attention{triton}": launches, "full": heads * layer.full, "tile": heads * layer.full * (tiles - 1)})
+    counts[_kind(device, c, layer.planes, tiles)] += heads * layer.quantized
+    counts[f"tile{triton}"] += heads * layer.quantized * (tiles - 1)
+    return Cost(launches * read / device.read_bytes_per_s, counts)
+
+
+def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int) -> str:
+    """The coefficient of attention over quantized tokens."""
+    name = "int4" if planes == 1 else "int8"
+    if device.kernels == "triton":
+        return f"{name}_triton"
+    # The defaults did well on the H100.
+    if device.kind in ("", DEVICES["h100"].kind):
+        return name
+    problem = dict(planes=planes, head_dim=config.head_dim, heads=config.num_kv_heads, block_tiles=tiles)
+    known = tuning.problems("attention.mosaic_gpu", device.kind)
+    return name if any(problem.items() <= found.items() for found in known) else f"{name}_default"
+
+
+def flush_cost(config: LlamaConfig) -> Cost:
+    """A flush of one group of some rows, in all layers."""
+    return Cost(0.0, Counter(flush_layer=config.num_layers))
+
+
+def prefill_cost(device: Device, config: LlamaConfig, *, batch: int, tokens: int) -> Cost:
+    """Prefill of prompts of one length."""
+    work = prefill_work(config, batch=batch, tokens=tokens).total
+    return Cost(_roofline(device, work), Counter(prefill_call=1))
