@@ -79,10 +79,6 @@ def _take_ticket(found, code, counter, taker):
     return out
 
 
-def _trap(found, code):
-    assert not here.mask.any(), "trap"
-
-
 def _copy(to, source, width, sizes):
     memory, shared = here.block.device.memory, here.block.shared
     to, source, sizes = (x[here.mask].astype(np.int64) for x in (to, source, sizes))
@@ -298,7 +294,6 @@ INSTRUCTIONS = {
     r"\{ \.reg \.b32 all, zero; .* add\.u32 \$0, \$1, all; \}": lambda found, code, address, *words: address,
     r"cp\.async\.mbarrier\.arrive\.noinc": _arrive_after_copies,
     r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
-    r"trap;": _trap,
     r"bar\.warp\.sync": _meet_in_warp,
     r"bar\.sync \$0, (\d+)": _meet,
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
@@ -322,6 +317,10 @@ INSTRUCTIONS = {
 }
 
 
+def fail_where(condition: Lanes, message: str) -> None:
+    assert not (condition.raw & here.mask).any(), message
+
+
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives `pallas_kernels.gpu.ptx` these values and instructions, and with it fragments, numerics and every kernel."""
     i32 = lambda x: Lanes(constant(x, np.int32))
@@ -329,6 +328,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "Value": Lanes,
         "inline": inline,
         "when": when,
+        "fail_where": fail_where,
         "loop": loop,
         "while_loop": while_loop,
         "i32": i32,

@@ -9,8 +9,8 @@ from models import target_logits
 from pallas_kernels import attention, flush
 from qspec_jax import GenerationConfig, demo
 from qspec_jax.checkpoints import loading
-from qspec_jax.decoding import generate
 from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.generate import generate
 from qspec_jax.training import corpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]

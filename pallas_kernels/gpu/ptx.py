@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, cf, llvm, scf
 
 ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
 SPIN_TRIES = 1 << 23  # of `spin_wait`: some seconds, where microseconds are to be expected
@@ -198,14 +198,13 @@ def when(condition: Value):
     return utils.when(condition.raw)
 
 
-def trap_where(condition: Value) -> None:
-    """Ends the whole launch with an error where the condition holds in some lane.
-
-    It is a bare trap and not CUDA's assertion, which has a message: with that in the loops of matmul/mosaic_block.py, a result was wrong
-    now and then (docs/kernels.md, "Waiting has a bound").
-    """
+def fail_where(condition: Value, message: str) -> None:
+    """Ends the whole launch with an error where the condition holds in some lane; CUDA prints the message on standard error."""
     with when(condition):
-        inline("trap;")
+        bit = ir.IntegerType.get_signless(1)
+        cf.assert_(arith.constant(bit, ir.IntegerAttr.get(bit, 0)), message)
+        # Or registers would be kept for what comes after the call, which slows the path that never gets here.
+        inline("exit;")
 
 
 # Memory ----------------------------------------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def spin_wait(at: Sequence[Value]) -> list[tuple[Value, ...]]:
         setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
     # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
     *out, in_vain = inline(code, *at, results="r" * (count + 1), collective=True)
-    trap_where(in_vain == 1)
+    fail_where(in_vain == 1, "a block of a fused layer waited in vain for another")
     return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
 
 
