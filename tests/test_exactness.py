@@ -23,6 +23,7 @@ from qspec_jax.decoding import engine
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import current_round, decode, propose
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.decoding.state import LENGTH
@@ -88,10 +89,10 @@ def prompts_of(lengths):
     return [random_prompts([n])[0] for n in lengths]
 
 
-def check_schedule(run, lengths, config, *, some_rounds_without=False):
+def check_schedule(run, lengths, config, *, gammas=None, some_rounds_without=False):
     """Every row's lengths, drafts and flushes after every round, against the schedule computed here from the lengths alone.
 
-    some_rounds_without: for a draft that proposes nothing now and then.
+    gammas: see `check_greedy`. some_rounds_without: for a draft that proposes nothing now and then.
     """
     n = np.array(lengths)
     before = None
@@ -103,7 +104,7 @@ def check_schedule(run, lengths, config, *, some_rounds_without=False):
         assert (state.flushes == (state.quantized - run.rounds[0].quantized) // G).all()
         if before is not None:
             wanted = config.max_new_tokens - before.emitted
-            gamma = config.num_speculative_tokens if config.speculative else 0
+            gamma = np.array(gammas or config.num_speculative_tokens) if config.speculative else 0
             eligible = np.where(before.status == 0, np.minimum(np.minimum(gamma, 2 * G - 1 - before.buffered), wanted - 1), 0)
             drafted = state.drafted - before.drafted
             assert ((drafted == eligible) | (some_rounds_without & (drafted == 0))).all()
@@ -122,13 +123,14 @@ def test_greedy_quantspec_is_its_target(model, targets, gamma):
     assert 0.05 < rate < 0.95
 
 
-def check_greedy(model, targets, config, draft, batches):
-    """Tokens, lengths and flushes of prompts of these lengths; returns the acceptance rate."""
+def check_greedy(model, targets, config, draft, batches, gammas=None):
+    """Tokens, lengths and flushes of prompts of these lengths; returns the acceptance rate. gammas: of each row; the config's, if None."""
     drafted = accepted = 0
     for lengths in batches:
-        run = run_rounds(model, prompts_of(lengths), config, draft=draft)
+        limits = gammas and make_limits(model, *[dataclasses.replace(config, num_speculative_tokens=gamma) for gamma in gammas])
+        run = run_rounds(model, prompts_of(lengths), config, draft=draft, limits=limits)
         assert run.tokens == [targets[n] for n in lengths]
-        check_schedule(run, lengths, config, some_rounds_without=isinstance(draft, PromptLookupDraft))
+        check_schedule(run, lengths, config, gammas=gammas, some_rounds_without=isinstance(draft, PromptLookupDraft))
         assert (run.rounds[-1].flushes >= 3).all()
         drafted, accepted = drafted + run.rounds[-1].drafted.sum(), accepted + run.rounds[-1].accepted.sum()
     return accepted / drafted
@@ -155,16 +157,18 @@ def shallow():
     return model, targets, drafts
 
 
-KINDS = [*OTHERS, "two levels", "small model", "a lookup or a window"]
-
-
-@pytest.mark.parametrize(("kind", "gamma"), [*itertools.product(KINDS, GAMMAS), ("a lookup or sparse", 4)])
+@pytest.mark.parametrize("kind", [*OTHERS, "two levels", "small model", "a lookup or a window", "a lookup or sparse"])
 @pytest.mark.slow
-def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind, gamma):
+def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
     model, targets, drafts = shallow
-    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
-    rate = check_greedy(model, targets, config, drafts[kind], BATCHES + ALONE * (gamma == 4))
-    assert 0.005 < rate < 0.98
+    # Every length with every gamma, in one batch and program.
+    grid = [*itertools.product(LENGTHS, GAMMAS)]
+    lengths, gammas = zip(*grid)
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=max(GAMMAS))
+    rates = [check_greedy(model, targets, config, drafts[kind], [lengths], gammas)]
+    config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
+    rates += [check_greedy(model, targets, config, drafts[kind], ALONE)]
+    assert all(0.005 < rate < 0.98 for rate in rates), rates
 
 
 @pytest.mark.parametrize("fault", [None, "rows"])
