@@ -1,5 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from qspec_jax.decoding.compiled import Compiled
 
 def pytest_configure(config):
     sharing.begin(config)
+    # On a CPU these older emitters of XLA compile in two thirds of the time. Newer XLA has them no more, and ends a process over flags that
+    # it does not know.
+    if jax.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs; what tests start would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

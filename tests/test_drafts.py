@@ -243,10 +243,10 @@ def test_an_engine_without_a_draft(model):
 
 @pytest.fixture(scope="module")
 def trained():
-    """The first layers of the embedded model, their cache of a real text, and what comes next of it."""
+    """The first layer of the embedded model, its cache of a real text, and what comes next of it."""
     whole, tokenizer = load(demo.MODEL, dtype="float32")
     weights = whole.weights()
-    model = Llama(dataclasses.replace(whole.config, num_layers=2), lambda path, shape: weights[path])
+    model = Llama(dataclasses.replace(whole.config, num_layers=1), lambda path, shape: weights[path])
     tokens = tokenizer(next(iter(corpus.held_out_files())).read_text())["input_ids"][:400]
     config = GenerationConfig(group_size=32).cache_config
     empty = config.empty(model.config, batch=2, capacity=512, num_speculative_tokens=4, dtype=model.dtype)
@@ -430,7 +430,7 @@ def small(tmp_path_factory):
     [
         *itertools.product(
             [SPARSE, "streaming-llm:budget=12,sinks=3", "snapkv:budget=36,generated=5"],
-            [{"adaptive": True}, {"min_draft_confidence": 0.1}, {"temperature": 0.9, "top_k": 9}],
+            [{"adaptive": True, "min_draft_confidence": 0.1}, {"temperature": 0.9, "top_k": 9}],
         ),
         ("exact-topk:unit=token,budget=0.2", ALL),
         ("h2o:budget=0.2,least_groups=2", ALL),
