@@ -84,7 +84,7 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     reached = [visits[eligible >= k].sum() / rounds for k in range(1, gamma + 1)]
     drafted = proposing * float(visits @ eligible / rounds)
     rejected = sum(chance * float(visits @ (1 - rate**eligible) / rounds) for chance, rate in used)
-    return Rounds(G / rounds, drafted, proposing, rejected, last, passes(reached), 1 - (1 - 1 / rounds) ** batch)
+    return Rounds(float(G / rounds), drafted, proposing, rejected, last, passes(reached), float(1 - (1 - 1 / rounds) ** batch))
 
 
 def _emitted(most: int, used: Sequence[tuple[float, float]]) -> np.ndarray:
