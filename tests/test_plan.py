@@ -405,7 +405,7 @@ def test_a_budget_beyond_the_context_is_refused():
 
 
 def test_an_oracle_is_not_planned_and_the_best_with_kernels_is_named():
-    found = plan("8b", LLAMA_8B, H100, [131072], [1], acceptances={"": 0.93})
+    found = plan("8b", LLAMA_8B, H100, [131072], [1], acceptances={"": 0.93, "prompt-lookup": 0.4})
     (oracle,) = (row for row in found.rows if row.draft == "exact-topk")
     assert (oracle.status, oracle.speedup) == ("not planned", None)
     with pytest.raises(InputError, match="exact-topk: an oracle"):
@@ -533,13 +533,20 @@ def test_plots(run, tmp_path):
     assert code == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_answers_at_once_and_asks_no_device():
+@pytest.mark.parametrize("own", [False, True])
+def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
     """In about 1.6 seconds on an idle machine, nearly all of it to import; what counts here is the processor's time, since others may be at
     work. No backend of JAX is initialised."""
     check = "import sys; from qspec_jax.cli.app import app; app(sys.argv[1:], standalone_mode=False); "
     check += "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    arguments = [*map(str, PLAN)]
+    if own:
+        (tmp_path / "config.json").write_text(json.dumps(hf_config(vocab_size=LLAMA_7B.vocab_size, max_position_embeddings=8192)))
+        draft = f"combine:prompt-lookup+small-model:model={tmp_path},weight_bits=4"
+        arguments += ["--draft", draft, "--acceptance", "0.8", "--json"]
     spent = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     began = spent()
-    done = subprocess.run([sys.executable, "-c", check, *map(str, PLAN)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", check, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert not own or json.loads(done.stdout)["rows"][-1]["speedup"] > 0
     assert spent() - began < 5

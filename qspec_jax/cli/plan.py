@@ -52,8 +52,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]R",
-            help="The share of rounds in which a draft that may have nothing to propose, as prompt-lookup, has something: 1, if not given; "
-            "may be given several times.",
+            help="The share of rounds in which a draft that may have nothing to propose, as prompt-lookup, has something; may be "
+            "given several times.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[

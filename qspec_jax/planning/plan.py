@@ -12,7 +12,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import GIVEN, AssumedAcceptance, acceptance_of, keys_of
+from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Assumed, chance_of, keys_of
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.memory import Memory, largest, memory_of
 from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
@@ -155,7 +155,7 @@ def plan(
 
     drafts: texts as --draft takes them; all of the registry with their default settings, if none are given. acceptances: the conditional
     acceptance of a draft by its text or its name, of all others by "". proposing: likewise the share of rounds in which a draft that may
-    have no proposal has one; 1, if not given. Raises InputError for a context that is too long for the model, for a draft that is unknown
+    have no proposal has one. Raises InputError for a context that is too long for the model, for a draft that is unknown
     or does not fit the model or the context, of the registry's it says so, and for a draft in `proposing` that never lacks a proposal.
     """
     texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
@@ -251,7 +251,7 @@ class _Turns:
     drafts: tuple[OutlinedDraft, ...]
     texts: tuple[str, ...]
     asked: tuple[Asked, ...]
-    assumed: tuple[AssumedAcceptance, ...]
+    assumed: tuple[Assumed, ...]
     notes: tuple[str, ...]
 
     @property
@@ -317,15 +317,18 @@ class _Planner:
         """The drafts as rounds ask them, or the name of one that is asked and of which no acceptance is known."""
         texts, asked, assumed, notes = registry.texts_in(whole), [], [], []
         for i, (text, each) in enumerate(zip(texts, drafts, strict=True)):
-            acceptance = acceptance_of(text, self.acceptances, within=whole)
+            acceptance = chance_of(text, self.acceptances, ACCEPTANCE, whole=whole)
             if acceptance is None:
                 return registry.name_of(text)
-            given = next((self.proposing[key] for key in keys_of(text, whole) if key in self.proposing), None)
-            share = 1.0 if each.always_proposes or given is None else given
+            share = 1.0
+            if not each.always_proposes:
+                found = chance_of(text, self.proposing, PROPOSING, whole=whole) or Assumed(1.0, "nothing is known of it")
+                share = found.rate
+                if found.source != GIVEN:
+                    rounds = f"{text} is ASSUMED to have a proposal in {share:.0%} of the rounds that ask it, whatever its settings"
+                    notes.append(f"{rounds}: {found.source}")
             asked.append(Asked(acceptance.rate, share))
             assumed.append(acceptance)
-            if not each.always_proposes and given is None:
-                notes.append(f"as if {text} had a proposal in every round; --proposing {registry.name_of(text)}=R says in how many it has")
             if share == 1:
                 if never := texts[i + 1 :]:
                     alone, kept = " and ".join(texts[: i + 1]), "though what it keeps takes memory"
@@ -467,5 +470,5 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         elif row.note:
             notes.append(f"{row.draft}: {row.note}")
         if row.acceptance is not None and row.acceptance_source != GIVEN:
-            notes.append(f"{row.draft}: acceptance {row.acceptance:g} is ASSUMED, whatever its settings: {row.acceptance_source}")
+            notes.append(f"{row.draft}: acceptance {row.acceptance:.3g} is ASSUMED, whatever its settings: {row.acceptance_source}")
     return list(dict.fromkeys(notes))
