@@ -1,5 +1,6 @@
 """`qspec plan` of drafts besides the target's own model: prompt lookup, a model with a checkpoint of its own, and two drafts in turn."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from qspec_jax.caches.schedule import Schedule, eligible_drafts
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import make_sampler
-from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.draft import Prompt
+from qspec_jax.drafts import make_draft, registry
+from qspec_jax.drafts.draft import Draft, Prompt, Proposes
 from qspec_jax.drafts.registry import parse_draft, texts_in
 from qspec_jax.drafts.small_model import BLOCK, SmallModelDraft
 from qspec_jax.drafts.step_bytes import bytes_of, step_bytes
@@ -156,6 +157,29 @@ def test_prompt_lookup_proposes_all_or_none():
     assert half.acceptance == 0.8 and half.proposing == 0.5 and not half.note
     assert none.tokens_per_round == pytest.approx(1) and none.accepted_of_drafted is None
     assert none.ms_per_token == pytest.approx(none.round_ms) and none.speedup < 1
+
+
+def test_a_draft_without_a_model_is_planned_by_what_it_says_it_proposes(monkeypatch):
+    """Without a word of its own in `planning`: it has to be given its acceptance, and may be given how often it has a proposal."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Some(Draft):
+        proposes = Proposes.ALL_OR_NONE
+
+        def propose(self, state, cache, round):
+            raise AssertionError("not run")
+
+    class Settings:
+        def make(self, model, int4):
+            return Some()
+
+    monkeypatch.setitem(registry.DRAFTS, "some", dataclasses.dataclass(Settings))
+    row = row_for("some", acceptances={"some": 0.6})
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.6))
+    assert row.ms_per_token == pytest.approx(round_ms(row) / rounds.tokens) and "100% of the rounds that ask it" in row.note
+    assert row_for("some").status == "no acceptance known"
+    monkeypatch.setattr(Some, "proposes", Proposes.ALL)
+    assert row_for("some", acceptances={"some": 0.6}).note == ""
 
 
 # small-model
@@ -364,6 +388,8 @@ def test_acceptance_of_drafts_in_a_combine(run):
     source = row_for(text, proposing={"": 0.5}).acceptance_source
     assert source.startswith("prompt-lookup:shortest=2 0.37, 0.371 with") and "; quantspec 0.97, 0.970 with" in source
     assert texts_in(text) == ("prompt-lookup:shortest=2", "quantspec")
+    notes = [note for note in report(text, gammas=(1, 4)).notes if "acceptance" in note]
+    assert notes == [f"{text}: acceptance is ASSUMED, whatever its settings: {source}"]
     # What the second accepts is not asked for where it never drafts.
     assert (
         row_for("combine:quantspec+h2o").status == "planned"

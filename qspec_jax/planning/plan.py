@@ -470,5 +470,7 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         elif row.note:
             notes.append(f"{row.draft}: {row.note}")
         if row.acceptance is not None and row.acceptance_source != GIVEN:
-            notes.append(f"{row.draft}: acceptance {row.acceptance:.3g} is ASSUMED, whatever its settings: {row.acceptance_source}")
+            several = len(registry.texts_in(row.draft)) > 1  # whose source has the rate of each
+            rate = "" if several else f" {row.acceptance:g}"
+            notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, whatever its settings: {row.acceptance_source}")
     return list(dict.fromkeys(notes))
