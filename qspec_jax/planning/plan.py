@@ -369,7 +369,7 @@ class _Planner:
             return rounds.steps * step_s
         found = row_of(self.config, CacheConfig(row.cache), row.context + width)
         first_s = self._seconds(timing.pass_cost(self.device, draft.reads(found), found.group_size, batch=row.batch, tokens=width))
-        behind = (1 - rounds.asked) * rounds.tokens / width if rounds.asked else 0.0
+        behind = (1 - rounds.asked) * rounds.tokens / width
         return (rounds.passes[0] + behind) * first_s + sum(rounds.passes[1:]) * step_s
 
     def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> float:
