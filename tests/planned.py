@@ -16,9 +16,10 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import timing
 from qspec_jax.planning.devices import DEVICES, Device
 from qspec_jax.planning.operations import prefill_work, row_of
-from qspec_jax.planning.rounds import Rounds, expected_rounds
-from qspec_jax.planning.steps import LayerReads, OutlinedDraft, Row, StepReads, outline, outlined, own_step
+from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
+from qspec_jax.planning.steps import LayerReads, OutlinedDraft, Row, StepReads, outlined, own_step
 from qspec_jax.planning.timing import FITTED, Cost, Efficiencies
+from qspec_jax.quantization.outline import outline
 
 FULL, G = CacheConfig("full"), 128
 LLAMA_8B, H100 = architecture("llama-3.1-8b"), DEVICES["h100"]
@@ -29,12 +30,14 @@ def config_of(name: str) -> LlamaConfig:
 
 
 def draft_reads(config: LlamaConfig, text: str, row: Row) -> StepReads:
-    """What a step of the draft of a text reads."""
-    return _outlined(config, text).reads(row)
+    """What a step of the draft of a text reads, which is not made of others."""
+    (draft,) = drafts_of(config, text)
+    return draft.reads(row)
 
 
 @functools.cache
-def _outlined(config: LlamaConfig, text: str) -> OutlinedDraft:
+def drafts_of(config: LlamaConfig, text: str) -> tuple[OutlinedDraft, ...]:
+    """The drafts that rounds ask in turn, of an outline."""
     return outlined(parse_draft(text), outline(config), lambda: outline(config, int4=True))
 
 
@@ -43,7 +46,7 @@ def acceptance_of(schedule: Schedule, gamma: int, ratio: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_rounds(schedule, gamma, middle).accepted_of_drafted < ratio else (low, middle)
+        low, high = (middle, high) if expected_rounds(schedule, gamma, Asked(middle)).accepted_of_drafted < ratio else (low, middle)
     return low
 
 
@@ -79,7 +82,7 @@ class Predicted:
 def predicted(row: rows.Decode) -> Predicted:
     device, c = DEVICES[row.device], config_of(row.arch)
     schedule = CacheConfig(row.cache).schedule_for(c.head_dim)
-    rounds = expected_rounds(schedule, row.gamma, acceptance_of(schedule, row.gamma, row.ratio))
+    rounds = expected_rounds(schedule, row.gamma, Asked(acceptance_of(schedule, row.gamma, row.ratio)))
     flush = rounds.flushes * timing.flush_cost(c).seconds(device)
     return Predicted(*(1e3 * cost.seconds(device) for cost in step_costs(row)), 1e3 * flush, rounds)
 
@@ -111,7 +114,7 @@ def batch_costs(rounds: Rounds) -> tuple[Cost, float]:
 
 
 def batch_rounds() -> Rounds:
-    return expected_rounds(Schedule(G), 4, acceptance_of(Schedule(None), 4, 0.92), batch=8)
+    return expected_rounds(Schedule(G), 4, Asked(acceptance_of(Schedule(None), 4, 0.92)), batch=8)
 
 
 def batch_round_count(row: rows.Batch) -> float:

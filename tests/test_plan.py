@@ -21,6 +21,8 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
 from qspec_jax.checkpoints.converted import is_converted
 from qspec_jax.drafts import registry
+from qspec_jax.drafts.combine import CombinedSettings
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.step_bytes import weight_bytes
@@ -39,8 +41,9 @@ from qspec_jax.planning.operations import (
     step_weight_bytes,
 )
 from qspec_jax.planning.plan import intensity, plan
-from qspec_jax.planning.rounds import expected_rounds
-from qspec_jax.planning.steps import LayerReads, Row, StepReads, outline, outlined, own_step
+from qspec_jax.planning.rounds import Asked, expected_rounds
+from qspec_jax.planning.steps import LayerReads, Row, StepReads, outlined, own_step
+from qspec_jax.quantization.outline import outline
 from qspec_jax.quantization.weights import quantize_head
 
 ROOT = Path(__file__).parent.parent
@@ -176,14 +179,28 @@ def test_what_sparse_reads():
 def test_a_cache_of_its_own_takes_memory():
     """streaming-llm reads a quarter of the prompt in full precision, the token that it appends among them, and keeps it."""
     reads = planned.draft_reads(LLAMA_8B, "streaming-llm", Row(0, 4097, 128))
-    assert reads.own_cache and set(reads.layers) == {LayerReads(0, 0, 1025)} and not reads.note
-    memory = memory_of(LLAMA_8B, INT8, reads, batch=2, context=4096, new_tokens=64, gamma=4)
+    assert set(reads.layers) == {LayerReads(0, 0, 1025)} and reads.has_kernels
+    memory = memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, "streaming-llm"), batch=2, context=4096, new_tokens=64, gamma=4)
     assert memory.draft == 2 * 32 * 1025 * 2 * 8 * 128 * 2
     # snapkv keeps what is generated besides: the rows of its real cache.
-    reads = planned.draft_reads(LLAMA_8B, "snapkv:budget=512,generated=256", Row(0, 4097, 128))
-    memory = memory_of(LLAMA_8B, INT8, reads, batch=2, context=4096, new_tokens=256, gamma=4)
+    drafts = planned.drafts_of(LLAMA_8B, "snapkv:budget=512,generated=256")
+    memory = memory_of(LLAMA_8B, INT8, drafts, batch=2, context=4096, new_tokens=256, gamma=4)
     assert memory.draft == 2 * 32 * (512 + 256 + 1) * 2 * 8 * 128 * 2
-    assert not planned.draft_reads(LLAMA_8B, "quantspec", ROW).note and planned.draft_reads(LLAMA_8B, "sparse", ROW).note
+    assert planned.draft_reads(LLAMA_8B, "quantspec", ROW).has_kernels and not planned.draft_reads(LLAMA_8B, "sparse", ROW).has_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentDraft(Draft):
+    """Says nothing of what it costs."""
+
+    def propose(self, state, cache, round):
+        raise AssertionError("not run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent:
+    def make(self, model, int4):
+        return SilentDraft()
 
 
 def test_an_outline_is_made_as_the_draft_is():
@@ -192,23 +209,21 @@ def test_an_outline_is_made_as_the_draft_is():
     shapes = lambda draft: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft)]
     for text in ("quantspec", "quantspec:sensitive_layers=1", "sparse", "streaming-llm", "snapkv:weight_bits=4", "chunk-means"):
         settings = parse_draft(text)
-        found = outlined(settings, outline(TINY), lambda: outline(TINY, int4=True))
+        (found,) = outlined(settings, outline(TINY), lambda: outline(TINY, int4=True))
         assert shapes(found.draft) == shapes(settings.make(model, lambda: random_int4(model)))
     assert jax.tree.structure(outline(TINY)) == jax.tree.structure(model)
 
 
 def test_drafts_that_cannot_be_made_of_an_outline():
-    """They have a checkpoint of their own, or do not go by steps. A setting that does not fit is an error, and so is a typo in its code."""
-
-    class Loading:
-        checkpoints = ("somewhere",)
+    """They do not say how much they propose. A setting that does not fit is an error, and so is a typo in its code."""
 
     class Mistaken:
         def make(self, model, int4):
             return model.embeding
 
     models = outline(TINY), lambda: outline(TINY, int4=True)
-    assert [outlined(settings, *models) for settings in (Loading(), parse_draft("prompt-lookup"))] == [None] * 2
+    combined = CombinedSettings(parse_draft("prompt-lookup"), Silent())
+    assert [outlined(settings, *models) for settings in (Silent(), combined)] == [None] * 2
     with pytest.raises(InputError, match="sensitive_layers 9"):
         outlined(parse_draft("quantspec:sensitive_layers=9"), *models)
     with pytest.raises(AttributeError, match="embeding"):
@@ -229,7 +244,7 @@ def test_rounds_are_those_of_the_schedule(group_size, gamma, rate):
         accepted = int(np.argmin(np.append(random.random(eligible) < rate, False)))
         flushes += int(schedule.quantized_length(n + accepted + 1) > schedule.quantized_length(n))
         n, tokens, drafted = n + accepted + 1, tokens + accepted + 1, drafted + eligible
-    found = expected_rounds(schedule, gamma, rate)
+    found = expected_rounds(schedule, gamma, Asked(rate))
     assert found.tokens == pytest.approx(tokens / count, rel=0.04)
     assert found.drafted == pytest.approx(drafted / count, rel=0.04) and found.steps == pytest.approx(found.drafted)
     assert found.flushes == pytest.approx(flushes / count, abs=0.03)
@@ -237,9 +252,9 @@ def test_rounds_are_those_of_the_schedule(group_size, gamma, rate):
 
 
 def test_rounds_without_a_schedule_and_in_a_batch():
-    free = expected_rounds(Schedule(None), 3, 0.5)
+    free = expected_rounds(Schedule(None), 3, Asked(0.5))
     assert free.tokens == 1 + 0.5 + 0.25 + 0.125 and free.accepted_of_drafted == pytest.approx(0.875 / 3) and free.flushes == 0
-    one, eight = (expected_rounds(Schedule(128), 6, 0.9, batch=batch) for batch in (1, 8))
+    one, eight = (expected_rounds(Schedule(128), 6, Asked(0.9), batch=batch) for batch in (1, 8))
     # A batch drafts as far as its row with the most room does, and flushes when any row does.
     assert one.drafted == eight.drafted == one.steps < eight.steps < 6
     assert eight.flushes == pytest.approx(1 - (1 - one.flushes) ** 8)
@@ -301,7 +316,7 @@ def test_ranges_of_the_trained_model():
     four = []
     for row in trained:
         rate = planned.acceptance_of(Schedule(128), 6, row.ratio)
-        ratio = expected_rounds(Schedule(128), 4, rate).accepted_of_drafted
+        ratio = expected_rounds(Schedule(128), 4, Asked(rate)).accepted_of_drafted
         four.append(planned.predicted(row._replace(gamma=4, ratio=ratio)).speedup)
     assert (min(four), max(four)) == pytest.approx((1.40, 1.80), rel=0.15)
 
@@ -318,8 +333,8 @@ def test_costs_of_a_draft():
 def test_memory_is_what_was_measured(row):
     c = architecture(row.arch)
     sizes = dict(batch=1, context=row.context, new_tokens=row.new_tokens)
-    draft = memory_of(c, INT8, planned.draft_reads(c, "quantspec", row_of(c, INT8, row.context)), **sizes, gamma=6)
-    baseline = memory_of(c, FULL, None, **sizes, gamma=0)
+    draft = memory_of(c, INT8, planned.drafts_of(c, "quantspec"), **sizes, gamma=6)
+    baseline = memory_of(c, FULL, (), **sizes, gamma=0)
     assert draft.cache / 1e9 == pytest.approx(row.cache_gb, rel=0.005, abs=0.005)
     assert draft.cache / baseline.cache == pytest.approx(row.share_of_full, abs=0.006)
     assert draft.total / 1e9 == pytest.approx(row.peak_gb, rel=0.05) and baseline.total / 1e9 == pytest.approx(row.baseline_gb, rel=0.05)
@@ -361,8 +376,8 @@ def test_what_fits():
     room = 79e9
 
     def total(batch: int, context: int) -> float:
-        reads = planned.draft_reads(LLAMA_7B, "quantspec", row_of(LLAMA_7B, INT8, context))
-        return memory_of(LLAMA_7B, INT8, reads, batch=batch, context=bucket(context), new_tokens=640, gamma=6).total
+        drafts = planned.drafts_of(LLAMA_7B, "quantspec")
+        return memory_of(LLAMA_7B, INT8, drafts, batch=batch, context=bucket(context), new_tokens=640, gamma=6).total
 
     assert total(row.most_rows, 65536) <= room < total(row.most_rows + 1, 65536)
     assert total(1, row.longest_context) <= room < total(1, row.longest_context + 1)
@@ -390,7 +405,7 @@ def test_a_budget_beyond_the_context_is_refused():
 
 
 def test_an_oracle_is_not_planned_and_the_best_with_kernels_is_named():
-    found = plan("8b", LLAMA_8B, H100, [131072], [1], acceptances={"": 0.93})
+    found = plan("8b", LLAMA_8B, H100, [131072], [1], acceptances={"": 0.93, "prompt-lookup": 0.4})
     (oracle,) = (row for row in found.rows if row.draft == "exact-topk")
     assert (oracle.status, oracle.speedup) == ("not planned", None)
     with pytest.raises(InputError, match="exact-topk: an oracle"):
@@ -493,15 +508,10 @@ def test_bad_input(run, arguments, said):
 
 
 def test_a_draft_without_a_cost_is_listed(run, monkeypatch):
-    """Drafts of the registry whose steps nobody knows, or of which no acceptance is known."""
+    """Drafts of the registry that do not say how much they propose, or of which no acceptance is known."""
 
     @dataclasses.dataclass(frozen=True)
-    class Silent:
-        def make(self, model, int4):
-            return None
-
-    @dataclasses.dataclass(frozen=True)
-    class Wanting(Silent):
+    class Wanting:
         def __post_init__(self):
             raise InputError("it wants a checkpoint")
 
@@ -523,13 +533,20 @@ def test_plots(run, tmp_path):
     assert code == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_it_answers_at_once_and_asks_no_device():
+@pytest.mark.parametrize("own", [False, True])
+def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
     """In about 1.6 seconds on an idle machine, nearly all of it to import; what counts here is the processor's time, since others may be at
     work. No backend of JAX is initialised."""
     check = "import sys; from qspec_jax.cli.app import app; app(sys.argv[1:], standalone_mode=False); "
     check += "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    arguments = [*map(str, PLAN)]
+    if own:
+        (tmp_path / "config.json").write_text(json.dumps(hf_config(vocab_size=LLAMA_7B.vocab_size, max_position_embeddings=8192)))
+        draft = f"combine:prompt-lookup+small-model:model={tmp_path},weight_bits=4"
+        arguments += ["--draft", draft, "--acceptance", "0.8", "--json"]
     spent = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     began = spent()
-    done = subprocess.run([sys.executable, "-c", check, *map(str, PLAN)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", check, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert not own or json.loads(done.stdout)["rows"][-1]["speedup"] > 0
     assert spent() - began < 5

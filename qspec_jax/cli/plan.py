@@ -15,7 +15,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.files import output_to
 from qspec_jax.planning import plan as planning
 from qspec_jax.planning import report as shown
-from qspec_jax.planning.acceptance import parse_acceptances
+from qspec_jax.planning.acceptance import parse_chances
 from qspec_jax.planning.devices import DEVICES, find_device
 
 CONTEXTS = (4096, 32768, 131072)
@@ -48,6 +48,14 @@ def plan(
             "times.",
         ),
     ] = None,
+    proposing: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]R",
+            help="The share of rounds in which a draft that may have nothing to propose, as prompt-lookup, has something; may be "
+            "given several times.",
+        ),
+    ] = None,
     num_speculative_tokens: Annotated[
         list[int] | None,
         typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round; may be given several times, to find the best."),
@@ -67,7 +75,8 @@ def plan(
             raise InputError(f"{option} {wrong[0]} should be from 1 to {most:,}")
     if not 1 <= max_new_tokens <= 1 << 24:
         raise InputError(f"--max-new-tokens {max_new_tokens} should be from 1 to {1 << 24:,}")
-    acceptances = parse_acceptances(acceptance or [], draft or list(DRAFTS))
+    acceptances = parse_chances("--acceptance", acceptance or [], draft or list(DRAFTS))
+    shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS))
     found = find_device(device)
     config = huggingface.load_config(model) if arch is None else architecture(arch)
     longest = max(1, config.max_length - max_new_tokens)
@@ -82,6 +91,7 @@ def plan(
         batches,
         drafts=draft or (),
         acceptances=acceptances,
+        proposing=shares,
         gammas=gammas,
         max_new_tokens=max_new_tokens,
     )

@@ -45,6 +45,9 @@ class CombinedDraft(Draft):
     def max_length(self):
         return min((draft.max_length for draft in (self.first, self.second) if draft.max_length is not None), default=None)
 
+    def in_turn(self):
+        return self.first.in_turn() + self.second.in_turn()
+
     def begin(self, prompt):
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
 

@@ -58,7 +58,7 @@ class CompactDraft(SelfSpeculativeDraft):
         return state.take_in([cache.tokens(i, positions[:, None]) for i in range(len(cache.layers))], came)
 
     def reads(self, layer, quantized, buffered, group_size):
-        """See `StepwiseDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that
+        """See `ModelDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that
         is appended, is the prompt that the budget is a share of."""
         prompt = quantized + buffered - 1
         held = min(prompt, self.budget_of(prompt))

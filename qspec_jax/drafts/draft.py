@@ -10,6 +10,7 @@ the distributions in its proposal are those that its drafts were drawn from, and
 
 import abc
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self
 
@@ -125,19 +126,28 @@ class Round(Protocol):
         ...
 
 
+class Proposes(enum.Enum):
+    """How many drafts one has of those that a round allows a row."""
+
+    ALL = "all"
+    ALL_OR_NONE = "all or none"
+
+
 class Draft(abc.ABC):
     """The protocol of a draft. A subclass is a frozen dataclass of weights and settings, registered as a pytree.
 
     What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
     observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
     wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
-    them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes.
+    them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes. proposes: for
+    models of what a draft costs; None for one that they know nothing of.
     """
 
     observes: ClassVar[bool] = False
     prompt_queries: ClassVar[int] = 0
     extra_rows: int = 0
     max_length: ClassVar[int | None] = None
+    proposes: ClassVar[Proposes | None] = None
 
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""
@@ -158,6 +168,10 @@ class Draft(abc.ABC):
         """
         return None
 
+    def in_turn(self) -> tuple["Draft", ...]:
+        """The drafts that a round asks one after the other, until one has a proposal: itself, unless it is made of others."""
+        return (self,)
+
     def in_loop(self) -> Self:
         """The draft as the decode loop runs it. It is made once for a decode, after prefill, during which memory peaks."""
         return self
@@ -177,20 +191,21 @@ class Reads:
     key_groups: bool = dataclasses.field(default=True, kw_only=True)
 
 
-class StepwiseDraft(Draft):
-    """The common case: single-token steps of a model over a cache. A subclass says which view they read it through, and which cache.
+class ModelDraft(Draft):
+    """A draft whose tokens come from single-token steps of a model. A subclass says what they read, for models of what a draft costs.
 
-    own_cache: whether the steps append to a cache in the draft's state, and not to the target's. oracle: whether finding out what to read
-    costs as much as reading everything, so that the draft is for measurement alone.
+    own_cache: whether the steps append to a cache in the draft's state, and not to the target's. own_model: whether the model is another
+    than the target, with weights of its own, which reads the prompts for itself. first_pass: tokens of each row in the pass that the first
+    draft of a round comes from; the others come from a step each. oracle: whether finding out what to read costs as much as reading
+    everything, so that the draft is for measurement alone.
     """
 
     step: ViewedModel
     own_cache: ClassVar[bool] = False
+    own_model: ClassVar[bool] = False
+    first_pass: ClassVar[int] = 1
     oracle: ClassVar[bool] = False
-
-    @abc.abstractmethod
-    def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
-        """The step that a round's drafts are made by."""
+    proposes = Proposes.ALL
 
     @abc.abstractmethod
     def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
@@ -200,8 +215,28 @@ class StepwiseDraft(Draft):
         this step appends.
         """
 
+    def holds(self, layer: int, prompt: int, capacity: int, gamma: int) -> Reads:
+        """What the draft's own cache has memory for in a row and layer: unless a subclass says otherwise, what the first step reads.
+
+        prompt: tokens of the prompt. capacity: the most tokens that the row may come to hold. gamma: the most drafts of a round.
+        """
+        return self.reads(layer, 0, prompt + 1, 1)
+
+    def reads_of_prompt(self, prompt: int) -> int:
+        """How many tokens of a prompt of so many a model of the draft's own is given in prefill."""
+        return prompt if self.own_model else 0
+
     def check_capacity(self, capacity: int) -> None:
         """Raises InputError where rows that may hold so many tokens are too small for the settings."""
+
+
+class StepwiseDraft(ModelDraft):
+    """The common case: nothing but single-token steps of a model over a cache. A subclass says which view they read it through, and which
+    cache."""
+
+    @abc.abstractmethod
+    def step_in_round(self, state: State, cache: Cache) -> ViewedModel:
+        """The step that a round's drafts are made by."""
 
     def cache_of_steps(self, state: State, cache: Cache) -> AppendedCache:
         """The cache that the steps append to and read: the target's, perhaps with another around it, or the draft's own."""

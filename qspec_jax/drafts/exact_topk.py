@@ -49,7 +49,7 @@ class ExactTopKDraft(SelfSpeculativeDraft):
         return ViewedModel(self.step.model, views)
 
     def reads(self, layer, quantized, buffered, group_size):
-        """See `StepwiseDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
+        """See `ModelDraft.reads`. That a step reads all keys to find its choice does not count: no draft that is measured by it does."""
         size = group_size if self.whole_groups else 1
         asked = quantized if layer < self.dense_layers else math.ceil(parts_asked(self.budget, quantized // size, size)) * size
         return Reads(1, min(quantized, asked), buffered)

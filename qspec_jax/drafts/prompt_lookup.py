@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from qspec_jax.drafts.draft import Draft, Proposal
+from qspec_jax.drafts.draft import Draft, Proposal, Proposes
 from qspec_jax.drafts.history import History
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -30,6 +30,8 @@ class PromptLookupDraft(Draft):
     vocab_size: int = dataclasses.field(metadata={"static": True})
     longest: int = dataclasses.field(metadata={"static": True})
     shortest: int = dataclasses.field(metadata={"static": True})
+
+    proposes = Proposes.ALL_OR_NONE
 
     def begin(self, prompt):
         return History.begin(prompt)

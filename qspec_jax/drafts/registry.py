@@ -55,7 +55,7 @@ def parse_draft(text: str) -> DraftSettings | None:
     if name not in DRAFTS:
         raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}")
     if DRAFTS[name] is CombinedSettings:
-        return CombinedSettings(*_two_drafts(text, text.partition(":")[2]))
+        return CombinedSettings(*_two_drafts(text))
     # Those that drafts share stand behind a draft's own.
     fields = {field.name: field.type for field in sorted(dataclasses.fields(DRAFTS[name]), key=lambda field: field.kw_only)}
     given = {}
@@ -76,6 +76,14 @@ def parse_draft(text: str) -> DraftSettings | None:
 def name_of(text: str) -> str:
     """The name in the text of a draft."""
     return _taken_apart(text)[0]
+
+
+def texts_in(text: str) -> tuple[str, ...]:
+    """The texts of the drafts that the draft of this text is made of, in their order: itself, unless it is a `combine`. Raises InputError
+    where that has not two."""
+    if DRAFTS.get(name_of(text)) is not CombinedSettings:
+        return (text,)
+    return tuple(part for each in _two_texts(text) for part in texts_in(each))
 
 
 def has_budget(text: str) -> bool:
@@ -112,10 +120,18 @@ def _taken_apart(text: str) -> tuple[str, list[str]]:
     return name, re.split(r"(?<!\\),", rest) if colon else []
 
 
-def _two_drafts(text: str, rest: str) -> list[DraftSettings]:
-    """The settings of the drafts in A+B."""
+def _two_drafts(text: str) -> list[DraftSettings]:
+    """The settings of the drafts in combine:A+B."""
+    found = list(map(parse_draft, _two_texts(text)))
+    if None in found:
+        raise InputError(f"draft {text!r}: {NONE} proposes nothing that could be combined")
+    return found
+
+
+def _two_texts(text: str) -> list[str]:
+    """The texts of the drafts in combine:A+B."""
     depth, parts = 0, [""]
-    for character in rest:
+    for character in text.partition(":")[2]:
         depth += (character == "(") - (character == ")")
         if depth < 0:
             break
@@ -127,10 +143,7 @@ def _two_drafts(text: str, rest: str) -> list[DraftSettings]:
         raise InputError(f"draft {text!r}: its parentheses should be in pairs")
     if len(parts) != 2:
         raise InputError(f"draft {text!r}: combine takes two drafts with a + between them, as in combine:prompt-lookup+quantspec")
-    found = [parse_draft(part[1:-1] if part.startswith("(") and part.endswith(")") else part) for part in parts]
-    if None in found:
-        raise InputError(f"draft {text!r}: {NONE} proposes nothing that could be combined")
-    return found
+    return [part[1:-1] if part.startswith("(") and part.endswith(")") else part for part in parts]
 
 
 def make_draft(

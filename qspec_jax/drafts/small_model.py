@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION
-from qspec_jax.checkpoints.hub import local
-from qspec_jax.checkpoints.loading import config_and_dtype, load_model
-from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.draft import ModelDraft, Reads, propose_by_steps
 from qspec_jax.drafts.history import History
-from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
+from qspec_jax.drafts.own_model import own_config, own_model
 from qspec_jax.drafts.self_speculative import check_weight_bits
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
@@ -67,7 +65,7 @@ class SmallModelState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SmallModelDraft(Draft):
+class SmallModelDraft(ModelDraft):
     """Single-token steps of a model over a cache of its own.
 
     `commit` keeps what the cache holds of a round's drafts as far as they were emitted, whoever proposed those. sinks, window: the tokens
@@ -78,9 +76,22 @@ class SmallModelDraft(Draft):
     sinks: int = dataclasses.field(default=0, metadata={"static": True})
     window: int = dataclasses.field(default=0, metadata={"static": True})
 
+    own_cache = own_model = True
+    first_pass = BLOCK
+
     @property
     def max_length(self):
         return None if self.window else self.step.model.config.max_length
+
+    def reads(self, layer, quantized, buffered, group_size):
+        tokens = quantized + buffered
+        return Reads(0, 0, min(tokens, self.sinks + self.window + 1) if self.window else tokens)
+
+    def holds(self, layer, prompt, capacity, gamma):
+        return Reads(0, 0, (self.sinks + self.window if self.window else capacity) + max(gamma, BLOCK) + 1)
+
+    def reads_of_prompt(self, prompt):
+        return min(prompt, self.sinks + self.window) if self.window else prompt
 
     def begin(self, prompt):
         model, appended = self.step.model, max(prompt.gamma, BLOCK)
@@ -146,17 +157,10 @@ class SmallModelSettings:
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SmallModelDraft:
         """The draft for a model. Raises InputError for a checkpoint that cannot be loaded, or has another vocabulary."""
-        directory = local(self.model)
-        config, _ = config_and_dtype(directory)
-        if config.vocab_size != (wanted := model.config.vocab_size):
-            raise InputError(f"{self.model}: a vocabulary of {config.vocab_size} tokens; a draft needs the target's, of {wanted}")
+        config = own_config(self.model, model)
         if self.reads == "window":
             self.check_window(config)
-        mesh = getattr(model.embedding.get_value().sharding, "mesh", None)
-        small = load_model(directory, dtype=model.dtype.name, mesh=mesh)
-        if self.weight_bits == 4:
-            small = int4_model(small, directory=directory)
-        step = ViewedModel(small, FULL_PRECISION)
+        step = ViewedModel(own_model(self.model, model, weight_bits=self.weight_bits), FULL_PRECISION)
         return SmallModelDraft(step) if self.reads == "text" else SmallModelDraft(step, self.sinks, self.window)
 
     def check_window(self, config: LlamaConfig) -> None:

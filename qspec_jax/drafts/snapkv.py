@@ -54,7 +54,7 @@ class SnapKVDraft(CompactDraft):
         return CompactCache.of(layers, kind=self.kind, **places, appended=prompt.gamma)
 
     def reads(self, layer, quantized, buffered, group_size):
-        """See `StepwiseDraft.reads`. The ring is counted as full, as it is once so many tokens are generated: what the cache then holds is
+        """See `ModelDraft.reads`. The ring is counted as full, as it is once so many tokens are generated: what the cache then holds is
         also what it has memory for. Before that a step reads less."""
         found = super().reads(layer, quantized, buffered, group_size)
         ring = min(self.generated, quantized + buffered - found.quantized - found.full)

@@ -5,7 +5,7 @@ import math
 import jax
 
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.draft import Draft, Reads, StepwiseDraft
+from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
 from qspec_jax.models.llama import Llama
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
@@ -14,11 +14,11 @@ ITEM_BYTES = 2
 
 def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, most_item_bytes: int = 8) -> int | None:
     """The bytes that a draft's step must read: its weights, and what it reads of keys and values, where the target's cache would hold so
-    many tokens with the one that it appends. None for a draft that is no `StepwiseDraft` (prompt-lookup, combine, small-model).
+    many tokens with the one that it appends. None for a draft that is no `ModelDraft` (prompt-lookup, combine).
 
     cache: the target's. most_item_bytes: see `bytes_of`.
     """
-    if not isinstance(draft, StepwiseDraft):
+    if not isinstance(draft, ModelDraft):
         return None
     c, total = draft.step.model.config, weight_bytes(draft.step.model, most_item_bytes=most_item_bytes)
     G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))

@@ -258,7 +258,7 @@ class AcceptanceReport:
     date: of the run; scheme, group_size: of the target's cache; calibration: whether INT4 weights were calibrated for the texts.
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
-    one step of the draft reads behind that context, each number as two bytes at most, None for a draft that is no `StepwiseDraft`
+    one step of the draft reads behind that context, each number as two bytes at most, None for a draft that is no `ModelDraft`
     (prompt-lookup, combine, small-model); texts, right: how many at this context, see `Walk`.
     """
 
@@ -328,7 +328,7 @@ def plot(report: AcceptanceReport, path: Path) -> None:
 
 def plot_by_bytes(report: AcceptanceReport) -> Any:
     """A panel for each context and temperature, teacher-forced: the chance that a draft is accepted, given those before it, with standard
-    errors, against what one reads. Drafts that differ by their budget alone are one line; those that are no `StepwiseDraft` are levels."""
+    errors, against what one reads. Drafts that differ by their budget alone are one line; those that are no `ModelDraft` are levels."""
     from matplotlib.figure import Figure
 
     found = [row for row in report.results if row["mode"] == "teacher-forced" and row["conditional_rate"] is not None]

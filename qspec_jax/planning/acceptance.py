@@ -1,15 +1,15 @@
-"""The acceptance that a plan assumes where none is given, with its source; and how --acceptance is read."""
+"""The acceptance that a plan assumes where none is given, with its source; and how --acceptance and --proposing are read."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from qspec_jax.drafts.registry import name_of
+from qspec_jax.drafts.registry import name_of, texts_in
 from qspec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class AssumedAcceptance:
-    """The chance that a draft is accepted, given those before it in the round, and where the figure comes from."""
+class Assumed:
+    """A chance that a plan rests on, and where the figure comes from."""
 
     rate: float
     source: str
@@ -20,32 +20,52 @@ _PAPER = "QuantSpec's paper, table 3, one draft a round, a quarter of the contex
 _MEASURED = (
     "a model of 419 M parameters, conditional, teacher-forced, at a context of 64k; 3 texts of 256 tokens, standard error about 0.01"
 )
-# By the name of the draft, whatever its settings.
-ASSUMED = {
-    "quantspec": AssumedAcceptance(
+# Both by the name of the draft, whatever its settings. The chance that a draft is accepted, given those before it in the round:
+ACCEPTANCE = {
+    "quantspec": Assumed(
         0.97, f"0.970 with {_MEASURED}. Of all drafts in rounds of 6, another measure, such models accept 0.886 to 0.917 (docs/results.md)"
     ),
-    "sparse": AssumedAcceptance(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/results.md)"),
-    "streaming-llm": AssumedAcceptance(0.87, f"{_PAPER} 0.79 to 0.91"),
-    "snapkv": AssumedAcceptance(0.83, f"{_PAPER} 0.56 to 0.94"),
+    "sparse": Assumed(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/results.md)"),
+    "streaming-llm": Assumed(0.87, f"{_PAPER} 0.79 to 0.91"),
+    "snapkv": Assumed(0.83, f"{_PAPER} 0.56 to 0.94"),
+    "prompt-lookup": Assumed(
+        0.37,
+        "0.371 with the embedded model, conditional, teacher-forced, at a context of 8k of code; 6 texts of 128 tokens, standard error "
+        "0.039, and 0.412 with 0.100 at 4k (docs/results.md)",
+    ),
+}
+# The chance that a round in which a draft is asked finds it with a proposal, for those that may have none.
+PROPOSING = {
+    "prompt-lookup": Assumed(
+        0.9,
+        "0.907 of the tokens that 492 rounds could at most have drafted, with the embedded model at a context of 8k of code; less at "
+        "shorter contexts and for longer n-grams (docs/plan.md)",
+    ),
 }
 
 
-def acceptance_of(draft: str, given: Mapping[str, float]) -> AssumedAcceptance | None:
-    """What to plan a draft with: given for its text, for its name or for all (""), or assumed for its name; None where nothing is known."""
-    name = name_of(draft)
-    for key in (draft, name, ""):
+def keys_of(draft: str, whole: str) -> tuple[str, ...]:
+    """What may be given for a draft, the most particular first: its text, its name, those of the one that it is a part of, or "" for all.
+    whole: that one's text, or the draft's own."""
+    return draft, name_of(draft), whole, name_of(whole), ""
+
+
+def chance_of(draft: str, given: Mapping[str, float], assumed: Mapping[str, Assumed], *, whole: str) -> Assumed | None:
+    """What to plan a draft with: given for one of `keys_of`, or assumed for its name; None where nothing is known. assumed: `ACCEPTANCE` or
+    `PROPOSING`."""
+    for key in keys_of(draft, whole):
         if key in given:
-            return AssumedAcceptance(given[key], GIVEN)
-    return ASSUMED.get(name)
+            return Assumed(given[key], GIVEN)
+    return assumed.get(name_of(draft))
 
 
-def parse_acceptances(texts: Sequence[str], drafts: Sequence[str]) -> dict[str, float]:
-    """Reads --acceptance: R for all drafts, or NAME=R for one, by its text or its name.
+def parse_chances(option: str, texts: Sequence[str], drafts: Sequence[str]) -> dict[str, float]:
+    """Reads --acceptance or --proposing: R for all drafts, or NAME=R for one, by its text or its name; a draft within a `combine` has its
+    own.
 
     Raises InputError for what is no number from 0 to 1, and for a draft that is not planned.
     """
-    known = {*drafts, *map(name_of, drafts)}
+    known = {key for draft in drafts for part in _parts(draft) for key in keys_of(part, draft)} - {""}
     found: dict[str, float] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
@@ -54,10 +74,18 @@ def parse_acceptances(texts: Sequence[str], drafts: Sequence[str]) -> dict[str, 
         except ValueError:
             rate = -1.0
         if not 0 <= rate <= 1:
-            raise InputError(f"--acceptance {text}: {number!r} should be a number from 0 to 1")
+            raise InputError(f"{option} {text}: {number!r} should be a number from 0 to 1")
         if equals and name not in known:
-            raise InputError(f"--acceptance {text}: no draft {name!r} is planned; there are {', '.join(drafts)}")
+            raise InputError(f"{option} {text}: no draft {name!r} is planned; there are {', '.join(drafts)}")
         if name in found:
-            raise InputError(f"--acceptance is given twice for {name or 'all drafts'}")
+            raise InputError(f"{option} is given twice for {name or 'all drafts'}")
         found[name] = rate
     return found
+
+
+def _parts(draft: str) -> tuple[str, ...]:
+    """The drafts in the text of one; itself for a `combine` of none, which is listed and not planned."""
+    try:
+        return texts_in(draft)
+    except InputError:
+        return (draft,)

@@ -1,12 +1,12 @@
 """What fits into a device's memory: weights, what a draft adds to them, caches, and what prefill and decoding hold besides."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_bytes, int4_bytes, model_bytes
-from qspec_jax.planning.steps import StepReads
+from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_bytes, int4_bytes, layer_weight_bytes, model_bytes
+from qspec_jax.planning.steps import OutlinedDraft
 
 # What prefill holds for each token besides the cache, fitted on two measured rows of docs/results.md: so many arrays as wide as the hidden
 # state, and so many of a layer's keys and values. Filling a quantized cache keeps more of the latter.
@@ -30,18 +30,25 @@ class Memory:
 
 
 def memory_of(
-    config: LlamaConfig, cache: CacheConfig, reads: StepReads | None, *, batch: int, context: int, new_tokens: int, gamma: int
+    config: LlamaConfig, cache: CacheConfig, drafts: Sequence[OutlinedDraft], *, batch: int, context: int, new_tokens: int, gamma: int
 ) -> Memory:
-    """The memory that decoding takes, all prompts prefilled at once, in bfloat16. reads: a draft's step; None without one."""
+    """The memory that decoding takes, all prompts prefilled at once, in bfloat16. drafts: all that a round may ask."""
     wide, pairs = PREFILL_ARRAYS["int8" if cache.kind != "full" else "full"]
     keys = 2 * config.num_kv_heads * config.head_dim
     prefill = 2 * batch * context * (wide * max(config.hidden_size, config.num_heads * config.head_dim) + pairs * keys)
-    draft = decoding = 0.0
-    if reads is not None:
-        draft = sum(layer.weight_bits == 4 for layer in reads.layers) * int4_bytes(config)
-        if reads.own_cache:  # it keeps what it reads
-            draft += batch * sum(cache_bytes_read(config, layer, cache.group_size_for(config.head_dim)) for layer in reads.layers)
-        decoding = head_bytes(config, reads.head_bits) if reads.head_bits == 8 else 0.0  # made after prefill
+    steps = [each for each in drafts if each.model is not None]
+    shared = [each for each in steps if not each.model.own_model]
+    # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
+    draft = sum(4 in bits for bits in zip(*(each.weight_bits for each in shared))) * int4_bytes(config)
+    heads = {each.weight_bits for each in shared if each.head_bits == 8}
+    decoding = len(heads) * head_bytes(config, 8)  # made after prefill
+    for each in steps:
+        own = each.model.step.model.config
+        if each.model.own_model:
+            draft += model_bytes(own) + sum(layer_weight_bytes(own, bits) - layer_weight_bytes(own, 16) for bits in each.weight_bits)
+        if each.model.own_cache:
+            held = (each.model.holds(i, context, context + new_tokens, gamma) for i in range(own.num_layers))
+            draft += batch * sum(cache_bytes_read(own, layer, cache.group_size_for(config.head_dim)) for layer in held)
     kept = cache_bytes(config, cache, batch=batch, capacity=context + new_tokens, gamma=gamma)
     return Memory(model_bytes(config), draft, kept, max(prefill, decoding))
 

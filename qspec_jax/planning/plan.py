@@ -12,12 +12,13 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import GIVEN, AssumedAcceptance, acceptance_of
+from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Assumed, chance_of, keys_of
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.memory import Memory, largest, memory_of
 from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
-from qspec_jax.planning.rounds import expected_rounds
-from qspec_jax.planning.steps import OutlinedDraft, StepReads, outline, outlined, own_step
+from qspec_jax.planning.rounds import Asked, Rounds, expected_rounds
+from qspec_jax.planning.steps import OutlinedDraft, outlined, own_step
+from qspec_jax.quantization.outline import outline
 
 CACHES = ("full", "int8")  # the baselines' caches; drafts go with the second
 GAMMAS = (1, 2, 3, 4, 6, 8)
@@ -64,10 +65,12 @@ class Status(enum.StrEnum):
 class PlannedRow:
     """A way of decoding at one context and batch. draft: its text, "none" without one. gamma: 0 without one.
 
-    step_ms: one step of the draft; target_ms: a verification, or a step without a draft; round_ms: a round with all of its drafts, and its
-    share of a flush. ms_per_token: of each row; tokens_per_second: of all rows together. speedup: over the faster of the autoregressive
-    ways that fit, with a cache `baseline`; None where none fits. most_rows: of this context that fit; longest_context: of this batch,
-    within the model's positions. acceptance: the conditional one, and acceptance_source where it comes from.
+    step_ms: one step of the draft's model, None without one; target_ms: a verification, or a step without a draft; round_ms: a round with
+    all of its drafts, and its share of a flush. ms_per_token: of each row; tokens_per_second: of all rows together. speedup: over the
+    faster of the autoregressive ways that fit, with a cache `baseline`; None where none fits. most_rows: of this context that fit;
+    longest_context: of this batch, within the models' positions. acceptance: the conditional one, of `combine` what comes of its drafts'
+    (None where it drafts nothing), and acceptance_source where it comes from. proposing: the share of the rounds that have a proposal.
+    note: sentences on what the times leave out. has_kernels: whether all that it reads has GPU kernels; without, times are as if.
     """
 
     context: int
@@ -79,6 +82,8 @@ class PlannedRow:
     note: str = ""
     acceptance: float | None = None
     acceptance_source: str = ""
+    proposing: float | None = None
+    has_kernels: bool = True
     accepted_of_drafted: float | None = None
     tokens_per_round: float | None = None
     prefill_s: float | None = None
@@ -103,7 +108,7 @@ class PlannedRow:
 class Best:
     """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
 
-    with_kernels: the fastest whose time leaves nothing out (`StepReads.note`), if that is another.
+    with_kernels: the fastest that has GPU kernels for all that it reads, if that is another.
     """
 
     context: int
@@ -142,14 +147,16 @@ def plan(
     *,
     drafts: Sequence[str] = (),
     acceptances: Mapping[str, float] | None = None,
+    proposing: Mapping[str, float] | None = None,
     gammas: Sequence[int] = GAMMAS,
     max_new_tokens: int = 640,
 ) -> PlanReport:
     """Plans every draft with each gamma, at each context and batch, in bfloat16.
 
     drafts: texts as --draft takes them; all of the registry with their default settings, if none are given. acceptances: the conditional
-    acceptance of a draft by its text or its name, of all others by "". Raises InputError for a context that is too long for the model, and
-    for a draft that is unknown or does not fit the model or the context; of the registry's it says so.
+    acceptance of a draft by its text or its name, of all others by "". proposing: likewise the share of rounds in which a draft that may
+    have no proposal has one. Raises InputError for a context that is too long for the model, for a draft that is unknown
+    or does not fit the model or the context, of the registry's it says so, and for a draft in `proposing` that never lacks a proposal.
     """
     texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
     for context in contexts:
@@ -157,7 +164,7 @@ def plan(
             held = f"the {config.max_length:,} positions of the model"
             raise InputError(f"a context of {context:,} tokens and {max_new_tokens:,} new ones are more than {held}")
     model, int4 = outline(config), functools.cache(lambda: outline(config, int4=True))
-    made: dict[str, OutlinedDraft | InputError | None] = {}
+    made: dict[str, tuple[OutlinedDraft, ...] | InputError | None] = {}
     for text in texts:
         try:
             made[text] = outlined(registry.parse_draft(text), model, int4)
@@ -165,13 +172,14 @@ def plan(
             if drafts:
                 raise InputError(f"draft {text}: {error}") from None
             made[text] = error  # such as that it wants a checkpoint
-    planner = _Planner(config, device, max_new_tokens)
+    _check_proposing(proposing or {}, made)
+    planner = _Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
     report = dict(intensity=[], sizes=[], rows=[], best=[])
     for context in contexts:
         for text, found in made.items():
             try:
-                if isinstance(found, OutlinedDraft):
-                    found.draft.check_capacity(bucket(context) + bucket(max_new_tokens))
+                for each in found if isinstance(found, tuple) else ():
+                    _check_fits(each, context, max_new_tokens)
             except InputError as error:
                 raise InputError(f"draft {text}: {error}") from None
         for batch in batches:
@@ -179,7 +187,7 @@ def plan(
             report["sizes"].append(sizes(config, context, batch, max_new_tokens))
             rows = [planner.autoregressive(kind, context, batch) for kind in CACHES]
             for text, found in made.items():
-                rows += planner.drafted(text, found, context, batch, gammas, acceptance_of(text, acceptances or {}))
+                rows += planner.drafted(text, found, context, batch, gammas)
             rows = _compared(rows)
             report["rows"] += rows
             report["best"].append(_best(rows, context, batch))
@@ -193,6 +201,30 @@ def plan(
         notes=_notes(config, device, batches, report["rows"]),
         **report,
     )
+
+
+def _check_proposing(given: Mapping[str, float], made: Mapping[str, tuple[OutlinedDraft, ...] | InputError | None]) -> None:
+    """Raises InputError where none of the drafts that a share of rounds is given for could lack a proposal."""
+    planned = [
+        (keys_of(part, text), each)
+        for text, found in made.items()
+        if isinstance(found, tuple)
+        for part, each in zip(registry.texts_in(text), found, strict=True)
+    ]
+    for key in given:
+        meant = [each for keys, each in planned if key in keys]
+        if meant and all(each.always_proposes for each in meant):
+            raise InputError(f"--proposing {key}{'=' if key else ''}{given[key]:g}: {key or 'every draft'} has a proposal in every round")
+
+
+def _check_fits(each: OutlinedDraft, context: int, new_tokens: int) -> None:
+    """Raises InputError for a context that is too long for a draft's own model, or too short for what it is to read."""
+    most = each.draft.max_length
+    if most is not None and context + new_tokens > most:
+        held = f"the {most:,} positions of its model"
+        raise InputError(f"a context of {context:,} tokens and {new_tokens:,} new ones are more than {held}")
+    if each.model is not None:
+        each.model.check_capacity(bucket(context) + bucket(new_tokens))
 
 
 def intensity(config: LlamaConfig, device: Device, context: int, batch: int) -> Intensity:
@@ -211,54 +243,134 @@ def sizes(config: LlamaConfig, context: int, batch: int, max_new_tokens: int) ->
     return Sizes(context, batch, full, int8, full / model_bytes(config))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """The drafts that rounds ask in turn, as they are planned. drafts: all of them. asked: for the first so many, with chances from which a
+    round is foreseen; the others are never asked. texts: of each. assumed: the acceptance of those that are asked."""
+
+    drafts: tuple[OutlinedDraft, ...]
+    texts: tuple[str, ...]
+    asked: tuple[Asked, ...]
+    assumed: tuple[Assumed, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def model(self) -> OutlinedDraft | None:
+        """The draft that steps, if any is asked: the last, since one of a model has a proposal in every round."""
+        last = self.drafts[len(self.asked) - 1]
+        return last if last.model is not None else None
+
+    @property
+    def source(self) -> str:
+        """Where the acceptance comes from."""
+        if all(each.source == GIVEN for each in self.assumed):
+            return GIVEN
+        if len(self.drafts) == 1:
+            return self.assumed[0].source
+        return "; ".join(f"{text} {each.rate:g}, {each.source}" for text, each in zip(self.texts, self.assumed))
+
+
+NO_KERNELS = "it has no GPU kernels of its own yet; times are as if those that read everything did for what it reads and observes"
+
+
 class _Planner:
     """Plans rows for one model and device."""
 
-    def __init__(self, config: LlamaConfig, device: Device, max_new_tokens: int):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        device: Device,
+        max_new_tokens: int,
+        acceptances: Mapping[str, float],
+        proposing: Mapping[str, float],
+    ):
         self.config, self.device, self.max_new_tokens = config, device, max_new_tokens
+        self.acceptances, self.proposing = acceptances, proposing
 
     def autoregressive(self, kind: str, context: int, batch: int) -> PlannedRow:
         """A row for decoding without a draft, over a cache of this kind."""
         cache = CacheConfig(kind)
         row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED)
         target = self._target(cache, context, batch, 1)
-        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, 0.0, batch=batch)
+        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
         flush = rounds.flushes * self._seconds(timing.flush_cost(self.config))
-        row = self._timed(row, target_s=target, step_s=None, flush_s=flush, round_s=target + flush, tokens=1.0)
-        return self._fitted([row], None)[0]
+        row = self._timed(row, (), target_s=target, step_s=None, flush_s=flush, round_s=target + flush, tokens=1.0)
+        return self._fitted([row], ())[0]
 
     def drafted(
-        self,
-        text: str,
-        draft: OutlinedDraft | InputError | None,
-        context: int,
-        batch: int,
-        gammas: Sequence[int],
-        acceptance: AssumedAcceptance | None,
+        self, text: str, drafts: tuple[OutlinedDraft, ...] | InputError | None, context: int, batch: int, gammas: Sequence[int]
     ) -> list[PlannedRow]:
-        """A row for each gamma, or one that says why there is none. draft: None without a model of its cost, or why it was not made."""
+        """A row for each gamma, or one that says why there is none. drafts: None without a model of their cost, or why they were not
+        made."""
         row = PlannedRow(context, batch, text, CacheConfig().kind, 0, Status.PLANNED)
-        if isinstance(draft, InputError):
-            return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(draft))]
-        if draft is None:
+        if isinstance(drafts, InputError):
+            return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(drafts))]
+        if drafts is None:
             return [dataclasses.replace(row, status=Status.NO_COST)]
-        if acceptance is None:
-            return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {text}=R")]
-        row = dataclasses.replace(row, acceptance=acceptance.rate, acceptance_source=acceptance.source)
-        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), draft) for gamma in gammas], draft)
+        turns = self._turns(text, drafts)
+        if isinstance(turns, str):
+            return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {turns}=R")]
+        row = dataclasses.replace(row, acceptance_source=turns.source)
+        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), turns) for gamma in gammas], drafts)
 
-    def _round(self, row: PlannedRow, draft: OutlinedDraft) -> PlannedRow:
+    def _turns(self, whole: str, drafts: tuple[OutlinedDraft, ...]) -> _Turns | str:
+        """The drafts as rounds ask them, or the name of one that is asked and of which no acceptance is known."""
+        texts, asked, assumed, notes = registry.texts_in(whole), [], [], []
+        for i, (text, each) in enumerate(zip(texts, drafts, strict=True)):
+            acceptance = chance_of(text, self.acceptances, ACCEPTANCE, whole=whole)
+            if acceptance is None:
+                return registry.name_of(text)
+            share = 1.0
+            if not each.always_proposes:
+                found = chance_of(text, self.proposing, PROPOSING, whole=whole) or Assumed(1.0, "nothing is known of it")
+                share = found.rate
+                if found.source != GIVEN:
+                    rounds = f"{text} is ASSUMED to have a proposal in {share:.0%} of the rounds that ask it, whatever its settings"
+                    notes.append(f"{rounds}: {found.source}")
+            asked.append(Asked(acceptance.rate, share))
+            assumed.append(acceptance)
+            if share == 1:
+                if never := texts[i + 1 :]:
+                    alone, kept = " and ".join(texts[: i + 1]), "though what it keeps takes memory"
+                    notes.append(f"it drafts what {alone} alone would: {' and '.join(never)} behind that is never asked, {kept}")
+                break
+        return _Turns(drafts, texts, tuple(asked), tuple(assumed), tuple(notes))
+
+    def _round(self, row: PlannedRow, turns: _Turns) -> PlannedRow:
         """The row with the times of a round of its gamma."""
         cache = CacheConfig(row.cache)
-        found = row_of(self.config, cache, row.context + 1)
-        step = draft.reads(found)
-        step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
+        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.asked, batch=row.batch)
+        step_s, drafting_s, has_kernels = None, 0.0, not any(each.draft.observes for each in turns.drafts)
+        if turns.model is not None:
+            found = row_of(self.config, cache, row.context + 1)
+            step = turns.model.reads(found)
+            step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
+            drafting_s = self._drafting(row, turns.model, rounds, step_s)
+            has_kernels = has_kernels and step.has_kernels
         target_s = self._target(cache, row.context, row.batch, row.gamma + 1)
-        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, row.acceptance, batch=row.batch)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
-        round_s = rounds.steps * step_s + target_s + flush_s + timing.FITTED.round
-        row = dataclasses.replace(row, note=step.note, tokens_per_round=rounds.tokens, accepted_of_drafted=rounds.accepted_of_drafted)
-        return self._timed(row, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
+        round_s = drafting_s + target_s + flush_s + timing.FITTED.round
+        row = dataclasses.replace(
+            row,
+            note="; ".join([*turns.notes, *([] if has_kernels else [NO_KERNELS])]),
+            has_kernels=has_kernels,
+            acceptance=turns.asked[0].acceptance if len(turns.asked) == 1 else rounds.acceptance,
+            proposing=rounds.proposing,
+            tokens_per_round=rounds.tokens,
+            accepted_of_drafted=rounds.accepted_of_drafted,
+        )
+        return self._timed(row, turns.drafts, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
+
+    def _drafting(self, row: PlannedRow, draft: OutlinedDraft, rounds: Rounds, step_s: float) -> float:
+        """Seconds of the passes of a draft's model in a round. It reads first what it lacks of the text, and behind rounds that did not ask
+        it that is all that they emitted."""
+        width = draft.model.first_pass
+        if width == 1:
+            return rounds.steps * step_s
+        found = row_of(self.config, CacheConfig(row.cache), row.context + width)
+        first_s = self._seconds(timing.pass_cost(self.device, draft.reads(found), found.group_size, batch=row.batch, tokens=width))
+        behind = (1 - rounds.asked) * rounds.tokens / width
+        return (rounds.passes[0] + behind) * first_s + sum(rounds.passes[1:]) * step_s
 
     def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> float:
         """Seconds of a pass of the target over so many new tokens of each row."""
@@ -269,10 +381,22 @@ class _Planner:
         return cost.seconds(self.device)
 
     def _timed(
-        self, row: PlannedRow, *, target_s: float, step_s: float | None, flush_s: float, round_s: float, tokens: float
+        self,
+        row: PlannedRow,
+        drafts: Sequence[OutlinedDraft],
+        *,
+        target_s: float,
+        step_s: float | None,
+        flush_s: float,
+        round_s: float,
+        tokens: float,
     ) -> PlannedRow:
-        """The row with its times, from those of a round that emits so many tokens."""
+        """The row with its times, from those of a round that emits so many tokens. drafts: all of them; those with models of their own
+        prefill the prompts too."""
         prefill = self._seconds(timing.prefill_cost(self.device, self.config, batch=row.batch, tokens=bucket(row.context)))
+        for each in (each.model for each in drafts if each.model is not None and each.model.own_model):
+            read = bucket(each.reads_of_prompt(row.context))
+            prefill += timing.prefill_cost(self.device, each.step.model.config, batch=row.batch, tokens=read).floor  # in the same call
         return dataclasses.replace(
             row,
             prefill_s=prefill,
@@ -284,25 +408,24 @@ class _Planner:
             tokens_per_second=row.batch * tokens / round_s,
         )
 
-    def _fitted(self, rows: Sequence[PlannedRow], draft: OutlinedDraft | None) -> list[PlannedRow]:
+    def _fitted(self, rows: Sequence[PlannedRow], drafts: Sequence[OutlinedDraft]) -> list[PlannedRow]:
         """These rows, which differ in gamma alone, with their memory; and what fits, with the largest gamma, whose caches are largest."""
         cache, batch, context = CacheConfig(rows[0].cache), rows[0].batch, rows[0].context
         room = 1e9 * self.device.memory_gb - self.device.reserved_bytes
         most = max(row.gamma for row in rows)
-        reads = lambda context: draft.reads(row_of(self.config, cache, context)) if draft else None
-        here = reads(context)
+        positions = min([self.config.max_length, *(each.draft.max_length for each in drafts if each.draft.max_length is not None)])
 
-        def memory(gamma: int, batch: int, context: int, reads: StepReads | None) -> Memory:
+        def memory(gamma: int, batch: int, context: int) -> Memory:
             padded = dict(context=bucket(context), new_tokens=bucket(self.max_new_tokens))  # as the engine allocates
-            return memory_of(self.config, cache, reads, batch=batch, **padded, gamma=gamma)
+            return memory_of(self.config, cache, drafts, batch=batch, **padded, gamma=gamma)
 
-        possible = lambda context: context + self.max_new_tokens <= self.config.max_length
+        possible = lambda context: context + self.max_new_tokens <= positions
 
-        most_rows = largest(lambda batch: memory(most, batch, context, here).total <= room)
-        longest = largest(lambda context: possible(context) and memory(most, batch, context, reads(context)).total <= room)
+        most_rows = largest(lambda batch: memory(most, batch, context).total <= room)
+        longest = largest(lambda context: possible(context) and memory(most, batch, context).total <= room)
 
         def fitted(row: PlannedRow) -> PlannedRow:
-            found = memory(row.gamma, batch, context, here)
+            found = memory(row.gamma, batch, context)
             status = row.status if found.total <= room else Status.DOES_NOT_FIT
             return dataclasses.replace(row, memory=found, status=status, most_rows=most_rows, longest_context=longest)
 
@@ -324,7 +447,7 @@ def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
     if not fitting:
         return Best(context, batch, None, 0, None, None)
     row = min(fitting, key=lambda row: row.ms_per_token)
-    others = _best([row for row in rows if not row.note], context, batch) if row.note else None
+    others = None if row.has_kernels else _best([row for row in rows if row.has_kernels], context, batch)
     return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, others)
 
 
@@ -347,5 +470,7 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         elif row.note:
             notes.append(f"{row.draft}: {row.note}")
         if row.acceptance is not None and row.acceptance_source != GIVEN:
-            notes.append(f"{row.draft}: acceptance {row.acceptance:g} is ASSUMED, whatever its settings: {row.acceptance_source}")
+            several = len(registry.texts_in(row.draft)) > 1  # whose source has the rate of each
+            rate = "" if several else f" {row.acceptance:g}"
+            notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, whatever its settings: {row.acceptance_source}")
     return list(dict.fromkeys(notes))

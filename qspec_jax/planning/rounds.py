@@ -1,12 +1,13 @@
 """Rounds on average: how many tokens they emit, how many drafts they make, how often one flushes.
 
-Every draft is accepted with the same chance, given that those before it in the round were (the conditional acceptance of docs/cli.md, and
-what `qspec bench decode --simulate-acceptance` simulates). The schedule's room limits the drafts of rounds near the next flush
-(`qspec_jax/caches/schedule.py`).
+Every token of a draft's proposals is accepted with the same chance, given that those before it in the round were (the conditional
+acceptance of docs/cli.md, and what `qspec bench decode --simulate-acceptance` simulates). The schedule's room limits the drafts of rounds
+near the next flush (`qspec_jax/caches/schedule.py`). A draft may have no proposal in some rounds, and those may then ask another.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,14 +16,39 @@ from qspec_jax.caches.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
+class Asked:
+    """One of the drafts that a round asks in turn, until one has a proposal. acceptance: the chance that a token that it proposes is
+    accepted, given those before it. proposing: the chance that it has a proposal, of as many tokens as the round allows, and not none."""
+
+    acceptance: float
+    proposing: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rounds:
-    """Means over the rounds of a long decode. tokens: emitted by a row. drafted: made for a row. steps: draft steps that the batch takes,
-    as many as the row with the most eligible drafts has. flushes: the chance that some row of the batch flushes."""
+    """Means over the rounds of a long decode. tokens: emitted by a row. drafted: proposed for a row. proposing, rejected: the chance that
+    a row's round has a proposal, and that it rejects one of its tokens. asked: the chance that it asks the last of the drafts. passes[k]:
+    the chance that the batch takes the pass for draft k of that one, because some row asks it and may use k + 1 drafts. flushes: the chance
+    that some row of the batch flushes."""
 
     tokens: float
     drafted: float
-    steps: float
+    proposing: float
+    rejected: float
+    asked: float
+    passes: tuple[float, ...]
     flushes: float
+
+    @property
+    def steps(self) -> float:
+        """Passes of the last draft that the batch takes, as many as the row with the most eligible drafts has."""
+        return sum(self.passes)
+
+    @property
+    def acceptance(self) -> float | None:
+        """The conditional acceptance, as `qspec eval acceptance` counts it; None where nothing is drafted."""
+        accepted = self.tokens - 1
+        return accepted / (accepted + self.rejected) if self.drafted else None
 
     @property
     def accepted_of_drafted(self) -> float | None:
@@ -31,11 +57,20 @@ class Rounds:
 
 
 @functools.cache
-def expected_rounds(schedule: Schedule, gamma: int, acceptance: float, *, batch: int = 1) -> Rounds:
-    """The mean round of up to gamma drafts, each accepted with this chance given those before it. batch: rows, whose flushes fall
+def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int = 1) -> Rounds:
+    """The mean round of up to gamma drafts. drafts: in the order in which a round asks them. batch: rows, whose flushes and proposals fall
     independently of each other."""
+    asked = np.cumprod([1.0, *(1 - each.proposing for each in drafts)])
+    # In a round without a proposal nothing is accepted, and nothing is rejected.
+    used = [(float(chance * each.proposing), each.acceptance) for chance, each in zip(asked, drafts)]
+    proposing, last = float(1 - asked[-1]), float(asked[max(0, len(drafts) - 1)])
+    emitted = lambda most: _emitted(most, used)
+    passes = lambda reached: tuple(float(1 - (1 - last * share) ** batch) for share in reached)
     if schedule.group_size is None:
-        return Rounds(sum(acceptance**i for i in range(gamma + 1)), gamma, gamma, 0.0)
+        chances = emitted(gamma)
+        tokens = float(chances @ np.arange(1, gamma + 2))
+        rejected = sum(chance * (1 - rate**gamma) for chance, rate in used)
+        return Rounds(tokens, proposing * gamma, proposing, rejected, last, passes([1.0] * gamma), 0.0)
     G = schedule.group_size
     # A row buffers G tokens after a flush, and its rounds end at exactly 2G: none has more drafts than there is room for.
     visits = np.zeros(2 * G + 1)
@@ -43,11 +78,22 @@ def expected_rounds(schedule: Schedule, gamma: int, acceptance: float, *, batch:
     eligible = np.minimum(schedule.most_drafts(gamma), schedule.draft_room(Lengths(0, np.arange(2 * G))))
     for buffered in range(G, 2 * G):
         most = int(eligible[buffered])
-        chances = acceptance ** np.arange(most + 1)
-        chances[:-1] *= 1 - acceptance
-        visits[buffered + 1 : buffered + most + 2] += visits[buffered] * chances
+        visits[buffered + 1 : buffered + most + 2] += visits[buffered] * emitted(most)
     visits, eligible = visits[G : 2 * G], eligible[G : 2 * G]
     rounds = visits.sum()
-    share_below = [visits[eligible < k].sum() / rounds for k in range(1, gamma + 1)]
-    steps = sum(1 - share**batch for share in share_below)
-    return Rounds(G / rounds, float(visits @ eligible / rounds), float(steps), 1 - (1 - 1 / rounds) ** batch)
+    reached = [visits[eligible >= k].sum() / rounds for k in range(1, gamma + 1)]
+    drafted = proposing * float(visits @ eligible / rounds)
+    rejected = sum(chance * float(visits @ (1 - rate**eligible) / rounds) for chance, rate in used)
+    return Rounds(float(G / rounds), drafted, proposing, rejected, last, passes(reached), float(1 - (1 - 1 / rounds) ** batch))
+
+
+def _emitted(most: int, used: Sequence[tuple[float, float]]) -> np.ndarray:
+    """The chances of a round with room for `most` drafts to emit 1, 2, ... tokens. used: for each draft the chance that the round uses its
+    proposal, and the acceptance of that."""
+    chances = np.zeros(most + 1)
+    for chance, rate in used:
+        accepted = rate ** np.arange(most + 1)
+        accepted[:-1] *= 1 - rate
+        chances += chance * accepted
+    chances[0] += 1 - sum(chance for chance, _ in used)
+    return chances

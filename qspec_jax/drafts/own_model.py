@@ -1,0 +1,30 @@
+"""The model of a draft's own checkpoint: loaded, or, where the target is an outline, an outline too, of which config.json alone is read."""
+
+from qspec_jax.checkpoints.hub import local
+from qspec_jax.checkpoints.huggingface import load_config
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model
+from qspec_jax.drafts.int4 import int4_model
+from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.outline import is_outline, outline
+
+
+def own_config(checkpoint: str, target: Llama) -> LlamaConfig:
+    """The config of a draft's own checkpoint, a directory or a name on the Hub. Raises InputError where it cannot be read, and where the
+    vocabulary is of another size than the target's."""
+    config = load_config(checkpoint) if is_outline(target) else config_and_dtype(checkpoint)[0]
+    if config.vocab_size != (wanted := target.config.vocab_size):
+        raise InputError(f"{checkpoint}: a vocabulary of {config.vocab_size} tokens; a draft needs the target's, of {wanted}")
+    return config
+
+
+def own_model(checkpoint: str, target: Llama, *, weight_bits: int) -> Llama:
+    """The model of a draft's own checkpoint, in the target's dtype and on its devices. weight_bits: 16 for its weights as they are, or 4.
+    Raises InputError where it cannot be loaded."""
+    if is_outline(target):
+        return outline(load_config(checkpoint), int4=weight_bits == 4)
+    directory = local(checkpoint)
+    mesh = getattr(target.embedding.get_value().sharding, "mesh", None)
+    model = load_model(directory, dtype=target.dtype.name, mesh=mesh)
+    return int4_model(model, directory=directory) if weight_bits == 4 else model

@@ -1,0 +1,419 @@
+"""`qspec plan` of drafts besides the target's own model: prompt lookup, a model with a checkpoint of its own, and two drafts in turn."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned
+import pytest
+from checkpoints import hf_config, write_checkpoint
+from runs import prepared, random_model, random_prompts
+
+from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.bench import architectures
+from qspec_jax.bench.architectures import architecture
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.schedule import Schedule, eligible_drafts
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.round import current_round, propose
+from qspec_jax.decoding.sampling import make_sampler
+from qspec_jax.drafts import make_draft, registry
+from qspec_jax.drafts.draft import Draft, Prompt, Proposes
+from qspec_jax.drafts.registry import parse_draft, texts_in
+from qspec_jax.drafts.small_model import BLOCK, SmallModelDraft
+from qspec_jax.drafts.step_bytes import bytes_of, step_bytes
+from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.prompts import bucket
+from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.planning import timing
+from qspec_jax.planning.acceptance import ACCEPTANCE, PROPOSING
+from qspec_jax.planning.devices import DEVICES
+from qspec_jax.planning.memory import memory_of
+from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
+from qspec_jax.planning.plan import PlannedRow, PlanReport, plan
+from qspec_jax.planning.rounds import Asked, expected_rounds
+from qspec_jax.planning.steps import LayerReads, Row, outlined
+from qspec_jax.quantization.outline import outline
+
+LLAMA_8B, TINY = map(architecture, ("llama-3.1-8b", "tiny"))
+INT8, H100, G = CacheConfig("int8"), DEVICES["h100"], 128
+SHAPE = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4)
+CONTEXT, GAMMA = 4096, 4
+
+
+def write_config(directory: Path, **changes) -> Path:
+    """A directory that holds the config of a small model with Llama 3's vocabulary, and nothing else."""
+    directory.mkdir()
+    config = hf_config(**(SHAPE | dict(vocab_size=LLAMA_8B.vocab_size, max_position_embeddings=16384) | changes))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    return write_config(tmp_path / "small")
+
+
+def report(*drafts: str, gammas=(GAMMA,), context: int = CONTEXT, batch: int = 1, **given) -> PlanReport:
+    return plan("8b", LLAMA_8B, H100, [context], [batch], drafts=drafts, gammas=gammas, **given)
+
+
+def row_for(draft: str, **given) -> PlannedRow:
+    return report(draft, **given).rows[-1]
+
+
+def seconds(cost: timing.Cost) -> float:
+    return cost.seconds(H100)
+
+
+def round_ms(row: PlannedRow, *drafting_s: float) -> float:
+    """What a round takes by hand, for these passes of the draft."""
+    return row.target_ms + row.flush_ms + 1e3 * (timing.FITTED.round + sum(drafting_s))
+
+
+# Rounds that ask drafts in turn
+
+
+def test_rounds_that_ask_drafts_in_turn():
+    """Rounds that are drawn one by one: the first draft has a proposal in 60 % of them, the second in half of the others, and so on."""
+    drafts = Asked(0.5, 0.6), Asked(0.8, 0.5), Asked(0.9, 0.25)
+    schedule, gamma, random, n, rounds = Schedule(16), 5, np.random.default_rng(0), 16 * 9, 6000
+    sums = np.zeros(5)
+    passes = np.zeros(gamma)
+    for _ in range(rounds):
+        eligible = int(eligible_drafts(np.array([gamma]), schedule.draft_room(schedule.lengths(np.array([n]))), np.array([1 << 30]))[0])
+        found = next((i for i, draft in enumerate(drafts) if random.random() < draft.proposing), None)
+        rate = 0.0 if found is None else drafts[found].acceptance
+        accepted = int(np.argmin(np.append(random.random(eligible) < rate, False)))
+        asked = found is None or found == 2
+        sums += accepted + 1, (found is not None) * eligible, found is not None, found is not None and accepted < eligible, asked
+        passes[:eligible] += asked
+        n += accepted + 1
+    found = expected_rounds(schedule, gamma, *drafts)
+    means = found.tokens, found.drafted, found.proposing, found.rejected, found.asked
+    assert means == pytest.approx(tuple(sums / rounds), rel=0.08)
+    assert found.passes == pytest.approx(tuple(passes / rounds), rel=0.1)
+    assert found.asked == pytest.approx(0.4 * 0.5) and found.proposing == pytest.approx(1 - 0.4 * 0.5 * 0.75)
+    several = expected_rounds(schedule, gamma, *drafts, batch=8)
+    assert several.passes == pytest.approx([1 - (1 - each) ** 8 for each in found.passes]) and several.tokens == found.tokens
+    free = expected_rounds(Schedule(None), 2, Asked(0.5, 0.6), Asked(0.9))
+    assert free.tokens == pytest.approx(1 + 0.6 * (0.5 + 0.25) + 0.4 * (0.9 + 0.81)) and free.passes == pytest.approx((0.4, 0.4))
+    assert free.rejected == pytest.approx(0.6 * 0.75 + 0.4 * 0.19) and free.drafted == pytest.approx(2)
+
+
+def test_the_acceptance_of_rounds_is_the_conditional_one():
+    for schedule in Schedule(16), Schedule(None):
+        assert expected_rounds(schedule, 6, Asked(0.8)).acceptance == pytest.approx(0.8)
+        # Rounds without a proposal reject nothing, as in `eval acceptance`.
+        assert expected_rounds(schedule, 6, Asked(0.8, 0.3)).acceptance == pytest.approx(0.8)
+        assert 0.5 < expected_rounds(schedule, 6, Asked(0.5, 0.3), Asked(0.8)).acceptance < 0.8
+        assert expected_rounds(schedule, 6, Asked(0.8, 0.0)).acceptance is None
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_passes_of_a_round_are_those_that_are_planned(own):
+    """The first draft comes from `first_pass` tokens, each other from a step; counted in a proposal that is run without compiling it."""
+    model, gamma = random_model(jnp.float32, num_hidden_layers=1), 4
+    draft = SmallModelDraft(ViewedModel(model, FULL_PRECISION)) if own else make_draft("quantspec:weight_bits=16", model)
+    config = GenerationConfig(max_new_tokens=16, num_speculative_tokens=gamma, group_size=16, ignore_eos=True)
+    state, _, limits = prepared(model, random_prompts([20]), config, draft=draft)
+    widths, call = [], ViewedModel.__call__
+
+    def counted(step, tokens, *arguments, **settings):
+        if not isinstance(tokens, jax.core.Tracer):
+            widths.append(tokens.shape[1])
+        return call(step, tokens, *arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(ViewedModel, "__call__", counted)
+        propose(draft, state.draft, state.cache, current_round(make_sampler(config), state, limits))
+    assert widths == [draft.first_pass] + [1] * (gamma - 1) and draft.first_pass == (BLOCK if own else 1)
+
+
+# prompt-lookup
+
+
+def test_prompt_lookup_costs_a_verification():
+    row = row_for("prompt-lookup")
+    acceptance, proposing = ACCEPTANCE["prompt-lookup"], PROPOSING["prompt-lookup"]
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(acceptance.rate, proposing.rate))
+    assert row.step_ms is None and row.round_ms == pytest.approx(round_ms(row))
+    assert row.ms_per_token == pytest.approx(row.round_ms / rounds.tokens) and row.tokens_per_round == rounds.tokens
+    assert (row.acceptance, row.proposing, row.has_kernels) == (0.37, pytest.approx(0.9), True)
+    assert "0.371 with the embedded model" in row.acceptance_source and "docs/results.md" in row.acceptance_source
+    assert row.target_ms == row_for("quantspec").target_ms and row.memory.draft == 0
+    assert row.note.startswith("prompt-lookup is ASSUMED to have a proposal in 90% of the rounds that ask it, whatever its settings: 0.907")
+
+
+def test_prompt_lookup_proposes_all_or_none():
+    """A round without a proposal takes as long, and emits a token."""
+    half, none = (row_for("prompt-lookup", acceptances={"": 0.8}, proposing={"prompt-lookup": share}) for share in (0.5, 0.0))
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.8, 0.5))
+    assert half.tokens_per_round == rounds.tokens and half.round_ms == pytest.approx(round_ms(half))
+    assert half.acceptance == 0.8 and half.proposing == 0.5 and not half.note
+    assert none.tokens_per_round == pytest.approx(1) and none.accepted_of_drafted is None
+    assert none.ms_per_token == pytest.approx(none.round_ms) and none.speedup < 1
+
+
+def test_a_draft_without_a_model_is_planned_by_what_it_says_it_proposes(monkeypatch):
+    """Without a word of its own in `planning`: it has to be given its acceptance, and may be given how often it has a proposal."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Some(Draft):
+        proposes = Proposes.ALL_OR_NONE
+
+        def propose(self, state, cache, round):
+            raise AssertionError("not run")
+
+    class Settings:
+        def make(self, model, int4):
+            return Some()
+
+    monkeypatch.setitem(registry.DRAFTS, "some", dataclasses.dataclass(Settings))
+    row = row_for("some", acceptances={"some": 0.6})
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.6))
+    assert row.ms_per_token == pytest.approx(round_ms(row) / rounds.tokens) and "100% of the rounds that ask it" in row.note
+    assert row_for("some").status == "no acceptance known"
+    monkeypatch.setattr(Some, "proposes", Proposes.ALL)
+    assert row_for("some", acceptances={"some": 0.6}).note == ""
+
+
+# small-model
+
+
+def test_what_a_small_model_reads(small):
+    config = LlamaConfig.from_hf(small / "config.json")
+    row = Row(3840, 257, G)
+    found = planned.draft_reads(LLAMA_8B, f"small-model:model={small}", row)
+    assert found.layers == (LayerReads(0, 0, 4097),) * 3 and found.config == config
+    assert found.head_bits == 16 and found.has_kernels
+    window = f"small-model:model={small},reads=window,sinks=4,window=500"
+    assert planned.draft_reads(LLAMA_8B, window, row).layers == (LayerReads(0, 0, 505),) * 3
+    assert planned.draft_reads(LLAMA_8B, window, Row(0, 300, G)).layers == (LayerReads(0, 0, 300),) * 3
+    assert planned.draft_reads(LLAMA_8B, f"small-model:model={small},weight_bits=4", row).layers == (LayerReads(0, 0, 4097, 4),) * 3
+
+
+@pytest.mark.parametrize("settings", ["", ",reads=window,sinks=4,window=500", ",weight_bits=4"])
+def test_times_of_a_small_model(small, settings):
+    text = f"small-model:model={small}{settings}"
+    row = row_for(text, acceptances={"small-model": 0.8})
+    one, block = (planned.draft_reads(LLAMA_8B, text, row_of(LLAMA_8B, INT8, CONTEXT + new)) for new in (1, BLOCK))
+    step_s = seconds(timing.pass_cost(H100, one, G))
+    first_s = seconds(timing.pass_cost(H100, block, G, tokens=BLOCK))
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.8))
+    assert row.step_ms == pytest.approx(1e3 * step_s) and first_s > step_s
+    assert row.round_ms == pytest.approx(round_ms(row, rounds.passes[0] * first_s, sum(rounds.passes[1:]) * step_s))
+    assert row.tokens_per_round == rounds.tokens and (row.acceptance, row.acceptance_source, row.note) == (0.8, "given", "")
+    # It prefills the prompt too, or what its window holds of it.
+    read = bucket(504) if "window" in settings else CONTEXT
+    own = timing.prefill_cost(H100, one.config, batch=1, tokens=read).floor
+    assert row.prefill_s == pytest.approx(row_for("quantspec").prefill_s + own) and own > 0
+
+
+def test_memory_of_a_small_model(small):
+    config = LlamaConfig.from_hf(small / "config.json")
+    held = lambda tokens: 3 * 2 * cache_bytes_read(config, LayerReads(0, 0, tokens), G)  # 3 layers, 2 rows
+    found = {
+        settings: memory_of(
+            LLAMA_8B,
+            INT8,
+            planned.drafts_of(LLAMA_8B, f"small-model:model={small}{settings}"),
+            batch=2,
+            context=4096,
+            new_tokens=640,
+            gamma=6,
+        )
+        for settings in ("", ",reads=window,sinks=4,window=500", ",weight_bits=4")
+    }
+    whole, window, int4 = (memory.draft for memory in found.values())
+    assert whole == model_bytes(config) + held(4096 + 640 + 7)
+    assert window == model_bytes(config) + held(504 + 7)
+    assert whole - int4 == 3 * (layer_weight_bytes(config, 16) - layer_weight_bytes(config, 4)) > 0
+    # What does not fit is said.
+    huge = write_config(small.parent / "huge", hidden_size=16384, intermediate_size=65536, num_hidden_layers=40)
+    assert row_for(f"small-model:model={huge}", acceptances={"": 0.9}).status == "does not fit"
+
+
+@pytest.mark.parametrize("settings", ["", ",reads=window,sinks=4,window=50", ",weight_bits=4"])
+def test_a_small_model_is_outlined_as_it_is_loaded(tmp_path, settings):
+    """The same shapes, dtypes and bytes, and a cache of its own of the size that is planned."""
+    directory = write_checkpoint(tmp_path / "small", hf_config(**SHAPE, vocab_size=256, head_dim=64, tie_word_embeddings=True))
+    text, target = f"small-model:model={directory}{settings}", architectures.random_model(TINY)
+    (found,) = outlined(parse_draft(text), outline(TINY), lambda: outline(TINY, int4=True))
+    real = make_draft(text, target)
+    shapes = lambda draft: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft)]
+    assert shapes(found.draft) == shapes(real) and jax.tree.structure(found.draft) == jax.tree.structure(real)
+    assert step_weight_bytes(found.reads(Row(0, 1, G))) == step_bytes(real, INT8, 1) - step_of_cache(real, 1)
+    gamma, prompt, new = 6, 96, 32
+    given = Prompt(jnp.zeros((2, prompt), jnp.int32), jnp.full(2, prompt, jnp.int32), None, capacity=prompt + new, gamma=gamma)
+    own = jax.eval_shape(lambda draft, prompt: draft.begin(prompt), real, given).own.cache.layers
+    memory = memory_of(TINY, INT8, (found,), batch=2, context=prompt, new_tokens=new, gamma=gamma)
+    assert bytes_of(own) == memory.draft - bytes_of(real.step.model.weights())
+
+
+def step_of_cache(draft: SmallModelDraft, tokens: int) -> int:
+    c = draft.step.model.config
+    return c.num_layers * cache_bytes_read(c, draft.reads(0, 0, tokens, G), G)
+
+
+def test_bytes_of_a_step_of_a_small_model(tmp_path):
+    """As benchmarks and evaluations report them: its own weights, and its own keys and values."""
+    directory = write_checkpoint(tmp_path / "small", hf_config(vocab_size=256, num_hidden_layers=1))
+    draft = make_draft(f"small-model:model={directory}", architectures.random_model(TINY))
+    found = [step_bytes(draft, INT8, tokens) for tokens in (401, 402)]
+    c = draft.step.model.config
+    assert found[1] - found[0] == 2 * c.num_kv_heads * c.head_dim * 2 and found[0] > 401 * (found[1] - found[0])
+
+
+def test_small_models_that_are_refused(run, small, tmp_path):
+    other, empty, broken = write_config(tmp_path / "other", vocab_size=96), tmp_path / "empty", tmp_path / "broken"
+    for directory in empty, broken:
+        directory.mkdir()
+    (broken / "config.json").write_text("{")
+    long = "small-model:model={},reads=window,window=20000"
+    for draft, said in (
+        (f"small-model:model={tmp_path / 'none'}", "none: no such directory"),
+        (f"small-model:model={empty}", "empty/config.json"),
+        (f"small-model:model={broken}", "broken/config.json"),
+        (f"small-model:model={other}", f"other: a vocabulary of 96 tokens; a draft needs the target's, of {LLAMA_8B.vocab_size}"),
+        (f"combine:prompt-lookup+small-model:model={other}", "other: a vocabulary of 96 tokens"),
+        (long.format(small), "sinks 16 and window 20000 should together be at most the 16384 positions"),
+    ):
+        code, out, err = run("plan", "--arch", "llama-3.1-8b", "--context", CONTEXT, "--draft", draft)
+        assert code == 2 and not out and err.startswith(f"qspec: error: draft {draft}: ") and err.count("\n") == 1 and said in err
+    text = f"small-model:model={small}"
+    with pytest.raises(InputError, match=r"a context of 16,000 tokens and 640 new ones are more than the 16,384 positions of its model"):
+        row_for(text, context=16000)
+    assert row_for(f"{text},reads=window", context=16000, acceptances={"": 0.9}).speedup
+    # The longest context is the draft's too.
+    assert row_for(text, acceptances={"": 0.9}).longest_context == 16384 - 640
+
+
+def test_a_small_model_wants_its_acceptance(run, small):
+    command = ["plan", "--arch", "llama-3.1-8b", "--context", CONTEXT, "--draft", f"small-model:model={small}"]
+    code, out, _ = run(*command)
+    assert code == 0 and "no acceptance known; give --acceptance small-model=R." in " ".join(out.split())
+    code, out, _ = run(*command, "--acceptance", "small-model=0.7", "--json")
+    assert code == 0 and {row["acceptance"] for row in json.loads(out)["rows"]} == {None, 0.7}
+
+
+# combine
+
+
+def times(row: PlannedRow) -> tuple:
+    return row.round_ms, row.target_ms, row.step_ms, row.tokens_per_round, row.ms_per_token, row.acceptance, row.proposing
+
+
+@pytest.mark.parametrize(
+    ("text", "alone", "said"),
+    [
+        ("combine:quantspec+prompt-lookup", "quantspec", "what quantspec alone would: prompt-lookup behind that is never asked"),
+        ("combine:sparse+(prompt-lookup:shortest=2)", "sparse", "what sparse alone would: prompt-lookup:shortest=2 behind that"),
+        ("combine:prompt-lookup+quantspec", "prompt-lookup", "what prompt-lookup alone would: quantspec behind that is never asked"),
+        (
+            "combine:(combine:prompt-lookup+prompt-lookup:longest=4)+h2o",
+            "prompt-lookup",
+            "alone would: prompt-lookup:longest=4 and h2o behind",
+        ),
+        ("combine:(combine:quantspec+sparse)+snapkv", "quantspec", "what quantspec alone would: sparse and snapkv behind that"),
+    ],
+)
+def test_a_draft_that_has_all_tokens_leaves_nothing_to_others(text, alone, said):
+    shares = {"prompt-lookup": 1.0} if alone == "prompt-lookup" else {}
+    found, first = row_for(text, proposing=shares), row_for(alone, proposing=shares)
+    assert times(found) == times(first) and said in found.note and found.note.startswith("it drafts what")
+    assert found.has_kernels == ("sparse" not in text and "h2o" not in text)  # what they observe is observed all the same
+    assert found.memory.draft >= first.memory.draft
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_second_drafts_where_the_first_has_nothing(batch):
+    text, given = "combine:prompt-lookup+quantspec", dict(acceptances={"prompt-lookup": 0.4, "quantspec": 0.9}, batch=batch)
+    row = row_for(text, proposing={"prompt-lookup": 0.6}, **given)
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.4, 0.6), Asked(0.9), batch=batch)
+    quantspec = row_for("quantspec", batch=batch)
+    assert row.step_ms == quantspec.step_ms and rounds.asked == pytest.approx(0.4)
+    assert row.round_ms == pytest.approx(round_ms(row, rounds.steps * row.step_ms / 1e3))
+    assert row.ms_per_token == pytest.approx(row.round_ms / rounds.tokens)
+    assert (row.acceptance, row.proposing, row.note) == (rounds.acceptance, 1, "") and row.acceptance_source == "given"
+    # Without a proposal of the first it is the second draft.
+    never = row_for(text, proposing={"": 0.0}, **given)
+    second = row_for("quantspec", acceptances={"": 0.9}, batch=batch)
+    assert times(never) == pytest.approx(times(second))
+
+
+def test_a_small_model_catches_up_with_rounds_that_did_not_ask_it(small):
+    text = f"small-model:model={small}"
+    given = dict(acceptances={"prompt-lookup": 0.4, "small-model": 0.8})
+    row = row_for(f"combine:prompt-lookup+{text}", proposing={"": 0.75}, **given)
+    rounds = expected_rounds(Schedule(G), GAMMA, Asked(0.4, 0.75), Asked(0.8))
+    reads = planned.draft_reads(LLAMA_8B, text, row_of(LLAMA_8B, INT8, CONTEXT + BLOCK))
+    first_s = seconds(timing.pass_cost(H100, reads, G, tokens=BLOCK))
+    steps_s = sum(rounds.passes[1:]) * row.step_ms / 1e3
+    assert row.round_ms == pytest.approx(round_ms(row, (rounds.passes[0] + 0.75 * rounds.tokens / BLOCK) * first_s, steps_s))
+    # It prefills, and takes memory, even where it is never asked.
+    never = row_for(f"combine:prompt-lookup+{text}", proposing={"": 1.0}, **given)
+    assert never.round_ms == pytest.approx(round_ms(never)) and never.memory.draft == row.memory.draft > 0
+    assert never.prefill_s == row.prefill_s > row_for("prompt-lookup").prefill_s
+
+
+def test_memory_of_two_drafts(small):
+    """Both have the target's INT4 weights and head in common, and each its own cache and weights."""
+    of = lambda text: memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, text), batch=32, context=64, new_tokens=64, gamma=4)
+    quantspec, snapkv = of("quantspec"), of("snapkv:weight_bits=4")
+    assert quantspec.draft == 32 * int4_bytes(LLAMA_8B)
+    assert of("combine:quantspec+snapkv:weight_bits=4").draft == snapkv.draft > quantspec.draft
+    both = of(f"combine:quantspec+small-model:model={small}").draft
+    assert both == quantspec.draft + of(f"small-model:model={small}").draft
+    # The head in INT8 is made after prefill, and counts where that needs less: once, unless the models differ.
+    one = dict(batch=1, context=64, new_tokens=64, gamma=4)
+    besides = lambda text: memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, text), **one).besides
+    assert besides("combine:quantspec+sparse") == besides("quantspec")
+    assert besides("combine:quantspec:sensitive_layers=1+sparse") == 2 * besides("quantspec")
+
+
+def test_acceptance_of_drafts_in_a_combine(run):
+    """By a draft's own text or name, else by those of the combine; what is assumed is named for each draft that is asked."""
+    text = "combine:(prompt-lookup:shortest=2)+quantspec"
+    rates = lambda **given: row_for(text, proposing={"": 0.5}, **given).acceptance
+    expected = lambda first, second: expected_rounds(Schedule(G), GAMMA, Asked(first, 0.5), Asked(second)).acceptance
+    assert rates() == expected(0.37, 0.97)
+    assert rates(acceptances={"prompt-lookup": 0.5, text: 0.9}) == expected(0.5, 0.9)
+    assert rates(acceptances={"prompt-lookup:shortest=2": 0.6, "prompt-lookup": 0.5, "combine": 0.8}) == expected(0.6, 0.8)
+    assert rates(acceptances={"": 0.7}) == pytest.approx(0.7)
+    source = row_for(text, proposing={"": 0.5}).acceptance_source
+    assert source.startswith("prompt-lookup:shortest=2 0.37, 0.371 with") and "; quantspec 0.97, 0.970 with" in source
+    assert texts_in(text) == ("prompt-lookup:shortest=2", "quantspec")
+    notes = [note for note in report(text, gammas=(1, 4)).notes if "acceptance" in note]
+    assert notes == [f"{text}: acceptance is ASSUMED, whatever its settings: {source}"]
+    # What the second accepts is not asked for where it never drafts.
+    assert (
+        row_for("combine:quantspec+h2o").status == "planned"
+        and row_for("combine:prompt-lookup+h2o", proposing={"": 1.0}).status == "planned"
+    )
+    (lacking,) = report("combine:prompt-lookup+h2o").rows[2:]
+    assert (lacking.status, lacking.note) == ("no acceptance known", "give --acceptance h2o=R")
+    command = ["plan", "--arch", "llama-3.1-8b", "--context", CONTEXT, "--draft", text]
+    code, out, _ = run(*command, "--proposing", "prompt-lookup=0.5", "--acceptance", "quantspec=0.9", "--gamma", GAMMA, "--json")
+    assert code == 0 and json.loads(out)["rows"][-1]["acceptance"] == expected(0.37, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--draft", "quantspec", "--proposing", "quantspec=0.5"], "--proposing quantspec=0.5: quantspec has a proposal in every round"),
+        (["--draft", "quantspec", "--proposing", "0.5"], "--proposing 0.5: every draft has a proposal in every round"),
+        (["--draft", "prompt-lookup", "--proposing", "2"], "--proposing 2: '2' should be a number from 0 to 1"),
+        (["--draft", "prompt-lookup", "--proposing", "sparse=1"], "--proposing sparse=1: no draft 'sparse' is planned"),
+        (["--draft", "combine:quantspec+sparse", "--acceptance", "h2o=1"], "no draft 'h2o' is planned; there are combine:quantspec+sparse"),
+        (["--draft", "combine:quantspec"], "combine takes two drafts with a + between them"),
+        (["--draft", "combine:quantspec+exact-topk"], "combine:quantspec+exact-topk: an oracle"),
+    ],
+)
+def test_shares_and_combines_that_are_refused(run, arguments, said):
+    code, out, err = run("plan", "--arch", "tiny", "--context", 64, *arguments)
+    assert code == 2 and not out and err.startswith("qspec: error: ") and err.count("\n") == 1 and said in err
