@@ -15,7 +15,7 @@ import test_fused_layer_gpu
 import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
-from attention_problems import Case, random_problem
+from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
 from simulated_gpu import launch
 from simulated_ptx import simulate
 
@@ -251,18 +251,6 @@ def test_attention(case, config, planes, data):
     assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
 
 
-def lists(case: Case, seed: int = 0) -> ListedGroups:
-    """Some of each row's groups, in any order and as many as it happens; among the KV heads the most and none. Nonsense behind them."""
-    r = np.random.default_rng(seed)
-    lead, width = (len(case.groups), case.kv_heads), max(1, case.capacity - 1)
-    groups, count = r.choice([-1, case.capacity, 1 << 30], (*lead, width)), np.zeros(lead, np.int32)
-    for b, k in np.ndindex(lead):
-        there = case.groups[b]
-        count[b, k] = min(width, there) if (b + k) % 2 else r.integers(0, min(width, there) + 1)
-        groups[b, k, : count[b, k]] = r.permutation(there)[: count[b, k]]
-    return ListedGroups(jnp.asarray(groups, jnp.int32), jnp.asarray(count))
-
-
 @pytest.mark.parametrize(
     ("case", "config", "data"),
     [
@@ -275,14 +263,11 @@ def lists(case: Case, seed: int = 0) -> ListedGroups:
 )
 def test_attention_to_listed_groups(case, config, data):
     q, layer, lengths = attention_problem(case, data)
-    view = lists(case)
+    view = random_lists(case)
     out, _ = attend(q, layer, lengths, view, config)
     assert_close(out, exactly(q, layer, lengths, view))
     # What is not listed is not read.
-    listed = (view.groups[..., None] == jnp.arange(case.capacity)) & (jnp.arange(view.groups.shape[2]) < view.count[..., None])[..., None]
-    spoil = lambda x: jnp.where(listed.any(2)[..., None], x, jnp.nan)
-    spoilt = [dataclasses.replace(x, scale=spoil(x.scale), zero=spoil(x.zero)) for x in (layer.keys, layer.values)]
-    again, _ = attend(q, HierarchicalLayer(*spoilt, layer.buffer), lengths, view, config)
+    again, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
     np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
 
 
@@ -290,9 +275,7 @@ def test_attention_to_listed_groups(case, config, data):
 def test_all_groups_in_a_list_are_the_dense_view(name):
     case, config = TEAMS[name]
     q, layer, lengths = attention_problem(case, "gaussian")
-    everything = jnp.broadcast_to(jnp.arange(case.capacity, dtype=jnp.int32), (len(q), case.kv_heads, case.capacity))
-    count = jnp.broadcast_to(jnp.array(case.groups, jnp.int32)[:, None], (len(q), case.kv_heads))
-    out, _ = attend(q, layer, lengths, ListedGroups(everything, count), config)
+    out, _ = attend(q, layer, lengths, all_listed(case), config)
     dense, _ = attend(q, layer, lengths, DenseView(1), config)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(dense))
 
@@ -306,7 +289,9 @@ def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
     count = jnp.array([[most, 4], [5, -1], [-most - 1, 0]], jnp.int32)
     out, _ = attend(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count), Config(4))
     nearest = ListedGroups(jnp.clip(jnp.array(rows, jnp.int32), 0, 2), jnp.clip(count, 0, 4))
-    assert_close(out, exactly(q, layer, lengths, nearest))
+    expected = exactly(q, layer, lengths, nearest)
+    np.testing.assert_array_equal(exactly(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count)), expected)
+    assert_close(out, expected)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def attention_mass(
     heads of a KV head read.
     """
     by_group = observed[..., : plan.rows].reshape(*observed.shape[:3], plan.tokens, plan.heads_per_kv_head)
-    mass = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None]).sum(-1)
+    shares = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None])
+    # Nobody has written what is not there. Chosen before the sum, so that XLA makes one launch of it all.
     there = jnp.arange(plan.groups) < (quantized // plan.group_size)[:, None]
-    return jnp.where(there[:, None, None], mass.swapaxes(2, 3), 0)
+    return jnp.where(there[:, None, :, None, None], shares, 0).sum(-1).swapaxes(2, 3)
