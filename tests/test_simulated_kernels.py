@@ -255,7 +255,8 @@ def test_attention(case, config, planes, data):
     ("case", "config", "data"),
     [
         (Case(1, 3, 3, 64, group_size=64, capacity=7, groups=(0, 7, 1)), Config(3, team=2), "outliers"),
-        (Case(1, 4, 2, 128, group_size=64, capacity=6, groups=(6, 4)), Config(3), "gaussian"),
+        # So many blocks that their division among the rows differs between the KV heads.
+        (Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 8)), Config(7), "gaussian"),
         (Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers"),
         (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(1, team=4), "gaussian"),
     ],

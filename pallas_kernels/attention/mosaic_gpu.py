@@ -130,8 +130,8 @@ def attention_mass(
 ) -> Float[Array, "B K T C"]:
     """Each group's share of a query token's attention, summed over the query heads of a KV head; 0 for groups that are not quantized yet.
 
-    Logarithms to base 2 of sums of exponentials: observed: of each group, for the padded query rows; everything: of all that the N query
-    heads of a KV head read.
+    observed: the logarithm (base 2) of each group's sum of exponentials, for the R padded query rows of a KV head. everything: the same of
+    all that a query reads, for the N query heads of a KV head.
     """
     by_group = observed[..., : plan.rows].reshape(*observed.shape[:3], plan.tokens, plan.heads_per_kv_head)
     shares = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None])
