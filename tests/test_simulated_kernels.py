@@ -257,10 +257,11 @@ def test_attention(case, config, planes, data):
         (Case(1, 3, 3, 64, group_size=64, capacity=7, groups=(0, 7, 1)), Config(3, team=2), "outliers"),
         # So many blocks that their division among the rows differs between the KV heads.
         (Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 8)), Config(7), "gaussian"),
-        (Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers"),
         (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(1, team=4), "gaussian"),
+        pytest.param(Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers", marks=pytest.mark.slow),
+        pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=3, groups=(3,)), Config(1), "gaussian", marks=pytest.mark.slow),
     ],
-    ids=["T1-MHA", "T1-GQA2", "T7-GQA4", "T7-GQA4-warpgroup"],
+    ids=["T1-MHA", "T1-GQA2", "T7-GQA4-warpgroup", "T7-GQA4", "T16-GQA7"],
 )
 def test_attention_to_listed_groups(case, config, data):
     q, layer, lengths = attention_problem(case, data)
@@ -272,7 +273,7 @@ def test_attention_to_listed_groups(case, config, data):
     np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
 
 
-@pytest.mark.parametrize("name", ["T1-rows", "T7-GQA4-steps"])
+@pytest.mark.parametrize("name", ["T1-rows", pytest.param("T7-GQA4-steps", marks=pytest.mark.slow)])
 def test_all_groups_in_a_list_are_the_dense_view(name):
     case, config = TEAMS[name]
     q, layer, lengths = attention_problem(case, "gaussian")
@@ -300,7 +301,9 @@ def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
     [
         (*TEAMS["T1-rows"], 1, "outliers"),
         (*TEAMS["T7-GQA4-warpgroup"], 2, "outliers"),
-        (Case(7, 4, 2, 64, group_size=64, capacity=4, groups=(4, 0, 2)), Config(3, team=2), 2, "gaussian"),
+        pytest.param(
+            *(Case(7, 4, 2, 64, group_size=64, capacity=4, groups=(4, 0, 2)), Config(3, team=2), 2, "gaussian"), marks=pytest.mark.slow
+        ),
         # Two blocks of rows, of which the last is not full.
         pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(1), 1, "gaussian", marks=pytest.mark.slow),
     ],

@@ -93,7 +93,7 @@ def run(
     sizes = {"quantized": lengths.quantized, "buffered": lengths.buffered}
     if lists is not None:
         sizes["count"] = lists.count
-    inputs = {"q": q, "keys": buffer.keys, "values": buffer.values, **sizes}
+    inputs = {"q": q, **sizes, "keys": buffer.keys, "values": buffer.values}
     if lists is not None:
         inputs["listed"] = lists.groups
     if plan.planes is not None:
