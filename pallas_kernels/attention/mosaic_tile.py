@@ -318,6 +318,8 @@ class Tile:
                 found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
                 logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
                 ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
+        # Products follow, which all lanes run together.
+        ptx.synchronize(None, 1)
 
     def _zeros_of_tokens(self, at, mine: int) -> list:
         """The values' zeros of this lane's tokens [tile][row], from the array at `at`."""
