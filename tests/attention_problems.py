@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.views import ListedGroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,36 @@ def random_problem(case: Case, dtype: str, data: str = "gaussian") -> tuple[jax.
     recent = r.standard_normal((2, B, K, case.buffer_rows, H))
     buffer = FullLayer(jnp.asarray(recent[0] * channel + lift, dtype), jnp.asarray(recent[1] + 0.5, dtype))
     return jnp.asarray(q, dtype), HierarchicalLayer(keys, values, buffer)
+
+
+def random_lists(case: Case, seed: int = 0) -> ListedGroups:
+    """Some of each row's groups in any order, in one KV head as many as fit and in the next perhaps none; nonsense behind them."""
+    r = np.random.default_rng(seed)
+    lead, width = (len(case.groups), case.kv_heads), max(1, case.capacity - 1)
+    groups, count = r.choice([-1, case.capacity, 1 << 30], (*lead, width)), np.zeros(lead, np.int32)
+    for b, k in np.ndindex(lead):
+        most = min(width, case.groups[b])
+        count[b, k] = most if (b + k) % 2 else r.integers(0, most + 1)
+        groups[b, k, : count[b, k]] = r.permutation(case.groups[b])[: count[b, k]]
+    return ListedGroups(jnp.asarray(groups, jnp.int32), jnp.asarray(count))
+
+
+def all_listed(case: Case) -> ListedGroups:
+    """Every group of every row, in order."""
+    lead = len(case.groups), case.kv_heads
+    groups = jnp.broadcast_to(jnp.arange(case.capacity, dtype=jnp.int32), (*lead, case.capacity))
+    return ListedGroups(groups, jnp.broadcast_to(jnp.array(case.groups, jnp.int32)[:, None], lead))
+
+
+def with_others_spoilt(layer: HierarchicalLayer, view: ListedGroups) -> HierarchicalLayer:
+    """The layer with NaN in the parameters of all groups that are not listed."""
+    counted = (jnp.arange(view.groups.shape[2]) < view.count[..., None])[..., None]
+    listed = ((view.groups[..., None] == jnp.arange(layer.groups)) & counted).any(2)[..., None]
+    spoil = lambda x: jnp.where(listed, x, jnp.nan)
+    return dataclasses.replace(
+        layer,
+        **{name: dataclasses.replace(x, scale=spoil(x.scale), zero=spoil(x.zero)) for name, x in vars(layer).items() if name != "buffer"},
+    )
 
 
 def with_garbage(case: Case, layer: HierarchicalLayer, garbage: float = 1e30) -> HierarchicalLayer:

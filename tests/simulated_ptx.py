@@ -314,6 +314,7 @@ INSTRUCTIONS = {
     r"rcp\.approx": _approximate(lambda x: 1 / x),
     r"rsqrt\.approx": _approximate(lambda x: 1 / np.sqrt(x)),
     r"ex2\.approx": _approximate(np.exp2),
+    r"lg2\.approx": _approximate(np.log2),
 }
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_problem, with_garbage
+from attention_problems import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
 from gpus import skip_or_fail
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import DenseView
+from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
@@ -43,21 +43,30 @@ every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
 every_kind = pytest.mark.parametrize("name, planes", KINDS)
 
 problem = functools.cache(lambda name, data: random_problem(CASES[name], "bfloat16", data))
-attend = jax.jit(decode_attention, static_argnames="implementation")
+attend = jax.jit(decode_attention, static_argnames=("observe", "implementation"))
 
 
-@functools.partial(jax.jit, static_argnames="planes")
-def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="observe")
+def exactly(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, *, observe: bool = False):
     wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     layer = wide(layer) if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=wide(layer.buffer))
-    return reference.decode_attention(wide(q), layer, lengths, view=DenseView(planes))
+    return reference.decode_attention(wide(q), layer, lengths, view, observe=observe)
+
+
+def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> jax.Array:
+    return exactly(q, layer, lengths, DenseView(planes))
 
 
 def kernel(implementation: str, *args, planes: int | None) -> Callable:
     """decode_attention by that implementation; skips the test where this machine cannot run it, and fails where it should."""
+    return kernel_for(implementation, *args, view=DenseView(planes))
+
+
+def kernel_for(implementation: str, *args, **settings) -> Callable:
+    """The same with any view, and observing."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    skip_or_fail(implementation, module.unsupported(*args, view=DenseView(planes)))
-    return functools.partial(attend, view=DenseView(planes), implementation=implementation)
+    skip_or_fail(implementation, module.unsupported(*args, **settings))
+    return functools.partial(attend, **settings, implementation=implementation)
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
@@ -211,3 +220,119 @@ def test_triton_with_any_number_of_splits(planes, splits, num_warps):
 
     run = functools.partial(triton.decode_attention, view=DenseView(planes), config=triton.Config(splits, num_warps))
     assert_close(jax.jit(run)(q, layer, lengths), expected(q, layer, lengths, planes=planes), f"{splits} splits")
+
+
+# Listed groups, and observation: the Mosaic kernel alone ----------------------------------------------------------------
+
+LISTED = ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T1-GQA8-256", "T16-GQA7-128", "T1-GQA4-128-G64")
+OBSERVED = [(name, 2) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T16-GQA7-128", "T16-GQA4-256", "T7-MHA-64")]
+
+
+@pytest.mark.parametrize("data", ["gaussian", "outliers", "peaked"])
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_groups_equal_the_reference(name, data):
+    q, layer = problem(name, data)
+    lengths = CASES[name].lengths
+    for seed in range(2):
+        view = random_lists(CASES[name], seed)
+        run = kernel_for("mosaic_gpu", q, layer, lengths, view=view)
+        out = run(q, layer, lengths)
+        assert out.shape == q.shape and out.dtype == q.dtype
+        assert_close(out, exactly(q, layer, lengths, view), f"{name}, {data}, {seed}")
+        # The same bits twice, whatever lies where nobody reads.
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(run(q, layer, lengths)))
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(run(q, with_others_spoilt(layer, view), lengths)))
+
+
+@pytest.mark.parametrize("team", [1, 2, 4])
+@pytest.mark.parametrize("name", ["T1-MHA-128", "T7-GQA4-128"])
+def test_all_groups_in_a_list_are_the_dense_view(name, team):
+    q, layer = problem(name, "outliers")
+    case = CASES[name]
+    kernel_for("mosaic_gpu", q, layer, case.lengths, view=all_listed(case))
+    from pallas_kernels.attention import mosaic_gpu
+
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, config=mosaic_gpu.Config(splits=1, team=team)))
+    dense = run(q, layer, case.lengths, DenseView(1))
+    np.testing.assert_array_equal(np.asarray(run(q, layer, case.lengths, all_listed(case))), np.asarray(dense))
+
+
+def test_one_compilation_whatever_the_lists():
+    case = CASES["T7-GQA4-128"]
+    q, layer = problem("T7-GQA4-128", "gaussian")
+    view = random_lists(case)
+    kernel_for("mosaic_gpu", q, layer, case.lengths, view=view)(q, layer, case.lengths)
+    compiled = attend._cache_size()
+    for seed in range(1, 4):
+        view = random_lists(case, seed)
+        out = attend(q, layer, case.lengths, view=view, implementation="mosaic_gpu")
+        assert_close(out, exactly(q, layer, case.lengths, view), f"lists {seed}")
+    none = dataclasses.replace(view, count=jnp.zeros_like(view.count))
+    out = attend(q, layer, case.lengths, view=none, implementation="mosaic_gpu")
+    assert_close(out, exactly(q, layer, case.lengths, none), "empty lists")
+    assert attend._cache_size() == compiled
+
+
+def test_lists_that_are_wrong_do_no_harm():
+    """They stand for what `ListedGroups` says."""
+    case = CASES["T1-MHA-128"]
+    q, layer = problem("T1-MHA-128", "gaussian")
+    r, most = np.random.default_rng(0), np.iinfo(np.int32).max
+    groups = r.choice([-most - 1, -1, 0, 5, 5, case.capacity - 1, case.capacity, most], (6, 4, 9)).astype(np.int32)
+    count = r.choice([-most - 1, -1, 0, 3, 9, 10, most], (6, 4)).astype(np.int32)
+    view = ListedGroups(jnp.asarray(groups), jnp.asarray(count))
+    nearest = ListedGroups(jnp.clip(view.groups, 0, case.capacity - 1), jnp.clip(view.count, 0, 9))
+    out = kernel_for("mosaic_gpu", q, layer, case.lengths, view=view)(q, layer, case.lengths)
+    assert_close(out, exactly(q, layer, case.lengths, nearest), "wrong lists")
+
+
+@pytest.mark.parametrize("name", ["T1-MHA-128", "T7-GQA4-128"])
+def test_every_configuration_for_lists(name):
+    q, layer = problem(name, "outliers")
+    lengths, view = CASES[name].lengths, random_lists(CASES[name])
+    kernel_for("mosaic_gpu", q, layer, lengths, view=view)
+    from pallas_kernels.attention import mosaic_gpu
+
+    _, _, configs = mosaic_gpu.tunable(q, layer, view)
+    assert len(configs) > 1
+    for config in configs:
+        out = jax.jit(functools.partial(mosaic_gpu.decode_attention, config=config))(q, layer, lengths, view)
+        assert_close(out, exactly(q, layer, lengths, view), f"{config}")
+
+
+@pytest.mark.parametrize("data", ["gaussian", "outliers", "peaked"])
+@pytest.mark.parametrize("name, planes", [*OBSERVED, ("T7-GQA4-128", 1)])
+def test_attention_mass_equals_the_reference(name, planes, data):
+    q, layer = problem(name, data)
+    case, lengths = CASES[name], CASES[name].lengths
+    run = kernel_for("mosaic_gpu", q, layer, lengths, view=DenseView(planes), observe=True)
+    out, mass = run(q, layer, lengths)
+    expected_out, expected_mass = exactly(q, layer, lengths, DenseView(planes), observe=True)
+    assert mass.shape == expected_mass.shape and mass.dtype == jnp.float32
+    assert_close(out, expected_out, f"{name}, {data}")
+    some = np.array(case.groups) > 0
+    assert_close(mass[some], expected_mass[some], f"{name}, {data}, mass")
+    for row, groups in enumerate(case.groups):
+        assert (np.asarray(mass)[row, :, :, groups:] == 0).all()
+    again = run(q, with_garbage(case, layer, np.nan), lengths)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(again[0]))
+    np.testing.assert_array_equal(np.asarray(mass), np.asarray(again[1]))
+    # Observing changes nothing of what is read.
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(kernel("mosaic_gpu", q, layer, lengths, planes=planes)(q, layer, lengths)))
+
+
+@pytest.mark.parametrize("team", [1, 2, 4])
+def test_attention_mass_in_every_team(team):
+    case = CASES["T7-GQA4-128"]
+    q, layer = problem("T7-GQA4-128", "outliers")
+    kernel_for("mosaic_gpu", q, layer, case.lengths, view=DenseView(2), observe=True)
+    from pallas_kernels.attention import mosaic_gpu
+
+    config = mosaic_gpu.Config(splits=1, team=team)
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(2), observe=True, config=config))
+    first = run(q, layer, case.lengths)
+    some = np.array(case.groups) > 0
+    assert_close(first[1][some], exactly(q, layer, case.lengths, DenseView(2), observe=True)[1][some], f"{config}")
+    for _ in range(20):
+        for ours, before in zip(run(q, layer, case.lengths), first):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(before))

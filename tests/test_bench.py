@@ -13,7 +13,7 @@ import rich.console
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import attention, attention_tuning, flush, kernels, peers, timing
-from qspec_jax.bench.attention_shapes import LARGE, SHAPES, TINY, bytes_read, random_problem
+from qspec_jax.bench.attention_shapes import LARGE, SHAPES, TINY, bytes_read, random_problem, random_view
 
 pytestmark = pytest.mark.optimized
 
@@ -50,6 +50,28 @@ def bandwidth(monkeypatch):
 )
 def test_bytes_read(name, expected):
     assert bytes_read(SHAPES[name]) == expected
+
+
+def test_bytes_of_listed_groups_and_of_observing():
+    listed = dataclasses.replace(SHAPES["int4-T1-mha-128k"], listed=0.03)  # 31 of 1,023 groups, and a list with its count
+    assert bytes_read(listed) == 32 * (31 * 128 * 136 + 192 * 512 + 32 * 4)
+    ragged = dataclasses.replace(SHAPES["int4-T1-gqa-16k-ragged"], listed=0.1)
+    groups = 4 + 5 + 6 + 8 + 9 + 10 + 12 + 13
+    assert bytes_read(ragged) == 8 * (groups * 128 * 136 + 1536 * 512 + (groups + 8) * 4)
+    shape = SHAPES["int8-T7-gqa-128k"]
+    mass = bytes_read(dataclasses.replace(shape, observe=True)) - bytes_read(shape)
+    assert mass == 8 * 7 * 1023 * 4 < 1e-3 * bytes_read(shape)
+
+
+def test_random_lists_name_groups_that_are_there():
+    shape = dataclasses.replace(SHAPES["tiny-int4-T1-512"], context=(544, 200, 40), listed=0.5)
+    view, other = (random_view(shape, seed) for seed in (0, 1))
+    np.testing.assert_array_equal(view.count, np.repeat([[4], [1], [0]], 2, 1))
+    assert view.groups.shape == (3, 2, 4) and (view.groups != other.groups).any()
+    for row, there in enumerate((7, 2, 0)):
+        for head, count in enumerate(np.asarray(view.count)[row]):
+            groups = np.asarray(view.groups)[row, head, :count]
+            assert (np.diff(groups) > 0).all() and (groups >= 0).all() and (groups < there).all()
 
 
 def test_bytes_of_a_full_row_are_those_of_the_arrays():
@@ -188,6 +210,20 @@ def test_json(run):
         assert rows["torch_flash"]["status"] == rows["flashinfer"]["status"] == "unavailable"
 
 
+@pytest.mark.parametrize(
+    ("shape", "flags", "name"),
+    [
+        ("tiny-int4-T1-256", ["--listed", 0.4], "tiny-int4-T1-256-listed-0.4"),
+        ("tiny-int8", ["--observe"], "tiny-int8-T3-ragged-observed"),
+    ],
+)
+def test_listed_groups_and_observing(run, shape, flags, name):
+    code, out, _ = run("bench", "attention", "--shape", shape, "--no-peers", "--repeats", 1, *flags, "--json")
+    (row,) = json.loads(out)["rows"]
+    assert code == 0 and (row["shape"], row["status"]) == (name, "measured")
+    assert row["relative_error"] < 1e-2
+
+
 def test_the_table_and_the_output_file(run, tmp_path):
     path = tmp_path / "table.txt"
     code, out, _ = run(*FAST, "--output", path)
@@ -235,6 +271,11 @@ def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
         (["--plot", "a.png"], "single row"),
         (["--shape", "tiny", "--plot", "a.png", "--output", "./a.png"], "same file"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--listed", "0.1"], "upper plane"),
+        (["--listed", "0"], "above 0"),
+        (["--listed", "0.1", "--observe"], "do not go together"),
+        (["--shape", "tiny", "--observe"], "tiny-bf16"),
+        (["--observe", "--plot", "a.png"], "--plot"),
     ],
 )
 def test_bad_flags(run, flags, word):

@@ -14,6 +14,7 @@ from pallas_kernels.attention import mosaic_gpu, support, triton
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
 
+LISTED = ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
 CASE = Case(1, 4, 2, 64, group_size=64, capacity=3, groups=(0, 2))
 
 
@@ -80,7 +81,7 @@ def test_an_older_jax_is_told(monkeypatch, arguments):
 
 def test_kernels_take_no_other_dtypes_or_shapes(arguments):
     q, layer, lengths = arguments
-    assert support.unsupported(q, layer, lengths, UPPER_PLANE, False) is None
+    assert support.unsupported(q, layer, lengths, UPPER_PLANE) is None
     wide = lambda planes: dataclasses.replace(planes, zero=planes.zero.astype(jnp.float32))
     for args, reason in (
         ((q.astype(jnp.float32), layer, lengths), "bfloat16, not float32"),
@@ -89,21 +90,40 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
         ((jnp.repeat(q, 17, 1), layer, lengths), "up to 16 tokens"),
         ((q[..., :32], layer, lengths), "head_dim"),
     ):
-        assert reason in support.unsupported(*args, UPPER_PLANE, False)
+        assert reason in support.unsupported(*args, UPPER_PLANE)
+    listed = dataclasses.replace(LISTED, count=LISTED.count.astype(jnp.int16))
+    assert "counts of groups in int32" in support.unsupported(q, layer, lengths, listed)
+
+
+def test_listed_groups_and_observation_run_on_hopper_alone(monkeypatch, arguments):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    monkeypatch.setattr(triton, "no_triton", lambda: None)
+    for settings, reason in ((dict(view=LISTED), "not yet listed ones"), (dict(view=DenseView(2), observe=True), "what it observes")):
+        assert mosaic_gpu.unsupported(*arguments, **settings) is None
+        assert reason in triton.unsupported(*arguments, **settings)
+    assert triton.unsupported(*arguments, view=DenseView(2)) is None
+
+
+def test_lists_are_tuned_apart(arguments):
+    """A dense problem has no width, and is the one that was measured before there were lists."""
+    q, layer, _ = arguments
+    problem = lambda view: mosaic_gpu.tunable(q, layer, view)[1]
+    assert set(problem(UPPER_PLANE)) == {"planes", "head_dim", "group_size", "batch", "heads", "block_tiles"}
+    of_width = lambda n: ListedGroups(jnp.zeros((2, 2, n), jnp.int32), LISTED.count)
+    assert [problem(of_width(n)) for n in (1, 3, 4, 5)] == [problem(UPPER_PLANE) | {"list_width": n} for n in (1, 4, 4, 8)]
 
 
 def test_views_that_no_kernel_takes(monkeypatch, caplog, arguments):
     """The reference runs, and says that it does; it is not observed through them."""
     q, layer, lengths = arguments
-    count = jnp.array([0, 1], jnp.int32)
-    chosen = jnp.zeros((2, 2, layer.groups * layer.group_size), bool)
-    views = (ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32)), ChosenTokens(chosen), LargestMass(count, True))
+    views = ChosenTokens(jnp.zeros((2, 2, layer.groups * layer.group_size), bool)), LargestMass(jnp.array([0, 1], jnp.int32), True)
     for view in views:
-        assert support.unsupported(q, layer, lengths, view, False).startswith("reads all")
+        assert support.unsupported(q, layer, lengths, view).startswith("reads all")
+    for view in (LISTED, *views):
         with pytest.raises(ValueError, match="observed by passes that read all groups"):
             attention.decode_attention(q, layer, lengths, view, observe=True)
     on_device(monkeypatch, "9.0")
-    for view in views[1:]:
+    for view in views:
         dispatch._log_once.cache_clear()
         chosen = dispatch.choose("attention", attention.GPU_IMPLEMENTATIONS, "auto", q, layer, lengths, view=view)
         assert chosen.__name__.endswith("reference")

@@ -15,7 +15,7 @@ import test_fused_layer_gpu
 import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
-from attention_problems import Case, random_problem
+from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
 from simulated_gpu import launch
 from simulated_ptx import simulate
 
@@ -26,7 +26,8 @@ import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
-from pallas_kernels.formats.views import DenseView
+from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
+from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
@@ -207,26 +208,124 @@ def test_rope_append(batch, tokens, heads, kv_heads, head_dim, offset):
 
 # Attention --------------------------------------------------------------------------------------------------------------
 
+TEAMS = {
+    "T1-rows": (Case(1, 2, 2, 128, group_size=64, capacity=3, groups=(0, 3)), Config(3)),
+    "T1-steps": (Case(1, 2, 1, 64, group_size=64, capacity=24, groups=(24,)), Config(1)),
+    "T7-GQA4-steps": (Case(7, 4, 1, 64, group_size=64, capacity=12, groups=(12,)), Config(1, team=2)),
+    "T7-GQA4-warpgroup": (Case(7, 4, 1, 128, group_size=128, capacity=2, groups=(2,)), Config(1, team=4)),  # multiplied together
+}
+
+
+def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLayer, Lengths]:
+    q, layer = random_problem(case, "bfloat16", data)
+    return q, layer, jax.tree.map(lambda x: x[: len(case.groups)], case.lengths)
+
+
+def attend(q, layer, lengths, view, config, *, observe=False):
+    """The simulated kernel's output and attention mass."""
+    plan = attention.plan_for(q, layer, view, observe=observe, config=config)
+    return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)
+
+
+def exactly(q, layer, lengths, view, *, observe=False):
+    """The same in float32, by the reference."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, layer)
+    return attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, view, observe=observe)
+
+
+def assert_close(out: jax.Array, expected: jax.Array) -> None:
+    """A relative error (norm) of at most 1e-2 in each row of the batch."""
+    out, expected = (np.asarray(x, np.float32).reshape(len(x), -1) for x in (out, expected))
+    assert (np.linalg.norm(out - expected, axis=1) <= 1e-2 * np.linalg.norm(expected, axis=1)).all()
+
 
 @pytest.mark.parametrize("data", ["gaussian", "outliers"])
 @pytest.mark.parametrize("planes", [1, 2, None])
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        (Case(1, 2, 2, 128, group_size=64, capacity=3, groups=(0, 3)), Config(3)),
-        (Case(1, 2, 1, 64, group_size=64, capacity=24, groups=(24,)), Config(1)),
-        (Case(7, 4, 1, 64, group_size=64, capacity=12, groups=(12,)), Config(1, team=2)),
-        (Case(7, 4, 1, 128, group_size=128, capacity=2, groups=(2,)), Config(1, team=4)),  # multiplied by a whole warpgroup
-    ],
-    ids=["T1-rows", "T1-steps", "T7-GQA4-steps", "T7-GQA4-warpgroup"],
-)
+@pytest.mark.parametrize(("case", "config"), TEAMS.values(), ids=TEAMS)
 def test_attention(case, config, planes, data):
-    q, layer = random_problem(case, "bfloat16", data)
-    layer, lengths = case.attended(layer, planes)
-    lengths = jax.tree.map(lambda x: x[: len(case.groups)], lengths)
-    out = at_once(attention.run)(attention.plan_for(q, layer, view=DenseView(planes), config=config), q, lengths, layer)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, layer)
-    expected = attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, view=DenseView(planes))
+    q, layer, lengths = attention_problem(case, data)
+    if planes is None:
+        layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
+    out, _ = attend(q, layer, lengths, DenseView(planes), config)
     assert out.dtype == jnp.bfloat16
-    errors = np.linalg.norm((np.asarray(out, np.float32) - expected).reshape(len(q), -1), axis=1)
-    assert (errors <= 1e-2 * np.linalg.norm(np.asarray(expected).reshape(len(q), -1), axis=1)).all()
+    assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "data"),
+    [
+        (Case(1, 3, 3, 64, group_size=64, capacity=7, groups=(0, 7, 1)), Config(3, team=2), "outliers"),
+        # So many blocks that their division among the rows differs between the KV heads.
+        (Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 8)), Config(7), "gaussian"),
+        (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(1, team=4), "gaussian"),
+        pytest.param(Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers", marks=pytest.mark.slow),
+        pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=3, groups=(3,)), Config(1), "gaussian", marks=pytest.mark.slow),
+    ],
+    ids=["T1-MHA", "T1-GQA2", "T7-GQA4-warpgroup", "T7-GQA4", "T16-GQA7"],
+)
+def test_attention_to_listed_groups(case, config, data):
+    q, layer, lengths = attention_problem(case, data)
+    view = random_lists(case)
+    out, _ = attend(q, layer, lengths, view, config)
+    assert_close(out, exactly(q, layer, lengths, view))
+    # What is not listed is not read.
+    again, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
+
+
+@pytest.mark.parametrize("name", ["T1-rows", pytest.param("T7-GQA4-steps", marks=pytest.mark.slow)])
+def test_all_groups_in_a_list_are_the_dense_view(name):
+    case, config = TEAMS[name]
+    q, layer, lengths = attention_problem(case, "gaussian")
+    out, _ = attend(q, layer, lengths, all_listed(case), config)
+    dense, _ = attend(q, layer, lengths, DenseView(1), config)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(dense))
+
+
+def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
+    """The simulation fails where an address is of no array. What the lists stand for is said in `ListedGroups`."""
+    case = Case(1, 2, 2, 64, group_size=64, capacity=3, groups=(3, 3, 0))
+    q, layer, lengths = attention_problem(case, "gaussian")
+    most = np.iinfo(np.int32).max
+    rows = [[[-1, 2, 2, most], [3, -most - 1, 0, 1]], [[9, -9, most, 1]] * 2, [[most, -most - 1, 1, 0]] * 2]
+    count = jnp.array([[most, 4], [5, -1], [-most - 1, 0]], jnp.int32)
+    out, _ = attend(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count), Config(4))
+    nearest = ListedGroups(jnp.clip(jnp.array(rows, jnp.int32), 0, 2), jnp.clip(count, 0, 4))
+    expected = exactly(q, layer, lengths, nearest)
+    np.testing.assert_array_equal(exactly(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count)), expected)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "planes", "data"),
+    [
+        (*TEAMS["T1-rows"], 1, "outliers"),
+        (*TEAMS["T7-GQA4-warpgroup"], 2, "outliers"),
+        pytest.param(
+            *(Case(7, 4, 2, 64, group_size=64, capacity=4, groups=(4, 0, 2)), Config(3, team=2), 2, "gaussian"), marks=pytest.mark.slow
+        ),
+        # Two blocks of rows, of which the last is not full.
+        pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(1), 1, "gaussian", marks=pytest.mark.slow),
+    ],
+    ids=["T1-rows", "T7-GQA4-warpgroup", "T7-GQA2-rows", "T16-GQA7"],
+)
+def test_attention_mass(case, config, planes, data):
+    q, layer, lengths = attention_problem(case, data)
+    out, mass = attend(q, layer, lengths, DenseView(planes), config, observe=True)
+    expected_out, expected = exactly(q, layer, lengths, DenseView(planes), observe=True)
+    assert mass.shape == expected.shape and mass.dtype == jnp.float32
+    assert_close(out, expected_out)
+    assert_close(mass, expected)
+    np.testing.assert_allclose(mass, expected, atol=5e-3 * case.heads / case.kv_heads)
+    assert np.abs(np.asarray(expected)).max() > 0.2
+    for row, groups in enumerate(case.groups):
+        assert (np.asarray(mass)[row, :, :, groups:] == 0).all()
+    np.testing.assert_array_equal(np.asarray(attend(q, layer, lengths, DenseView(planes), config)[0]), np.asarray(out))
+
+
+def test_there_is_no_mass_without_groups():
+    case = Case(2, 2, 1, 64, group_size=64, capacity=0, groups=(0, 0))
+    q, layer, lengths = attention_problem(case, "gaussian")
+    out, mass = attend(q, layer, lengths, DenseView(2), Config(2), observe=True)
+    assert mass.shape == (2, 1, 2, 0)
+    assert_close(out, exactly(q, layer, lengths, DenseView(2)))

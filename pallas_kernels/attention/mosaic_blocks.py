@@ -9,16 +9,25 @@ from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 
-def partition_work(plan: Plan, at: dict) -> tuple[list, list]:
+def groups_to_read(plan: Plan, at: dict, row: int, kv_head):
+    """How many groups a KV head reads in a row of the batch: as many as its list counts, or all that are quantized."""
+    if plan.planes is None:
+        return ptx.i32(0)
+    if plan.list_width is None:
+        return ptx.minimum(ptx.load_global(at["quantized"] + 4 * row)[0] // plan.group_size, ptx.i32(plan.groups))
+    (count,) = ptx.load_global(at["count"] + ptx.i64(kv_head + row * plan.kv_heads) * 4)
+    return ptx.minimum(ptx.maximum(count, ptx.i32(0)), ptx.i32(plan.list_width))
+
+
+def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
     """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
 
     Returns (chunks of the buffer, groups) of each row, which count alike, and the number of each row's first block, then of all blocks.
     """
     units = []
     for b in range(plan.batch):
-        quantized, buffered = (ptx.load_global(at[name] + 4 * b)[0] for name in ("quantized", "buffered"))
-        groups = ptx.minimum(quantized // plan.group_size, ptx.i32(plan.groups)) if plan.planes else ptx.i32(0)
-        units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups))
+        (buffered,) = ptx.load_global(at["buffered"] + 4 * b)
+        units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups_to_read(plan, at, b, kv_head)))
     total = ptx.maximum(numerics.total([x for unit in units for x in unit]), ptx.i32(1))
     firsts, seen = [ptx.i32(0)], ptx.i32(0)
     for b, unit in enumerate(units[:-1]):
@@ -37,7 +46,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     split, rest = block % plan.splits, block // plan.splits
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
-    units, firsts = partition_work(plan, at)
+    units, firsts = partition_work(plan, at, kv_head)
     batch, (chunks, groups), first, last = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
         here = firsts[b] < split + 1
@@ -59,7 +68,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
     shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
-    tile = Tile(plan, (queries, shared), lane, part, barrier, buffered)
+    observed = None
+    if plan.observe:
+        observed = at["observed"] + ptx.i64(head * plan.groups) * (4 * plan.padded_rows) + ptx.i64(row_block * (4 * plan.block_rows))
+    tile = Tile(plan, (queries, shared, observed), lane, part, barrier, buffered)
     ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
     full = ring(FullSource(plan, at, head, lane, part, buffered), *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
@@ -80,14 +92,17 @@ def emit_block(plan: Plan, refs: dict) -> None:
         ptx.wait_for_copies(0)
         tile.meet()
         full.prefetch()
-    limits = tile.limits(row_block * plan.block_rows, buffered)
+    sees = tile.causal_mask(row_block * plan.block_rows, buffered)
     fragments = tile.full_queries()
-    state = full.run(lambda slot, i, refill: tile.full_keys(slot, i, fragments, limits, refill), tile.full_values, state)
+    state = full.run(lambda slot, i, refill: tile.full_keys(slot, i, fragments, sees, refill), tile.full_values, state)
     tile.store(at, (block * plan.teams + warp // team) * plan.block_rows, state)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:
-    """Emits the merging of the partial results for one query row, which four warps divide among them."""
+    """Emits the merging of the partial results for one query row, which four warps divide among them.
+
+    Where attention is observed it also writes the logarithm (base 2) of the row's sum of exponentials, of which `Tile` wrote each group's.
+    """
     H, R = plan.head_dim, plan.heads_per_kv_head
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, place = ptx.thread_index(), ptx.block_index()
@@ -96,7 +111,7 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     batch, token = place // (R * plan.kv_heads * plan.tokens), place // (R * plan.kv_heads) % plan.tokens
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
-    _, firsts = partition_work(plan, at)
+    _, firsts = partition_work(plan, at, kv_head)
     first, last = firsts[0], firsts[1]
     for b in range(1, plan.batch):
         first, last = (ptx.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))
@@ -132,6 +147,9 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     pair = thread % (H // 2)
     merged = lambda i: numerics.total([ptx.load_shared(at["shared"] + (i + k * (H + 1)) * 4, 1, result="f")[0] for k in range(WARPS)])
     divisor = merged(ptx.i32(H))
+    if plan.observe:
+        with ptx.when(thread == 0):
+            ptx.store_global(at["everything"] + ptx.i64(place) * 4, top + numerics.log2(divisor))
     with ptx.when(thread < H // 2):
         word = numerics.pair(merged(pair * 2) / divisor, merged(pair * 2 + 1) / divisor, "bf16")
         ptx.store_global(at["merged"] + ptx.i64(place) * (2 * H) + ptx.i64(pair * 4), word)

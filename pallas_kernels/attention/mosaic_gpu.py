@@ -11,13 +11,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import View
+from pallas_kernels.formats.views import ListedGroups, View
 from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
@@ -25,7 +25,7 @@ MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, whi
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view, observe)
+    return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view)
 
 
 def decode_attention(
@@ -36,18 +36,21 @@ def decode_attention(
     *,
     observe: bool = False,
     config: Config | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
     """See `pallas_kernels.attention.decode_attention`. Raises ValueError for a configuration that cannot work."""
-    return run(plan_for(q, layer, view, config=config), q, lengths, layer)
+    plan = plan_for(q, layer, view, observe=observe, config=config)
+    out, mass = run(plan, q, lengths, layer, view if plan.list_width else None)
+    return (out, mass) if observe else out
 
 
-def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, config: Config | None = None) -> Plan:
+def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, observe: bool = False, config: Config | None = None) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
     K = buffer.keys.shape[1]
     R = T * (N // K)
-    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
+    list_width = view.groups.shape[2] if isinstance(view, ListedGroups) else None
+    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0 and list_width != 0
     shapes = functools.partial(
         Plan,
         batch=B,
@@ -59,6 +62,8 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, conf
         groups=layer.groups if quantized else 0,
         buffer_rows=buffer.keys.shape[2],
         planes=view.planes if quantized else None,
+        list_width=list_width if quantized else None,
+        observe=observe and quantized,
     )
     # As many query rows in a block as leave room for the ring.
     for most in MAX_ROWS:
@@ -77,12 +82,20 @@ def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple
 
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
-def run(plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer) -> Array:
-    """Two launches: partial results of teams, and their merging."""
+def run(
+    plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer, lists: ListedGroups | None = None
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
+    """Two launches: partial results of teams, and their merging. Also returns the attention mass, of no groups where it is not observed."""
     from pallas_kernels.attention import mosaic_blocks
 
     buffer = layer.buffer if isinstance(layer, HierarchicalLayer) else layer
-    inputs = {"q": q, "quantized": lengths.quantized, "buffered": lengths.buffered, "keys": buffer.keys, "values": buffer.values}
+    # What says how much there is to read in each row.
+    sizes = {"quantized": lengths.quantized, "buffered": lengths.buffered}
+    if lists is not None:
+        sizes["count"] = lists.count
+    inputs = {"q": q, **sizes, "keys": buffer.keys, "values": buffer.values}
+    if lists is not None:
+        inputs["listed"] = lists.groups
     if plan.planes is not None:
         for name, planes in ("key", layer.keys), ("value", layer.values):
             inputs |= {f"{name}_upper": planes.upper, f"{name}_scale": planes.scale, f"{name}_zero": planes.zero}
@@ -90,14 +103,38 @@ def run(plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullL
                 inputs[f"{name}_lower"] = planes.lower
     lead = (plan.kv_heads * plan.blocks_of_rows, plan.splits * plan.teams, plan.block_rows)
     partial = {"out": (*lead, plan.head_dim), "top": lead, "total": lead}
+    if plan.observe:
+        partial["observed"] = (plan.batch, plan.kv_heads, plan.groups, plan.padded_rows)
     partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
+    name += "_listed" * (lists is not None) + "_observed" * plan.observe
     blocks = lead[0] * plan.splits
     partial = launch(
         name, functools.partial(mosaic_blocks.emit_block, plan), inputs, partial, blocks, plan.config.warpgroups, plan.shared_bytes
     )
-    partial |= {"quantized": lengths.quantized, "buffered": lengths.buffered}
+    observed = partial.pop("observed", None)
     merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    if plan.observe:
+        by_head = plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head
+        merged["everything"] = jax.ShapeDtypeStruct(by_head, jnp.float32)
     shared = 4 * WARPS * (plan.head_dim + 1)
     rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
-    return launch("merge_attention", functools.partial(mosaic_blocks.emit_merge, plan), partial, merged, rows, 1, shared)["merged"]
+    found = launch("merge_attention", functools.partial(mosaic_blocks.emit_merge, plan), partial | sizes, merged, rows, 1, shared)
+    if not plan.observe:
+        return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32)
+    return found["merged"], attention_mass(plan, observed, found["everything"], lengths.quantized)
+
+
+def attention_mass(
+    plan: Plan, observed: Float[Array, "B K C R"], everything: Float[Array, "B T K N"], quantized: Int[Array, "B"]
+) -> Float[Array, "B K T C"]:
+    """Each group's share of a query token's attention, summed over the query heads of a KV head; 0 for groups that are not quantized yet.
+
+    observed: the logarithm (base 2) of each group's sum of exponentials, for the R padded query rows of a KV head. everything: the same of
+    all that a query reads, for the N query heads of a KV head.
+    """
+    by_group = observed[..., : plan.rows].reshape(*observed.shape[:3], plan.tokens, plan.heads_per_kv_head)
+    shares = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None])
+    # Nobody has written what is not there. Chosen before the sum, so that XLA makes one launch of it all.
+    there = jnp.arange(plan.groups) < (quantized // plan.group_size)[:, None]
+    return jnp.where(there[:, None, :, None, None], shares, 0).sum(-1).swapaxes(2, 3)

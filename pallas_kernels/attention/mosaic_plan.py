@@ -37,7 +37,11 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The kernel for one set of shapes: who does what, and where it lies in shared memory. block_tiles: query tiles of a block."""
+    """The kernel for one set of shapes: who does what, and where it lies in shared memory.
+
+    block_tiles: query tiles of a block. list_width: columns of the lists of groups to read; None: all groups are read. observe: whether
+    each group's attention mass is to be found.
+    """
 
     batch: int
     kv_heads: int
@@ -50,6 +54,8 @@ class Plan:
     planes: int | None
     block_tiles: int
     blocks_of_rows: int
+    list_width: int | None = None
+    observe: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
@@ -113,9 +119,13 @@ class Plan:
 
     @property
     def problem(self) -> dict:
-        """The properties that the best configuration depends on."""
+        """The properties that the best configuration depends on.
+
+        Lists count by their width, rounded up to a power of two: short ones leave a team a step or two. Observing is no other problem.
+        """
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
-        return {name: getattr(self, name) for name in names}
+        listed = {} if self.list_width is None else {"list_width": 1 << (self.list_width - 1).bit_length()}
+        return {name: getattr(self, name) for name in names} | listed
 
     @property
     def rows(self) -> int:
@@ -126,6 +136,11 @@ class Plan:
         """The place of that row in [B T N]."""
         token, head = row // self.heads_per_kv_head, row % self.heads_per_kv_head
         return ((batch * self.tokens + token) * self.kv_heads + kv_head) * self.heads_per_kv_head + head
+
+    @property
+    def padded_rows(self) -> int:
+        """Query rows of a KV head in all its blocks, those that fill up the last tiles among them."""
+        return self.blocks_of_rows * self.block_rows
 
     @property
     def teams(self) -> int:
@@ -176,8 +191,11 @@ class Plan:
 
     @property
     def team_bytes(self) -> int:
-        """Bytes that a team shares: operands, and per-query arrays: one that is added to logits, and two for each warp."""
-        arrays = 1 + 2 * self.config.team
+        """Bytes that a team shares: operands, and per-query arrays.
+
+        One array is added to logits, and each warp has two, or three where it observes.
+        """
+        arrays = 1 + (3 if self.observe else 2) * self.config.team
         return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + arrays * self.numbers_bytes
 
     @property

@@ -16,11 +16,14 @@ class Pipeline:
 
     def prefetch(self) -> None:
         """Fills the ring but for one slot."""
-        for unit in range(self.plan.slots - 1):
-            self._issue(unit, self.lower, ptx.i32(unit))
+        units = range(self.plan.slots - 1)
+        # Where groups are listed, the numbers of all of them are on their way before one is waited for.
+        places = {ahead: self.source.place(self.lower + ahead) for ahead in sorted({unit // 2 for unit in units})}
+        for unit in units:
+            self._issue(unit, self.lower, places[unit // 2], ptx.i32(unit))
 
     def run(self, keys: Callable, values: Callable, state):
-        """Runs all steps, logits = keys(address, step, refill) and state = values(address, state, logits, refill), and returns the state.
+        """Runs all steps, logits = keys(address, step, refill) and state = values(address, step, state, logits, refill); returns the state.
 
         What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
         """
@@ -29,19 +32,21 @@ class Pipeline:
 
         def step(i, carry):
             slot, state = carry
-            logits = keys(self._arrived(slot), i, functools.partial(self._refill, 0, i, slot))
+            # Loaded before the copies of this step are waited for, so that both waits are one.
+            units = self.plan.slots - 1, self.plan.slots
+            places = {ahead: self.source.place(i + ahead) for ahead in sorted({unit // 2 for unit in units})}
+            logits = keys(self._arrived(slot), i, functools.partial(self._refill, units[0], i, places[units[0] // 2], slot))
             slot = advance(slot)
-            state = values(self._arrived(slot), state, logits, functools.partial(self._refill, 1, i, slot))
+            state = values(self._arrived(slot), i, state, logits, functools.partial(self._refill, units[1], i, places[units[1] // 2], slot))
             return advance(slot), state
 
         return ptx.loop(self.lower, self.upper, (ptx.i32(0), state), step)[1]
 
-    def _issue(self, unit: int, step, slot) -> None:
-        # The unit-th half step from here, if it is within the run.
-        ahead = step + unit // 2
-        with ptx.when(ahead < self.upper):
+    def _issue(self, unit: int, step, place, slot) -> None:
+        # The unit-th half step from here, if it is within the run; `place` says where it lies.
+        with ptx.when(step + unit // 2 < self.upper):
             copy = self.source.copy_values if unit % 2 else self.source.copy_keys
-            copy(self.ring + slot * self.plan.slot_bytes, ahead)
+            copy(self.ring + slot * self.plan.slot_bytes, place)
         ptx.commit_copies()
 
     def _arrived(self, slot):
@@ -49,30 +54,45 @@ class Pipeline:
         ptx.synchronize(None, 1)
         return self.ring + slot * self.plan.slot_bytes
 
-    def _refill(self, unit: int, step, slot) -> None:
-        slots = self.plan.slots
+    def _refill(self, unit: int, step, place, slot) -> None:
         if self.plan.config.team > 1:
             self.meet()
         # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
-        self._issue(unit + slots - 1, step, ptx.select(slot == 0, ptx.i32(slots - 1), slot - 1))
+        self._issue(unit, step, place, ptx.select(slot == 0, ptx.i32(self.plan.slots - 1), slot - 1))
 
 
 class QuantizedSource:
-    """Copies the keys or values of a group to shared memory: the planes, then scales and zeros."""
+    """Copies the keys or values of a group to shared memory: the planes, then scales and zeros.
+
+    head: the number of the KV head among those of all rows of the batch.
+    """
 
     def __init__(self, plan: Plan, at: dict, head, lane, part):
         self.plan, self.at, self.head = plan, at, head
         self.lane, self.thread = lane, part * 32 + lane
 
-    def copy_keys(self, shared, group) -> None:
-        self._copy("key", self.plan.head_dim, shared, group)
+    def place(self, step):
+        """Where the group of a step lies in the cache, as a number among the groups of all KV heads; of any step, also beyond the last.
 
-    def copy_values(self, shared, group) -> None:
-        self._copy("value", self.plan.group_size, shared, group)
+        The only place that knows: a table of blocks would be looked up here.
+        """
+        plan, group = self.plan, step
+        if plan.list_width is not None:
+            column = ptx.minimum(step, ptx.i32(plan.list_width - 1))
+            (group,) = ptx.load_global(self.at["listed"] + ptx.i64(self.head * plan.list_width + column) * 4)
+            # Whatever stands in a list, nothing is read that is not of this KV head.
+            group = ptx.minimum(ptx.maximum(group, ptx.i32(0)), ptx.i32(plan.groups - 1))
+        return self.head * plan.groups + group
 
-    def _copy(self, name: str, parameters: int, shared, group) -> None:
+    def copy_keys(self, shared, place) -> None:
+        self._copy("key", self.plan.head_dim, shared, place)
+
+    def copy_values(self, shared, place) -> None:
+        self._copy("value", self.plan.group_size, shared, place)
+
+    def _copy(self, name: str, parameters: int, shared, place) -> None:
         plan = self.plan
-        index = ptx.i64(self.head * plan.groups + group)
+        index = ptx.i64(place)
         size = plan.group_size * plan.head_dim // 2
         to = self.thread * 16
         if name == "key":
@@ -104,6 +124,10 @@ class FullSource:
     def __init__(self, plan: Plan, at: dict, head, lane, part, length):
         self.plan, self.at, self.head, self.length = plan, at, head, length
         self.thread = part * 32 + lane
+
+    def place(self, step):
+        """The chunk of a step: they lie one after the other."""
+        return step
 
     def copy_keys(self, shared, chunk) -> None:
         self._copy("keys", shared, chunk)

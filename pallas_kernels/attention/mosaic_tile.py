@@ -39,7 +39,7 @@ class Tile:
         self.plan = plan
         self.masks = numerics.nibble_masks(length >> 31)  # no length is negative
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
-        self.queries, self.shared = at
+        self.queries, self.shared, self.observed = at
         self.weights = self.shared + plan.key_bytes
         self.numbers = self.weights + plan.operand_bytes
         self.halves = self.queries + plan.block_rows * plan.query_pitch
@@ -87,6 +87,11 @@ class Tile:
         loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)), count, "f") for i in range(arrays))
         flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
         return [flat[2 * n : 2 * n + 2] for n in self.tiles]
+
+    def _shared_pair(self, first: int, n: int, combine: Callable) -> list:
+        """Those of tile n, combined over the team's arrays from array `first` on."""
+        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + 8 * n, 2, "f") for i in range(self.team))
+        return [functools.reduce(combine, xs) for xs in zip(*loaded)]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
     # row's first half in the low nibbles, of its second half in the high ones. Products contract them in that order, a word a step,
@@ -254,7 +259,7 @@ class Tile:
         words = ptx.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
-    def quantized_values(self, slot, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
+    def quantized_values(self, slot, group, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
         """The state after this group."""
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
@@ -267,7 +272,7 @@ class Tile:
             scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
         scale = self._half_scales(scale, factor)
         zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
-        state, alphas, weights = self._softmax(state, *logits, refill)
+        state, alphas, weights, sums = self._softmax(state, *logits, refill)
         state["offset"] = [[numerics.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
         scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
         operand = lambda n, k: scaled[n][k]
@@ -275,10 +280,14 @@ class Tile:
             for n in self.tiles:
                 self._share_operand(self.weights, n, self.part * mine, words, scaled[n])
             self._share_numbers(1 + self.team, excess)
+            if plan.observe:
+                self._share_over_rows(1 + 2 * self.team, sums, operator.add)
             self._publish()
             self.meet()
             excess = self._shared_numbers(1 + self.team, self.team, operator.add)
             operand = self._shared_operand(self.weights, words)
+        if plan.observe:
+            self._store_observed(group, state["top"], sums)
         unit = inverse * self.unit
         for n in self.tiles:
             below = [x * (unit * -1.0) for x in excess[n]]
@@ -293,6 +302,24 @@ class Tile:
                 for m, tiles in zip(both, acc):
                     state["out"][n][m] = tuple(numerics.fma(x, unit, old) for x, old in zip(tiles[n], state["out"][n][m]))
         return state
+
+    def _store_observed(self, group, tops: list, sums: list) -> None:
+        """Writes the logarithm (base 2) of each query's sum of exponentials over a group, -inf where they are all too small.
+
+        tops: the maxima [n] that the sums are relative to. sums: those of this lane's tokens [n]; the warps of a team have shared them, and
+        divide the tiles among them.
+        """
+        to = self.observed + ptx.i64(group) * (4 * self.plan.padded_rows) + ptx.i64(self.t * 8)
+        if self.team == 1:
+            whole = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
+        for n, pair in enumerate(tops):
+            # The first row of lanes of one warp.
+            with ptx.when(self.part * 8 + self.g == n % self.team * 8):
+                found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
+                logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
+                ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
+        # Products follow, which all lanes run together.
+        ptx.synchronize(None, 1)
 
     def _zeros_of_tokens(self, at, mine: int) -> list:
         """The values' zeros of this lane's tokens [tile][row], from the array at `at`."""
@@ -309,9 +336,9 @@ class Tile:
         """Softmax weights [tile] as an operand [word][half]."""
         return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
-    def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list]:
-        """Brings all of the state but `out` up to date; returns it, the factors [n] that `out` is to be multiplied by, and weights
-        [n][tile].
+    def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list, list]:
+        """Brings all of the state but `out` up to date; returns it, the factors [n] that `out` is to be multiplied by, weights
+        [n][tile], and their sums over this lane's tokens [n].
 
         logits: [n][tile]. units, start: numbers [n] for two queries; start is added to each logit before its unit multiplies it.
         """
@@ -329,29 +356,33 @@ class Tile:
             refill()
             peaks = [[fragments.all_rows(x, ptx.maximum) for x in pair] for pair in peaks]
         new = {name: [] for name in state} | {"out": list(state["out"])}
-        alphas, weights = [], []
+        alphas, weights, sums = [], [], []
         for n, tiles in enumerate(logits):
             top = [ptx.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
             alpha = [numerics.exp2(old - x) for old, x in zip(state["top"][n], top)]
             down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
             p = [tuple(numerics.exp2(numerics.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
-            sums = [numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)]
+            sums.append([numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)])
             new["top"].append(top)
-            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums)])
+            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums[n])])
             if "offset" in state:
                 new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha)])
             alphas.append(alpha)
             weights.append(p)
-        return new, alphas, weights
+        return new, alphas, weights, sums
 
     # The full-precision rows, 16 tokens or channels a step.
 
-    def limits(self, first_row, length) -> list:
-        """Tokens that each query may see."""
+    def causal_mask(self, first_row, length) -> Callable:
+        """A function (n, c, token): whether query c of this lane's two of tile n sees that token of the cache.
+
+        The only place that knows: which of the last tokens a query of a tree sees would be looked up here.
+        """
         plan = self.plan
         row = lambda n, c: first_row + (self.t * 2 + (n * ROWS + c))
         limit = lambda n, c: length - (plan.tokens - 1) + row(n, c) // plan.heads_per_kv_head
-        return [[ptx.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
+        limits = [[ptx.minimum(limit(n, c), length) for c in (0, 1)] for n in self.tiles]
+        return lambda n, c, token: token < limits[n][c]
 
     def full_queries(self) -> Callable:
         """The queries as operands (n, step); a warp with few tiles keeps them."""
@@ -369,8 +400,8 @@ class Tile:
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
         return lambda a, b: fragments.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: Callable, limits: list, refill: Callable) -> tuple[list, list, None]:
-        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query may not see; and their units [n]."""
+    def full_keys(self, slot, chunk, queries: Callable, sees: Callable, refill: Callable) -> tuple[list, list, None]:
+        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query does not see; and their units [n]."""
         refill()
         plan = self.plan
         mine = plan.chunk // 16 // self.team
@@ -385,15 +416,15 @@ class Tile:
             token = chunk * plan.chunk + self.g + a * 16
             hidden = ptx.f32(-math.inf)
             for n in self.tiles:
-                logits[n].append(tuple(ptx.select(token + 8 * (c // 2) < limits[n][c % 2], x, hidden) for c, x in enumerate(acc[n])))
+                logits[n].append(tuple(ptx.select(sees(n, c % 2, token + 8 * (c // 2)), x, hidden) for c, x in enumerate(acc[n])))
         return logits, [[ptx.f32(1.0)] * 2 for _ in self.tiles], None
 
-    def full_values(self, slot, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
+    def full_values(self, slot, chunk, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
         """The state after this chunk."""
         plan = self.plan
         steps = plan.chunk // 16
         mine, channels = steps // self.team, plan.head_dim // 16 // self.team
-        state, alphas, weights = self._softmax(state, *logits, refill)
+        state, alphas, weights, _ = self._softmax(state, *logits, refill)
         state["out"] = [[tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in out] for out, alpha in zip(state["out"], alphas)]
         weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
         operand = lambda n, a: weights[n][a]

@@ -100,7 +100,7 @@ def _groups(
     """How to load what a view reads of the quantized region, chunk by chunk: see `_attend`. chosen: the tokens to read of it; None: all."""
     G, listed = layer.group_size, isinstance(view, ListedGroups)
     groups = view.groups.shape[2] if listed else layer.groups
-    count = view.count if listed else (length // G)[:, None]
+    count = jnp.clip(view.count, 0, groups) if listed else (length // G)[:, None]
     chunk = min(max(1, CHUNK_TOKENS // G), groups)
 
     def load(i):

@@ -12,9 +12,7 @@ HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
 
-def unsupported(
-    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View, observe: bool
-) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
     if isinstance(layer, TokenCodesLayer):
         return "reads groups, and not yet tokens with a scale each"
@@ -24,16 +22,14 @@ def unsupported(
     else:
         arrays += [layer.buffer.keys, layer.buffer.values]
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
-    if isinstance(view, ListedGroups):
-        return "reads all groups, and not yet listed ones"
     if isinstance(view, ChosenTokens | LargestMass):
         return "reads all tokens of a group, and chooses none"
-    if observe:
-        return "does not yet say what it observes"
     if others := {x.dtype.name for x in arrays} - {"bfloat16"}:
         return f"needs queries and a cache in bfloat16, not {', '.join(sorted(others))}"
     if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:
         return f"needs lengths in int32, not {lengths.quantized.dtype} and {lengths.buffered.dtype}"
+    if isinstance(view, ListedGroups) and {view.groups.dtype, view.count.dtype} != {jnp.dtype(jnp.int32)}:
+        return f"needs lists and counts of groups in int32, not {view.groups.dtype} and {view.count.dtype}"
     if q.shape[1] > MAX_TOKENS:
         return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in HEAD_DIMS:

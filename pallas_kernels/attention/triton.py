@@ -11,7 +11,7 @@ from pallas_kernels import tuning
 from pallas_kernels.attention import support
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import View
+from pallas_kernels.formats.views import ListedGroups, View
 
 KERNEL = "attention.triton"
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
@@ -42,7 +42,11 @@ class Config:
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_triton() or support.unsupported(q, layer, lengths, view, observe)
+    if reason := no_triton() or support.unsupported(q, layer, lengths, view):
+        return reason
+    if isinstance(view, ListedGroups):
+        return "reads all groups, and not yet listed ones"
+    return "does not yet say what it observes" if observe else None
 
 
 def decode_attention(

@@ -16,8 +16,13 @@ class DenseView:
 class ListedGroups:
     """The upper plane of some groups of the quantized region, and the whole buffer of recent tokens.
 
-    groups: the numbers of the groups that a row's KV head reads, each of them once, in the first count[b, k] of n columns; what stands
-    behind is not read. A group's number counts from the row's first token: group c holds the tokens c * G to (c + 1) * G - 1.
+    groups: the numbers of the groups that a row's KV head reads, each of them once, in any order, in the first count[b, k] of n columns,
+    n >= 1; what stands behind is not read. A group's number counts from the row's first token: group c holds the tokens c * G to
+    (c + 1) * G - 1.
+
+    Nothing outside the row's KV head is ever read, whatever the lists say. A count below 0 is taken as 0, one above n as n. Of a layer of C
+    groups, a number below 0 stands for group 0 and one above C - 1 for group C - 1. A group that is listed twice weighs twice, and one that
+    is not quantized yet is read as it happens to lie there: what comes out then is no attention over the row.
     """
 
     groups: Int[Array, "B K n"]

@@ -127,6 +127,11 @@ def exp2(x: Value) -> Value:
     return ptx.pure("ex2.approx.ftz.f32 $0, $1;", x, result="f")
 
 
+def log2(x: Value) -> Value:
+    """The logarithm of x to base 2 in float32, approximately; -inf for 0."""
+    return ptx.pure("lg2.approx.ftz.f32 $0, $1;", x, result="f")
+
+
 def positive_to_float16(x: Value, bias: Value) -> Value:
     """Positive pairs of bfloat16 as float16, times a power of two: `bias`, which lies where both exponents do, is subtracted.
 

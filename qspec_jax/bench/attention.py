@@ -17,10 +17,10 @@ from rich.console import Group
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.views import DenseView
+from pallas_kernels.formats.views import FULL_PRECISION, View
 from qspec_jax import plots
 from qspec_jax.bench import kernels
-from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem
+from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem, random_view
 from qspec_jax.bench.kernels import KernelReport, KernelRow
 from qspec_jax.bench.peers import PEERS, Unavailable
 from qspec_jax.bench.timing import input_count, time_jax
@@ -33,6 +33,24 @@ ERROR_TOKENS = 4096
 def select_shapes(names: Sequence[str]) -> list[Shape]:
     """The shapes of these names; see `kernels.select_shapes`."""
     return kernels.select_shapes(names, LARGE, TINY)
+
+
+def reading(shapes: Sequence[Shape], *, listed: float | None, observe: bool) -> list[Shape]:
+    """The shapes, of which a share of the groups is read by lists, or whose attention mass is observed.
+
+    Raises InputError for a share that is none, for both at once, and for a shape that is not read that way.
+    """
+    if listed is None and not observe:
+        return list(shapes)
+    if listed is not None and observe:
+        raise InputError("--listed and --observe do not go together: mass is observed where all groups are read")
+    if listed is not None and not 0 < listed <= 1:
+        raise InputError(f"--listed {listed:g} should be a share of the groups, above 0 and up to 1")
+    flag, planes = ("--observe", (1, 2)) if observe else ("--listed", (1,))
+    if other := next((shape for shape in shapes if shape.planes not in planes), None):
+        raise InputError(f"{flag} reads {'groups' if observe else 'the upper plane'}, and {other.name} does not; choose others by --shape")
+    suffix = "observed" if observe else f"listed-{listed:g}"
+    return [dataclasses.replace(shape, name=f"{shape.name}-{suffix}", listed=listed, observe=observe) for shape in shapes]
 
 
 def select_implementations(names: Sequence[str]) -> list[str]:
@@ -66,9 +84,9 @@ def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20
     try:
         if reason := unsupported(shape, implementation):
             return row("unavailable", reason)
-        attend = _attend(implementation, shape.planes, config)
+        attend = _attend(implementation, shape.observe, config)
         error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
-        problems = [random_problem(_unnamed(shape), seed) for seed in range(input_count(bytes_read(shape)))]
+        problems = _problems(_unnamed(shape))
         timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats)
     except Exception as error:  # one row of many
         return row("failed", named(error))
@@ -100,38 +118,53 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
     if implementation == "reference":
         return None
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    q, layer, lengths = jax.eval_shape(lambda: random_problem(shape, 0))
-    return module.unsupported(q, layer, lengths, view=DenseView(shape.planes))
+    *problem, view = jax.eval_shape(lambda: _problem(shape, 0))
+    return module.unsupported(*problem, view=view, observe=shape.observe)
 
 
-def _attend(implementation: str, planes: int | None, config=None):
+def _problem(shape: Shape, seed: int) -> tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]:
+    return *random_problem(shape, seed), random_view(shape, seed)
+
+
+def _problems(shape: Shape) -> list[tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]]:
+    """The inputs to rotate over. Lists are as many as what they read asks for, and share caches, of which they read other groups."""
+    caches = [random_problem(shape, seed) for seed in range(input_count(bytes_read(dataclasses.replace(shape, listed=None))))]
+    return [(*caches[i % len(caches)], random_view(shape, i)) for i in range(input_count(bytes_read(shape)))]
+
+
+def _attend(implementation: str, observe: bool, config=None):
+    """A function (q, layer, lengths, view) of what is attended to, which waits for the attention mass where that is observed."""
+    settings = dict(observe=observe)
     if config is None:
-        return functools.partial(decode_attention, view=DenseView(planes), implementation=implementation)
-    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return functools.partial(module.decode_attention, view=DenseView(planes), config=config)
+        call = functools.partial(decode_attention, **settings, implementation=implementation)
+    else:
+        module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
+        call = functools.partial(module.decode_attention, **settings, config=config)
+    # Without the barrier XLA would leave out what is made of the mass and not used.
+    return (lambda *args: jax.lax.optimization_barrier(call(*args))[0]) if observe else call
 
 
 @functools.cache
 def _error(implementation: str, shape: Shape, config=None) -> float:
-    problem = random_problem(shape, 0)
-    return _relative_error(jax.jit(_attend(implementation, shape.planes, config))(*problem), *problem, planes=shape.planes)
+    problem = _problem(shape, 0)
+    return _relative_error(jax.jit(_attend(implementation, shape.observe, config))(*problem), *problem)
 
 
 @functools.cache
 def _peer_error(name: str, shape: Shape) -> float:
     q, layer, lengths = random_problem(shape, 0)
-    return _relative_error(PEERS[name](shape)(q, layer.keys, layer.values), q, layer, lengths, planes=None)
+    return _relative_error(PEERS[name](shape)(q, layer.keys, layer.values), q, layer, lengths, FULL_PRECISION)
 
 
-def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> float:
+def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> float:
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    attend = jax.jit(functools.partial(decode_attention, view=DenseView(planes), implementation="reference"))
-    expected = attend(wide(q), jax.tree.map(wide, layer), lengths)
+    attend = jax.jit(functools.partial(decode_attention, implementation="reference"))
+    expected = attend(wide(q), jax.tree.map(wide, layer), lengths, view)
     return kernels.relative_error(out, expected)
 
 
 def _bf16(shape: Shape) -> Shape:
-    return dataclasses.replace(_unnamed(shape), planes=None)
+    return dataclasses.replace(_unnamed(shape), planes=None, listed=None, observe=False)
 
 
 def _unnamed(shape: Shape) -> Shape:
@@ -155,7 +188,9 @@ def table(found: KernelReport) -> Group:
 def _describe(shape: Shape) -> str:
     context = f"{min(shape.context):,} to {max(shape.context):,}" if shape.ragged else f"{shape.context[0]:,}"
     rows = f", {shape.batch} rows" if shape.batch > 1 else ""
-    return f"{shape.format}, T={shape.tokens}, {shape.heads}/{shape.kv_heads} heads{rows} of {context} tokens"
+    listed = "" if shape.listed is None else f", {shape.listed:.3g} of the groups listed"
+    observed = ", mass observed" if shape.observe else ""
+    return f"{shape.format}, T={shape.tokens}, {shape.heads}/{shape.kv_heads} heads{rows} of {context} tokens{listed}{observed}"
 
 
 def check_plot(path: Path, output: Path | None, shapes: Sequence[Shape]) -> None:

@@ -2,23 +2,27 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
+from pallas_kernels.formats.views import DenseView, ListedGroups, View
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.step_bytes import bytes_of_tokens
 
 SPARE_ROWS = 8
+INT32_BYTES = FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One problem, in bfloat16. context: tokens cached in each row, the T query tokens among them; the batch is ragged where rows differ.
 
-    planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache).
+    planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache). listed: the share of a row's groups that are read, by lists;
+    None: all. observe: whether the attention mass is asked for.
     """
 
     name: str
@@ -29,6 +33,8 @@ class Shape:
     context: tuple[int, ...]
     head_dim: int = 128
     group_size: int = 128
+    listed: float | None = None
+    observe: bool = False
 
     @property
     def batch(self) -> int:
@@ -49,6 +55,17 @@ class Shape:
             return (0,) * self.batch
         G = self.group_size
         return tuple(max(0, (tokens - G) // G * G) for tokens in self.context)
+
+    @property
+    def groups(self) -> int:
+        """The capacity of the quantized region in groups."""
+        return max(1, max(self.quantized) // self.group_size)
+
+    @property
+    def listed_groups(self) -> tuple[int, ...]:
+        """Groups that are read in each row."""
+        share = 1.0 if self.listed is None else self.listed
+        return tuple(math.ceil(share * (tokens // self.group_size)) for tokens in self.quantized)
 
     @property
     def buffered(self) -> tuple[int, ...]:
@@ -93,9 +110,15 @@ SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
 
 
 def bytes_read(shape: Shape) -> int:
-    """Bytes of the cache that attention must read once: codes, scales and zeros of the quantized region, used rows of the buffer."""
-    reads = Reads(shape.planes or 0, sum(shape.quantized), sum(shape.buffered))
-    return bytes_of_tokens(reads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, group_size=shape.group_size)
+    """Bytes that attention must read once: codes, scales and zeros of the quantized region or of what is listed of it, the lists, and used
+    rows of the buffer; and where it observes, those of the mass that it must write."""
+    reads = Reads(shape.planes or 0, sum(shape.listed_groups) * shape.group_size, sum(shape.buffered))
+    size = bytes_of_tokens(reads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, group_size=shape.group_size)
+    if shape.listed is not None:
+        size += shape.kv_heads * INT32_BYTES * sum(count + 1 for count in shape.listed_groups)
+    if shape.observe:
+        size += shape.batch * shape.kv_heads * shape.tokens * shape.groups * FLOAT32_BYTES
+    return size
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -115,7 +138,7 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
         return q, FullLayer(normal(B, K, rows, H), normal(B, K, rows, H)), lengths
 
     def planes(*codes: int) -> Planes:
-        lead = (B, K, max(1, max(shape.quantized) // G))
+        lead = (B, K, shape.groups)
         upper, lower = (jax.random.bits(next(keys), (*lead, *codes), jnp.uint8) for _ in range(2))
         # Codes 0 to 15 stand for -2 to 2; scales and zeros vary by a tenth.
         tenth = lambda: jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
@@ -124,3 +147,18 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
 
     rows = 2 * G + SPARE_ROWS
     return q, HierarchicalLayer(planes(G, H // 2), planes(H, G // 2), FullLayer(normal(B, K, rows, H), normal(B, K, rows, H))), lengths
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def random_view(shape: Shape, seed: int | Array) -> View:
+    """What is read of a random problem. Listed groups are drawn for each KV head, and are in ascending order."""
+    if shape.listed is None:
+        return DenseView(shape.planes)
+    lead, number = (shape.batch, shape.kv_heads), jnp.arange(shape.groups)
+    there = jnp.array([tokens // shape.group_size for tokens in shape.quantized])[:, None, None]
+    drawn = jax.random.uniform(jax.random.key(seed), (*lead, shape.groups))
+    _, groups = jax.lax.top_k(jnp.where(number < there, drawn, -1.0), max(1, *shape.listed_groups))
+    count = jnp.broadcast_to(jnp.array(shape.listed_groups, jnp.int32)[:, None], lead)
+    # What a shorter row does not read goes behind.
+    groups = jnp.sort(jnp.where(jnp.arange(groups.shape[2]) < count[..., None], groups, shape.groups), -1)
+    return ListedGroups(groups.astype(jnp.int32), count)

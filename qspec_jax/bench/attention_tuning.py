@@ -13,9 +13,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels import tuning
-from pallas_kernels.formats.views import DenseView
 from qspec_jax.bench import attention
-from qspec_jax.bench.attention_shapes import Shape, random_problem
+from qspec_jax.bench.attention_shapes import Shape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.errors import InputError
 from qspec_jax.provenance import Run, this_run
@@ -143,9 +142,9 @@ def table(report: TuningReport) -> Group:
 
 
 def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
-    q, layer, _ = jax.eval_shape(lambda: random_problem(shape, 0))
+    (q, layer, _), view = jax.eval_shape(lambda: (random_problem(shape, 0), random_view(shape, 0)))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.tunable(q, layer, view=DenseView(shape.planes))
+    return module.tunable(q, layer, view=view)
 
 
 def _describe(config: dict[str, int]) -> str:

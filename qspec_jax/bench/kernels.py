@@ -22,7 +22,7 @@ from qspec_jax.provenance import Run, this_run
 class KernelRow:
     """One implementation on one shape; figures are None unless its status is "measured".
 
-    bytes: what it must read, once; gb_per_s: those bytes over the median time. ratio_to_fastest_peer: the fastest peer's median over this
+    bytes: what it must move, once; gb_per_s: those bytes over the median time. ratio_to_fastest_peer: the fastest peer's median over this
     one's. relative_error: norm of the difference from the result in float32, over the norm of that result, where it was measured.
     """
 

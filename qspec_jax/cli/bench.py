@@ -58,6 +58,12 @@ def bench_attention(
         list[str] | None,
         typer.Option(help="One of ours: mosaic_gpu, triton, reference; may be given several times: the kernels on a GPU, if not given."),
     ] = None,
+    listed: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Read this share of the groups, random ones, by lists; INT4 shapes alone.")
+    ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Also find the attention mass of each group, as a verification does for --draft sparse.")
+    ] = False,
     peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
     repeats: Repeats = 20,
     output: Output = None,
@@ -68,10 +74,14 @@ def bench_attention(
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
     if tune:
         attention_tuning.check()
-    shapes = attention.select_shapes(shape or [])
+    shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe)
     implementations = attention.select_implementations(implementation or [])
     progress = False if as_json else None
+    if plot and (listed is not None or observe):
+        raise InputError("--plot shows shapes that are read whole; leave out --listed and --observe")
     if tune:
+        if observe:
+            raise InputError("--tune does not go with --observe, which takes the configurations that do without it")
         if plot or "reference" in implementations:
             raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
         with output_to(output) as write:
