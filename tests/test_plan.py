@@ -179,14 +179,17 @@ def test_what_sparse_reads():
 def test_a_cache_of_its_own_takes_memory():
     """streaming-llm reads a quarter of the prompt in full precision, the token that it appends among them, and keeps it."""
     reads = planned.draft_reads(LLAMA_8B, "streaming-llm", Row(0, 4097, 128))
-    assert set(reads.layers) == {LayerReads(0, 0, 1025)} and reads.has_kernels
+    assert set(reads.layers) == {LayerReads(0, 0, 1025)} and reads.kernels_measured
     memory = memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, "streaming-llm"), batch=2, context=4096, new_tokens=64, gamma=4)
     assert memory.draft == 2 * 32 * 1025 * 2 * 8 * 128 * 2
     # snapkv keeps what is generated besides: the rows of its real cache.
     drafts = planned.drafts_of(LLAMA_8B, "snapkv:budget=512,generated=256")
     memory = memory_of(LLAMA_8B, INT8, drafts, batch=2, context=4096, new_tokens=256, gamma=4)
     assert memory.draft == 2 * 32 * (512 + 256 + 1) * 2 * 8 * 128 * 2
-    assert planned.draft_reads(LLAMA_8B, "quantspec", ROW).has_kernels and not planned.draft_reads(LLAMA_8B, "sparse", ROW).has_kernels
+    assert (
+        planned.draft_reads(LLAMA_8B, "quantspec", ROW).kernels_measured
+        and not planned.draft_reads(LLAMA_8B, "sparse", ROW).kernels_measured
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,14 +407,14 @@ def test_a_budget_beyond_the_context_is_refused():
     assert plan("8b", LLAMA_8B, H100, [4096], [1], drafts=["streaming-llm:budget=4736"]).rows[-1].speedup
 
 
-def test_an_oracle_is_not_planned_and_the_best_with_kernels_is_named():
+def test_an_oracle_is_not_planned_and_the_best_with_measured_kernels_is_named():
     found = plan("8b", LLAMA_8B, H100, [131072], [1], acceptances={"": 0.93, "prompt-lookup": 0.4})
     (oracle,) = (row for row in found.rows if row.draft == "exact-topk")
     assert (oracle.status, oracle.speedup) == ("not planned", None)
     with pytest.raises(InputError, match="exact-topk: an oracle"):
         plan("8b", LLAMA_8B, H100, [4096], [1], drafts=["exact-topk"])
     (best,) = found.best
-    assert best.draft == "sparse" and best.with_kernels.draft == "quantspec" and best.with_kernels.speedup < best.speedup
+    assert best.draft == "sparse" and best.with_measured_kernels.draft == "quantspec" and best.with_measured_kernels.speedup < best.speedup
 
 
 def test_speedups_are_over_the_better_baseline():

@@ -143,7 +143,7 @@ def test_prompt_lookup_costs_a_verification():
     rounds = expected_rounds(Schedule(G), GAMMA, Asked(acceptance.rate, proposing.rate))
     assert row.step_ms is None and row.round_ms == pytest.approx(round_ms(row))
     assert row.ms_per_token == pytest.approx(row.round_ms / rounds.tokens) and row.tokens_per_round == rounds.tokens
-    assert (row.acceptance, row.proposing, row.has_kernels) == (0.37, pytest.approx(0.9), True)
+    assert (row.acceptance, row.proposing, row.kernels_measured) == (0.37, pytest.approx(0.9), True)
     assert "0.371 with the embedded model" in row.acceptance_source and "docs/results.md" in row.acceptance_source
     assert row.target_ms == row_for("quantspec").target_ms and row.memory.draft == 0
     assert row.note.startswith("prompt-lookup is ASSUMED to have a proposal in 90% of the rounds that ask it, whatever its settings: 0.907")
@@ -190,7 +190,7 @@ def test_what_a_small_model_reads(small):
     row = Row(3840, 257, G)
     found = planned.draft_reads(LLAMA_8B, f"small-model:model={small}", row)
     assert found.layers == (LayerReads(0, 0, 4097),) * 3 and found.config == config
-    assert found.head_bits == 16 and found.has_kernels
+    assert found.head_bits == 16 and found.kernels_measured
     window = f"small-model:model={small},reads=window,sinks=4,window=500"
     assert planned.draft_reads(LLAMA_8B, window, row).layers == (LayerReads(0, 0, 505),) * 3
     assert planned.draft_reads(LLAMA_8B, window, Row(0, 300, G)).layers == (LayerReads(0, 0, 300),) * 3
@@ -326,7 +326,7 @@ def test_a_draft_that_has_all_tokens_leaves_nothing_to_others(text, alone, said)
     shares = {"prompt-lookup": 1.0} if alone == "prompt-lookup" else {}
     found, first = row_for(text, proposing=shares), row_for(alone, proposing=shares)
     assert times(found) == times(first) and said in found.note and found.note.startswith("it drafts what")
-    assert found.has_kernels == ("sparse" not in text and "h2o" not in text)  # what they observe is observed all the same
+    assert found.kernels_measured == ("sparse" not in text and "h2o" not in text)  # what they observe is observed all the same
     assert found.memory.draft >= first.memory.draft
 
 

@@ -70,7 +70,8 @@ class PlannedRow:
     faster of the autoregressive ways that fit, with a cache `baseline`; None where none fits. most_rows: of this context that fit;
     longest_context: of this batch, within the models' positions. acceptance: the conditional one, of `combine` what comes of its drafts'
     (None where it drafts nothing), and acceptance_source where it comes from. proposing: the share of the rounds that have a proposal.
-    note: sentences on what the times leave out. has_kernels: whether all that it reads has GPU kernels; without, times are as if.
+    note: sentences on what the times leave out. kernels_measured: whether GPU kernels that read as it does were measured; if
+    not, times are as if those that read everything did.
     """
 
     context: int
@@ -83,7 +84,7 @@ class PlannedRow:
     acceptance: float | None = None
     acceptance_source: str = ""
     proposing: float | None = None
-    has_kernels: bool = True
+    kernels_measured: bool = True
     accepted_of_drafted: float | None = None
     tokens_per_round: float | None = None
     prefill_s: float | None = None
@@ -108,7 +109,7 @@ class PlannedRow:
 class Best:
     """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
 
-    with_kernels: the fastest that has GPU kernels for all that it reads, if that is another.
+    with_measured_kernels: the fastest whose GPU kernels were measured, if that is another.
     """
 
     context: int
@@ -117,7 +118,7 @@ class Best:
     gamma: int
     cache: str | None
     speedup: float | None
-    with_kernels: "Best | None" = None
+    with_measured_kernels: "Best | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +271,7 @@ class _Turns:
         return "; ".join(f"{text} {each.rate:g}, {each.source}" for text, each in zip(self.texts, self.assumed))
 
 
-NO_KERNELS = "it has no GPU kernels of its own yet; times are as if those that read everything did for what it reads and observes"
+NOT_MEASURED = "no kernel that reads or observes as it does has been measured; times are as if those that read everything did"
 
 
 class _Planner:
@@ -340,20 +341,20 @@ class _Planner:
         """The row with the times of a round of its gamma."""
         cache = CacheConfig(row.cache)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.asked, batch=row.batch)
-        step_s, drafting_s, has_kernels = None, 0.0, not any(each.draft.observes for each in turns.drafts)
+        step_s, drafting_s, kernels_measured = None, 0.0, not any(each.draft.observes for each in turns.drafts)
         if turns.model is not None:
             found = row_of(self.config, cache, row.context + 1)
             step = turns.model.reads(found)
             step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
             drafting_s = self._drafting(row, turns.model, rounds, step_s)
-            has_kernels = has_kernels and step.has_kernels
+            kernels_measured = kernels_measured and step.kernels_measured
         target_s = self._target(cache, row.context, row.batch, row.gamma + 1)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
         round_s = drafting_s + target_s + flush_s + timing.FITTED.round
         row = dataclasses.replace(
             row,
-            note="; ".join([*turns.notes, *([] if has_kernels else [NO_KERNELS])]),
-            has_kernels=has_kernels,
+            note="; ".join([*turns.notes, *([] if kernels_measured else [NOT_MEASURED])]),
+            kernels_measured=kernels_measured,
             acceptance=turns.asked[0].acceptance if len(turns.asked) == 1 else rounds.acceptance,
             proposing=rounds.proposing,
             tokens_per_round=rounds.tokens,
@@ -447,7 +448,7 @@ def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
     if not fitting:
         return Best(context, batch, None, 0, None, None)
     row = min(fitting, key=lambda row: row.ms_per_token)
-    others = None if row.has_kernels else _best([row for row in rows if row.has_kernels], context, batch)
+    others = None if row.kernels_measured else _best([row for row in rows if row.kernels_measured], context, batch)
     return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, others)
 
 

@@ -88,9 +88,9 @@ def _best(report: PlanReport) -> Text:
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
             lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}")
-            if (other := best.with_kernels) and other.draft is not None:
+            if (other := best.with_measured_kernels) and other.draft is not None:
                 way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
-                lines.append(f"    once it has GPU kernels; with those that there are, {way}, {other.speedup:.2f} times")
+                lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times")
     return Text("\n".join(["Best:", *lines]), "bold")
 
 

@@ -36,12 +36,12 @@ class LayerReads(Reads):
 @dataclasses.dataclass(frozen=True)
 class StepReads:
     """What one step, one token in each row, reads. config: of the model that makes the step. head_bits: 16 for the model's own head, 8 for
-    INT8. has_kernels: whether GPU kernels read so; without, times are as if they did."""
+    INT8. kernels_measured: whether GPU kernels that read so were measured."""
 
     config: LlamaConfig
     layers: tuple[LayerReads, ...]
     head_bits: int
-    has_kernels: bool = True
+    kernels_measured: bool = True
 
 
 def own_step(config: LlamaConfig, row: Row) -> StepReads:
@@ -76,10 +76,10 @@ class OutlinedDraft:
         for i, bits in enumerate(self.weight_bits):
             reads = draft.reads(i, row.quantized, row.full, row.group_size)
             layers.append(LayerReads(**dataclasses.asdict(reads), weight_bits=bits))
-        # Kernels read all that is quantized of the target's cache, or a cache in full precision.
+        # Measured were kernels that read all that is quantized of the target's cache, or a cache in full precision.
         read = (0,) if draft.own_cache else (row.quantized,)
-        supported = not draft.observes and all(layer.quantized in read for layer in layers)
-        return StepReads(draft.step.model.config, tuple(layers), self.head_bits, supported)
+        measured = not draft.observes and all(layer.quantized in read for layer in layers)
+        return StepReads(draft.step.model.config, tuple(layers), self.head_bits, measured)
 
 
 def outlined(settings: DraftSettings, model: Llama, int4: Callable[[], Llama]) -> tuple[OutlinedDraft, ...] | None:
