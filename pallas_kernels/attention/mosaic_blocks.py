@@ -22,7 +22,8 @@ def groups_to_read(plan: Plan, at: dict, row: int, kv_head):
 def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
     """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
 
-    Returns (chunks of the buffer, groups) of each row, which count alike, and the number of each row's first block, then of all blocks.
+    Returns what each row has to read, (chunks of the buffer, groups), where a chunk counts as much as a group; and the number of each
+    row's first block, with the number of all blocks at the end.
     """
     units = []
     for b in range(plan.batch):

@@ -121,7 +121,8 @@ class Plan:
     def problem(self) -> dict:
         """The properties that the best configuration depends on.
 
-        Lists count by their width, rounded up to a power of two: short ones leave a team a step or two. Observing is no other problem.
+        A short list is another problem than a long cache, as a team then has a step or two: lists count by their width, rounded up to a
+        power of two. Observing takes the configuration without it.
         """
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
         listed = {} if self.list_width is None else {"list_width": 1 << (self.list_width - 1).bit_length()}

@@ -8,7 +8,7 @@ from pallas_kernels.gpu import ptx
 
 
 class Pipeline:
-    """Streams the keys and values of steps lower..upper through the ring, in turn, as many ahead as it has slots for."""
+    """Streams the keys and values of steps lower to upper - 1 through the ring, in turn, as many ahead as it has slots for."""
 
     def __init__(self, plan: Plan, ring, meet: Callable, source, lower, upper):
         self.plan, self.ring, self.meet = plan, ring, meet
@@ -74,7 +74,7 @@ class QuantizedSource:
     def place(self, step):
         """Where the group of a step lies in the cache, as a number among the groups of all KV heads; of any step, also beyond the last.
 
-        The only place that knows: a table of blocks would be looked up here.
+        The only place where a copy's address comes from a step: a table of blocks would be looked up here.
         """
         plan, group = self.plan, step
         if plan.list_width is not None:

@@ -304,7 +304,8 @@ class Tile:
         return state
 
     def _store_observed(self, group, tops: list, sums: list) -> None:
-        """Writes the logarithm (base 2) of each query's sum of exponentials over a group, -inf where they are all too small.
+        """Writes the logarithm (base 2) of each query's sum of exponentials over a group, -inf where they are all too small. As all weights
+        are here, they are larger by 2^HEADROOM, which is in the row's logarithm too (mosaic_blocks.py).
 
         tops: the maxima [n] that the sums are relative to. sums: those of this lane's tokens [n]; the warps of a team have shared them, and
         divide the tiles among them.
@@ -314,7 +315,7 @@ class Tile:
             whole = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
         for n, pair in enumerate(tops):
             # The first row of lanes of one warp.
-            with ptx.when(self.part * 8 + self.g == n % self.team * 8):
+            with ptx.when((self.part == n % self.team) & (self.g == 0)):
                 found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
                 logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
                 ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
