@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
-from pallas_kernels.formats.views import DenseView
+from pallas_kernels.formats.views import DenseView, ListedGroups
 
 CASES = {
     "T1-GQA-64": Case(1, 4, 2, 64),
@@ -174,6 +174,15 @@ def test_bfloat16(planes):
     for row, plain in zip(np.asarray(out).astype(float), expected):
         assert abs(row - plain).max() < 1e-2 * abs(plain).max()
         assert np.square(row - plain).sum() < 5e-3**2 * np.square(plain).sum()
+
+
+@pytest.mark.parametrize("shapes", [((6, 1, 2), (6, 2)), ((6, 2, 2), (6, 1)), ((1, 2, 2), (6, 2)), ((6, 2, 0), (6, 2)), ((6, 2), (6, 2))])
+def test_lists_of_other_shapes_are_refused(shapes):
+    """A kernel would read behind them, where the reference would repeat them."""
+    q, layer = random_problem(case := CASES["T7-GQA-128"], "float32")
+    view = ListedGroups(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+    with pytest.raises(ValueError, match=r"shapes \[B K n\], n >= 1, and \[B K\], with B and K \[6, 2\]; not groups"):
+        decode_attention(q, layer, case.lengths, view)
 
 
 # What must not matter -------------------------------------------------------------------------------------------------

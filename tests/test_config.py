@@ -213,6 +213,8 @@ def test_max_length(settings, longest):
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_hidden_layers": 1001}, "num_hidden_layers is 1001, should be at most 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor is 1e+308, should be at most 1e+06"),
         ({"intermediate_size": -96}, "intermediate_size is -96"),
         ({"intermediate_size": 96.0}, "intermediate_size is 96.0, not a whole number"),
         ({"vocab_size": INF}, "vocab_size is inf"),

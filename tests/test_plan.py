@@ -493,6 +493,7 @@ def test_devices_that_are_refused(run, tmp_path, changes, said):
         (["--arch", "tiny", "--batch", 0], "--batch 0 should be from 1 to"),
         (["--arch", "tiny", "--gamma", 16], "--gamma 16 should be from 1 to 15"),
         (["--arch", "tiny", "--max-new-tokens", 0], "--max-new-tokens 0 should be from 1 to"),
+        (["--arch", "tiny", "--max-new-tokens", 1 << 20], "--max-new-tokens 1,048,576 should be less than the model's 1,048,576 positions"),
         (["--arch", "tiny", "--acceptance", "1.1"], "--acceptance 1.1: '1.1' should be a number from 0 to 1"),
         (["--arch", "tiny", "--acceptance", "nan"], "'nan' should be a number from 0 to 1"),
         (["--arch", "tiny", "--acceptance", "sparse=x"], "'x' should be a number from 0 to 1"),

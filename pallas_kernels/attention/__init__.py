@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import DenseView, View
+from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
@@ -28,8 +28,8 @@ def decode_attention(
     observe: also returns the attention mass, in float32: the share of a query token's attention that each of the layer's C groups got,
     summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the buffer.
 
-    Raises ValueError where the view does not fit the layer, where anything but all groups is to be observed, and where the implementation
-    asked for does not support the device or the shapes.
+    Raises ValueError where the view does not fit the layer, where its lists have other shapes than they should, where anything but all
+    groups is to be observed, and where the implementation asked for does not support the device or the shapes.
     """
     planes = {FullLayer: (None,), TokenCodesLayer: (2,), HierarchicalLayer: (1, 2)}[type(layer)]
     if view.planes not in planes:
@@ -37,6 +37,11 @@ def decode_attention(
         raise ValueError(f"the view reads planes {view.planes}; it should be {fitting} for a {type(layer).__name__}")
     if observe and (not isinstance(layer, HierarchicalLayer) or not isinstance(view, DenseView)):
         raise ValueError("attention mass is observed by passes that read all groups of a HierarchicalLayer")
+    if isinstance(view, ListedGroups):
+        heads = layer.buffer.keys.shape[:2]
+        if view.groups.shape[:2] != heads or view.groups.ndim != 3 or view.groups.shape[2] < 1 or view.count.shape != heads:
+            found = f"groups {list(view.groups.shape)} and count {list(view.count.shape)}"
+            raise ValueError(f"lists of groups should have shapes [B K n], n >= 1, and [B K], with B and K {list(heads)}; not {found}")
     settings = dict(view=view, observe=observe)
     return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(
         q, layer, lengths, **settings

@@ -50,7 +50,7 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, obse
     K = buffer.keys.shape[1]
     R = T * (N // K)
     list_width = view.groups.shape[2] if isinstance(view, ListedGroups) else None
-    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0 and list_width != 0
+    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
     shapes = functools.partial(
         Plan,
         batch=B,

@@ -79,7 +79,9 @@ def plan(
     shares = parse_chances("--proposing", proposing or [], draft or list(DRAFTS))
     found = find_device(device)
     config = huggingface.load_config(model) if arch is None else architecture(arch)
-    longest = max(1, config.max_length - max_new_tokens)
+    longest = config.max_length - max_new_tokens
+    if longest < 1:
+        raise InputError(f"--max-new-tokens {max_new_tokens:,} should be less than the model's {config.max_length:,} positions")
     contexts = list(dict.fromkeys(context or [min(n, longest) for n in CONTEXTS]))
     if plot:
         plots.check(plot, output)

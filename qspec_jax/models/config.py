@@ -167,7 +167,7 @@ class _Reader:
     def error(self, what: str) -> InputError:
         return InputError(f"{self.source}: {flat(what)}")
 
-    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0):
+    def number(self, name: str, default=None, *, of: Mapping[str, Any] | None = None, kind=int, above: float = 0, most: float = math.inf):
         value = (self.raw if of is None else of).get(name, default)
         if value is None:
             raise self.error(f"{name} is missing")
@@ -180,6 +180,8 @@ class _Reader:
             raise self.error(f"{name} is {value!r}, not {'a whole number' if kind is int else 'a finite number'}")
         if value <= above:
             raise self.error(f"{name} is {value}, should be more than {above}")
+        if value > most:
+            raise self.error(f"{name} is {value}, should be at most {most:g}")
         return kind(value)
 
     def flag(self, name: str, default: bool = False, *, of: Mapping[str, Any] | None = None) -> bool:
@@ -207,7 +209,7 @@ class _Reader:
             raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
         positions = self.number("max_position_embeddings")
         bias = lambda which: self.flag(which) if isinstance(which, str) else which
-        layers, vocab_size = self.number("num_hidden_layers"), self.number("vocab_size")
+        layers, vocab_size = self.number("num_hidden_layers", most=1000), self.number("vocab_size")
         config = LlamaConfig(
             architecture=self.name,
             vocab_size=vocab_size,
@@ -292,7 +294,7 @@ class _Reader:
         outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
         original = self.number("original_max_position_embeddings", positions, of=given | outside, above=1)
         implied = positions / original if rope_type in ("yarn", "longrope") else None
-        factor = self.number("factor", implied, of=given, kind=float)
+        factor = self.number("factor", implied, of=given, kind=float, most=1e6)
         rope = RopeConfig(rope_type, theta, factor, original)
         if rope_type == "yarn":
             return dataclasses.replace(
