@@ -353,6 +353,24 @@ def test_docs_have_what_is_predicted():
 # Plans
 
 
+def test_a_tuned_configuration_counts_for_its_own_problem():
+    """On an H200 INT8 attention of 7 tokens with 8 KV heads was tuned for one row in groups of 128. Other batches and group sizes get the
+    default's figure, so that verifying more tokens never takes less time; and one row is told which passes were tuned."""
+    h200, layer = DEVICES["h200"], LayerReads(2, 1 << 17, 200)
+    counts = lambda group_size, **sizes: timing.attention_cost(h200, LLAMA_8B, layer, group_size, **sizes).counts
+    found = [counts(128, tokens=7), counts(64, tokens=7), counts(128, tokens=7, batch=8), counts(128, tokens=1)]
+    assert [bool(each["int8"]) for each in found] == [True, False, False, False]
+    assert [bool(each["int8_default"]) for each in found] == [False, True, True, True]
+    planned_for = lambda device, *batches: plan("8b", LLAMA_8B, device, [131072], batches, drafts=["quantspec", "streaming-llm"])
+    eight = planned_for(h200, 8)
+    times = [row.target_ms for row in eight.rows if row.draft == "quantspec"]
+    assert times == sorted(times) and not any("tuned" in note for note in eight.notes)
+    (note,) = (note for note in planned_for(h200, 1, 8).notes if "tuned" in note)
+    assert note.startswith("batch 1: ") and "was tuned on this device for a step of quantspec; verifying 7 tokens; " in note
+    assert "; not for a token without a draft; verifying 2, 3, 4, 5, 9 tokens. " in note
+    assert not any("tuned" in note for note in planned_for(H100, 1).notes + planned_for(DEVICES["l40s"], 1).notes)
+
+
 def test_int4_weights_without_a_kernel_do_not_pay():
     """Beyond 16 rows they are dequantized in every step: slower than the target's own."""
     found = plan("8b", LLAMA_8B, DEVICES["h200"], [4096], [1, 32], drafts=["quantspec"], gammas=[2, 4])

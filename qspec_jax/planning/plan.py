@@ -71,7 +71,8 @@ class PlannedRow:
     longest_context: of this batch, within the models' positions. acceptance: the conditional one, of `combine` what comes of its drafts'
     (None where it drafts nothing), and acceptance_source where it comes from. proposing: the share of the rounds that have a proposal.
     note: sentences on what the times leave out. kernels_measured: whether GPU kernels that read as it does were measured; if
-    not, times are as if those that read everything did.
+    not, times are as if those that read everything did. step_tuned, target_tuned: whether attention in a step and in a verification has
+    configurations that were tuned on the device, see `timing.tuned`.
     """
 
     context: int
@@ -85,6 +86,8 @@ class PlannedRow:
     acceptance_source: str = ""
     proposing: float | None = None
     kernels_measured: bool = True
+    step_tuned: bool | None = None
+    target_tuned: bool | None = None
     accepted_of_drafted: float | None = None
     tokens_per_round: float | None = None
     prefill_s: float | None = None
@@ -293,9 +296,10 @@ class _Planner:
         cache = CacheConfig(kind)
         row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED)
         target = self._target(cache, context, batch, 1)
+        row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target))
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
-        flush = rounds.flushes * self._seconds(timing.flush_cost(self.config))
-        row = self._timed(row, (), target_s=target, step_s=None, flush_s=flush, round_s=target + flush, tokens=1.0)
+        target_s, flush = self._seconds(target), rounds.flushes * self._seconds(timing.flush_cost(self.config))
+        row = self._timed(row, (), target_s=target_s, step_s=None, flush_s=flush, round_s=target_s + flush, tokens=1.0)
         return self._fitted([row], ())[0]
 
     def drafted(
@@ -341,20 +345,24 @@ class _Planner:
         """The row with the times of a round of its gamma."""
         cache = CacheConfig(row.cache)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.asked, batch=row.batch)
-        step_s, drafting_s, kernels_measured = None, 0.0, not any(each.draft.observes for each in turns.drafts)
+        step_s, step_tuned, drafting_s, kernels_measured = None, None, 0.0, not any(each.draft.observes for each in turns.drafts)
         if turns.model is not None:
             found = row_of(self.config, cache, row.context + 1)
             step = turns.model.reads(found)
-            step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
+            cost = timing.pass_cost(self.device, step, found.group_size, batch=row.batch)
+            step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
             drafting_s = self._drafting(row, turns.model, rounds, step_s)
             kernels_measured = kernels_measured and step.kernels_measured
-        target_s = self._target(cache, row.context, row.batch, row.gamma + 1)
+        target = self._target(cache, row.context, row.batch, row.gamma + 1)
+        target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
         round_s = drafting_s + target_s + flush_s + timing.FITTED.round
         row = dataclasses.replace(
             row,
             note="; ".join([*turns.notes, *([] if kernels_measured else [NOT_MEASURED])]),
             kernels_measured=kernels_measured,
+            step_tuned=step_tuned,
+            target_tuned=timing.tuned(self.device, target),
             acceptance=turns.asked[0].acceptance if len(turns.asked) == 1 else rounds.acceptance,
             proposing=rounds.proposing,
             tokens_per_round=rounds.tokens,
@@ -373,10 +381,10 @@ class _Planner:
         behind = (1 - rounds.asked) * rounds.tokens / width
         return (rounds.passes[0] + behind) * first_s + sum(rounds.passes[1:]) * step_s
 
-    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> float:
-        """Seconds of a pass of the target over so many new tokens of each row."""
+    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> timing.Cost:
+        """A pass of the target over so many new tokens of each row."""
         row = row_of(self.config, cache, context + tokens)
-        return self._seconds(timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens))
+        return timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens)
 
     def _seconds(self, cost: timing.Cost) -> float:
         return cost.seconds(self.device)
@@ -465,6 +473,8 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append(f"INT4 weights have no kernel for more than {MAX_ROWS} rows; above, they are dequantized in every step")
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
+    for batch in batches:
+        notes += _tuning_notes([row for row in rows if row.batch == batch])
     for row in rows:
         if row.ms_per_token is None:
             notes.append(f"{row.draft}: {row.status}{f'; {row.note}' if row.note else ''}")
@@ -475,3 +485,21 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
             rate = "" if several else f" {row.acceptance:g}"
             notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, whatever its settings: {row.acceptance_source}")
     return list(dict.fromkeys(notes))
+
+
+def _tuning_notes(rows: Sequence[PlannedRow]) -> list[str]:
+    """Which passes of one batch have attention that was tuned on the device and which have not; nothing where all are alike."""
+
+    def those(wanted: bool) -> list[str]:
+        targets = [row for row in rows if row.target_tuned is wanted]
+        verified = sorted({row.gamma + 1 for row in targets if row.draft != registry.NONE})
+        without = ["a token without a draft"] if any(row.draft == registry.NONE for row in targets) else []
+        steps = dict.fromkeys(f"a step of {row.draft}" for row in rows if row.step_tuned is wanted)
+        return [*without, *steps, *([f"verifying {', '.join(map(str, verified))} tokens"] if verified else [])]
+
+    tuned, others = those(True), those(False)
+    if not tuned or not others:
+        return []
+    compared = f"attention over quantized tokens was tuned on this device for {'; '.join(tuned)}; not for {'; '.join(others)}"
+    slower = "These take longer for that alone; their figure for INT8 is fitted on 7 tokens and 32 KV heads"
+    return [f"batch {rows[0].batch}: {compared}. {slower}"]
