@@ -41,6 +41,7 @@ from qspec_jax.planning.operations import (
     step_weight_bytes,
 )
 from qspec_jax.planning.plan import intensity, plan
+from qspec_jax.planning.report import best_gammas
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, StepReads, outlined, own_step
 from qspec_jax.quantization.outline import outline
@@ -402,6 +403,43 @@ def test_what_fits():
 
     assert total(row.most_rows, 65536) <= room < total(row.most_rows + 1, 65536)
     assert total(1, row.longest_context) <= room < total(1, row.longest_context + 1)
+
+
+def test_the_best_gamma_is_one_that_fits(run, tmp_path):
+    """The table shows what "Best" names, where a larger gamma would be faster and takes more memory than there is."""
+    device = dataclasses.replace(H100, memory_gb=80)
+    memory = {row.gamma: row.memory.total for row in plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"]).rows}
+    device = dataclasses.replace(device, memory_gb=(memory[6] + memory[8]) / 2e9 + 1)
+    found = plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"], acceptances={"": 1.0})
+    eight, six = found.rows[-1], found.rows[-2]
+    assert eight.status == "does not fit" and six.status == "planned" and eight.ms_per_token < six.ms_per_token
+    shown = next(row for row in best_gammas(found) if row.draft == "quantspec")
+    assert (shown.gamma, found.best[0].gamma) == (6, 6)
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(dataclasses.asdict(device)))
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--device", file, "--context", 8192, "--draft", "quantspec", "--acceptance", 1)
+    assert code == 0 and "does not fit" not in out and "quantspec with 6" in out
+    # Where none fits the table says so.
+    small = plan("8b", LLAMA_8B, dataclasses.replace(H100, memory_gb=12), [8192], [1], drafts=["quantspec"])
+    assert {row.status for row in best_gammas(small)} == {"does not fit"}
+    baseline = plan("8b", LLAMA_8B, H100, [8192], [1], drafts=["none"]).rows[-1].memory.total
+    file.write_text(json.dumps(dataclasses.asdict(H100) | {"memory_gb": baseline / 1e9 + 1.1}))
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--device", file, "--context", 8192, "--draft", "quantspec")
+    assert code == 0 and "8,192 tokens, batch 1: no draft fits; without one over the int8 cache" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--draft", "none"], "no draft was compared; without one over the"),
+        (["--draft", "h2o"], "no draft was compared; without one over the"),
+        (["--draft", "quantspec", "--acceptance", 0.1], "no draft pays; without one over the"),
+        (["--draft", "h2o", "--draft", "quantspec", "--acceptance", "quantspec=0.1"], "no draft pays; without one over the"),
+    ],
+)
+def test_no_draft_pays_where_one_was_compared(run, arguments, said):
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--context", 4096, *arguments)
+    assert code == 0 and f"4,096 tokens, batch 1: {said}" in out
 
 
 def test_memory_is_what_the_engine_allocates():

@@ -112,7 +112,8 @@ class PlannedRow:
 class Best:
     """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
 
-    with_measured_kernels: the fastest whose GPU kernels were measured, if that is another.
+    drafts_compared: how many drafts fit and have figures. with_measured_kernels: the fastest whose GPU kernels were measured, if that is
+    another.
     """
 
     context: int
@@ -121,6 +122,7 @@ class Best:
     gamma: int
     cache: str | None
     speedup: float | None
+    drafts_compared: int = 0
     with_measured_kernels: "Best | None" = None
 
 
@@ -457,7 +459,8 @@ def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
         return Best(context, batch, None, 0, None, None)
     row = min(fitting, key=lambda row: row.ms_per_token)
     others = None if row.kernels_measured else _best([row for row in rows if row.kernels_measured], context, batch)
-    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, others)
+    drafts = {each.draft for each in fitting} - {registry.NONE}
+    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, len(drafts), others)
 
 
 def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Sequence[PlannedRow]) -> list[str]:

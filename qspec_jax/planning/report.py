@@ -84,7 +84,10 @@ def _best(report: PlanReport) -> Text:
         if best.draft is None:
             lines.append(where + "nothing fits")
         elif best.draft == NONE:
-            lines.append(where + f"no draft pays; without one over the {best.cache} cache")
+            here = (row for row in report.rows if (row.context, row.batch) == (best.context, best.batch) and row.draft != NONE)
+            none = "no draft fits" if any(row.status == Status.DOES_NOT_FIT for row in here) else "no draft was compared"
+            said = "no draft pays" if best.drafts_compared else none
+            lines.append(where + f"{said}; without one over the {best.cache} cache")
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
             lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}")
@@ -95,11 +98,13 @@ def _best(report: PlanReport) -> Text:
 
 
 def best_gammas(report: PlanReport) -> list[PlannedRow]:
-    """The rows with the gamma that is fastest, one for each way of decoding at each context and batch."""
+    """The rows with the gamma that is fastest of those that fit, or of all where none does: one for each way of decoding at each context
+    and batch."""
     found: dict[tuple, PlannedRow] = {}
+    rank = lambda row: (row.status != Status.PLANNED, row.ms_per_token or 0)
     for row in report.rows:
         key = row.context, row.batch, row.draft, row.cache
-        if key not in found or (row.ms_per_token or 0) < (found[key].ms_per_token or 0):
+        if key not in found or rank(row) < rank(found[key]):
             found[key] = row
     return list(found.values())
 
