@@ -1,6 +1,7 @@
 """`qspec plan` of drafts besides the target's own model: prompt lookup, a model with a checkpoint of its own, and two drafts in turn."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import planned
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from rich.console import Console
 from runs import prepared, random_model, random_prompts
 
 from pallas_kernels.formats.views import FULL_PRECISION
@@ -17,6 +19,7 @@ from qspec_jax.bench import architectures
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
+from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import make_sampler
@@ -35,6 +38,7 @@ from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
 from qspec_jax.planning.plan import PlannedRow, PlanReport, plan
+from qspec_jax.planning.report import table
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, outlined
 from qspec_jax.quantization.outline import outline
@@ -400,6 +404,19 @@ def test_acceptance_of_drafts_in_a_combine(run):
     command = ["plan", "--arch", "llama-3.1-8b", "--context", CONTEXT, "--draft", text]
     code, out, _ = run(*command, "--proposing", "prompt-lookup=0.5", "--acceptance", "quantspec=0.9", "--gamma", GAMMA, "--json")
     assert code == 0 and json.loads(out)["rows"][-1]["acceptance"] == expected(0.37, 0.9)
+
+
+def test_names_of_drafts_are_not_cut():
+    """Two that differ in their ends alone are told apart."""
+    both = "combine:prompt-lookup+quantspec", "combine:prompt-lookup+quantspec:cache=int8"
+    for width in TABLE_WIDTH, 250:
+        console = Console(width=width, file=io.StringIO())
+        console.print(table(report(*both)))
+        rows = console.file.getvalue().split("prefill s")[1].split("Best:")[0]
+        lines = [line.split() for line in rows.splitlines()[3:] if line.strip()]
+        # A name that is folded goes on in lines of its own.
+        names = "".join(f" {words[2]}" if len(words) > 1 else words[0] for words in lines)
+        assert names.split() == list(both)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,10 @@ def table(report: PlanReport) -> Group:
 def _grid(*labels: str, left: tuple[str, ...] = ()) -> Table:
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in labels:
-        grid.add_column(label, justify="left" if label in left else "right", no_wrap=label not in left)
+        if label in left:
+            grid.add_column(label, overflow="fold")  # what names differ in may be at their end
+        else:
+            grid.add_column(label, justify="right", no_wrap=True)
     return grid
 
 
