@@ -9,7 +9,7 @@ from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.drafts.registry import NONE
-from qspec_jax.planning.plan import PlannedRow, PlanReport, Status
+from qspec_jax.planning.plan import Best, PlannedRow, PlanReport, Status
 
 
 def table(report: PlanReport) -> Group:
@@ -90,14 +90,18 @@ def _best(report: PlanReport) -> Text:
             here = (row for row in report.rows if (row.context, row.batch) == (best.context, best.batch) and row.draft != NONE)
             none = "no draft fits" if any(row.status == Status.DOES_NOT_FIT for row in here) else "no draft was compared"
             said = "no draft pays" if best.drafts_compared else none
-            lines.append(where + f"{said}; without one over the {best.cache} cache")
+            lines.append(where + f"{said}; without one over the {best.cache} cache{_assumed(best)}")
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
-            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}")
+            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}{_assumed(best)}")
             if (other := best.with_measured_kernels) and other.draft is not None:
                 way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
-                lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times")
+                lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times{_assumed(other)}")
     return Text("\n".join(["Best:", *lines]), "bold")
+
+
+def _assumed(best: Best) -> str:
+    return f" ({' and '.join(best.assumed)} ASSUMED)" if best.assumed else ""
 
 
 def best_gammas(report: PlanReport) -> list[PlannedRow]:
