@@ -16,7 +16,7 @@ import planned
 import pytest
 from checkpoints import hf_config
 
-from qspec_jax.bench.architectures import architecture, random_int4, random_model
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
 from qspec_jax.checkpoints.converted import is_converted
@@ -490,7 +490,13 @@ PLAN = ["plan", "--arch", "llama-2-7b", "--device", "h100", "--context", 4096]
 
 def test_the_command_prints_tables_and_json(run):
     code, out, _ = run(*PLAN, "--context", 65536, "--batch", 1, "--batch", 8, "--draft", "quantspec", "--gamma", 2, "--gamma", 6)
-    assert code == 0 and "decode attention" in out and "quantspec with 6 drafts a round" in out
+    assert (
+        code == 0
+        and "decode attention" in out
+        and "share of time" in out
+        and "(of drafted)" in out
+        and "quantspec with 6 drafts a round" in out
+    )
     code, out, _ = run(
         *PLAN, "--draft", "quantspec", "--draft", "sparse:budget=0.1", "--acceptance", 0.9, "--acceptance", "sparse=0.8", "--json"
     )
@@ -499,6 +505,20 @@ def test_the_command_prints_tables_and_json(run):
     given = {row["draft"]: (row["acceptance"], row["acceptance_source"]) for row in found["rows"] if row["gamma"] == 6}
     assert given == {"quantspec": (0.9, "given"), "sparse:budget=0.1": (0.8, "given")}
     assert all(row["memory"]["weights"] == model_bytes(LLAMA_7B) for row in found["rows"])
+
+
+def test_contexts_that_are_not_given_are_those_that_the_model_has_positions_for(run, tmp_path):
+    """As --help and docs/plan.md say; a known shape has positions for more."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(num_hidden_layers=1, max_position_embeddings=40000)))
+    contexts = {}
+    for which in ("--model", tmp_path), ("--arch", "llama-3.1-8b"):
+        code, out, _ = run("plan", *which, "--draft", "none", "--max-new-tokens", 100, "--json")
+        assert code == 0
+        contexts[which[0]] = [row["context"] for row in json.loads(out)["sizes"]]
+    assert contexts == {"--model": [4096, 32768, 39900], "--arch": [4096, 32768, 131072]}
+    assert {architecture(name).max_length for name in ARCHITECTURES} == {1 << 20}
+    said = " ".join(run("plan", "--help")[1].replace("│", " ").split())
+    assert "each cut to what the model's positions have room for" in said and "A known shape, with 2^20 positions" in said
 
 
 def test_a_checkpoint_is_planned_by_its_config_alone(run, tmp_path):
@@ -582,7 +602,9 @@ def test_a_draft_without_a_cost_is_listed(run, monkeypatch):
     assert "* wanting: not planned; it wants a checkpoint.\n" in out
     assert run(*PLAN, "--draft", "wanting")[::2] == (2, "qspec: error: draft wanting: it wants a checkpoint\n")
     code, out, _ = run(*PLAN, "--acceptance", "other=0.9", "--json")
-    status = {row["draft"]: row["status"] for row in json.loads(out)["rows"]}
+    rows = json.loads(out)["rows"]
+    assert all((row["kernels_measured"] is None) == (row["ms_per_token"] is None) for row in rows)
+    status = {row["draft"]: row["status"] for row in rows}
     assert code == 0 and (status["silent"], status["other"], status["quantspec"]) == ("no model of its cost", "planned", "planned")
 
 

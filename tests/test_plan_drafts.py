@@ -398,6 +398,18 @@ def test_a_small_model_catches_up_with_rounds_that_did_not_ask_it(small):
     assert never.prefill_s == row.prefill_s > row_for("prompt-lookup").prefill_s
 
 
+def test_notes_name_the_part_that_they_are_about():
+    said = lambda text, **given: row_for(text, **given).note
+    unmeasured = "no kernel that reads or observes as {} has been measured"
+    assert said("sparse").startswith(unmeasured.format("it does"))
+    assert unmeasured.format("sparse does") in said("combine:prompt-lookup+sparse")
+    assert unmeasured.format("sparse:budget=0.1 and h2o do") in said("combine:(combine:prompt-lookup+sparse:budget=0.1)+h2o")
+    assert said("combine:prompt-lookup+quantspec").startswith("prompt-lookup is ASSUMED to have a proposal")
+    for draft in "prompt-lookup", "combine:prompt-lookup+quantspec":
+        notes = report(draft, gammas=(1, 4)).notes
+        assert not any(f"{draft}: {draft}" in note for note in notes)
+
+
 def test_memory_of_two_drafts(small):
     """Both have the target's INT4 weights and head in common, and each its own cache and weights."""
     of = lambda text: memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, text), batch=32, context=64, new_tokens=64, gamma=4)

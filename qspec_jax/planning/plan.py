@@ -71,8 +71,9 @@ class PlannedRow:
     longest_context: of this batch, within the models' positions. acceptance: the conditional one, of `combine` what comes of its drafts'
     (None where it drafts nothing), and acceptance_source where it comes from. proposing: the share of the rounds that have a proposal.
     assumed: which of "acceptance" and "proposing" were not given. note: sentences on what the times leave out. kernels_measured: whether
-    GPU kernels that read as it does were measured; if not, times are as if those that read everything did. step_tuned, target_tuned:
-    whether attention in a step and in a verification has configurations that were tuned on the device, see `timing.tuned`.
+    GPU kernels that read as it does were measured; if not, times are as if those that read everything did; None where nothing is planned.
+    step_tuned, target_tuned: whether attention in a step and in a verification has configurations that were tuned on the device, see
+    `timing.tuned`.
     """
 
     context: int
@@ -86,7 +87,7 @@ class PlannedRow:
     acceptance_source: str = ""
     proposing: float | None = None
     assumed: tuple[str, ...] = ()
-    kernels_measured: bool = True
+    kernels_measured: bool | None = None
     step_tuned: bool | None = None
     target_tuned: bool | None = None
     accepted_of_drafted: float | None = None
@@ -287,7 +288,10 @@ class _Turns:
         return tuple(name for name, chances in found.items() if any(each.source != GIVEN for each in chances))
 
 
-NOT_MEASURED = "no kernel that reads or observes as it does has been measured; times are as if those that read everything did"
+def _not_measured(parts: Sequence[str]) -> str:
+    """parts: those of a draft made of several that no measured kernel reads or observes as; none for a draft that is not."""
+    who = f"{' and '.join(parts)} {'do' if len(parts) > 1 else 'does'}" if parts else "it does"
+    return f"no kernel that reads or observes as {who} has been measured; times are as if those that read everything did"
 
 
 class _Planner:
@@ -307,7 +311,7 @@ class _Planner:
     def autoregressive(self, kind: str, context: int, batch: int) -> PlannedRow:
         """A row for decoding without a draft, over a cache of this kind."""
         cache = CacheConfig(kind)
-        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED)
+        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED, kernels_measured=True)
         target = self._target(cache, context, batch, 1)
         row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target))
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
@@ -360,22 +364,27 @@ class _Planner:
         """The row with the times of a round of its gamma."""
         cache = CacheConfig(row.cache)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.reached, batch=row.batch)
-        step_s, step_tuned, drafting_s, kernels_measured = None, None, 0.0, not any(each.draft.observes for each in turns.drafts)
+        step_s, step_tuned, drafting_s = None, None, 0.0
+        unmeasured = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.draft.observes]
         if turns.model is not None:
             found = row_of(self.config, cache, row.context + 1)
             step = turns.model.reads(found)
             cost = timing.pass_cost(self.device, step, found.group_size, batch=row.batch)
             step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
             drafting_s = self._drafting(row, turns.model, rounds, step_s)
-            kernels_measured = kernels_measured and step.kernels_measured
+            if not step.kernels_measured:
+                unmeasured.append(turns.texts[len(turns.reached) - 1])
+        notes = list(turns.notes)
+        if unmeasured:
+            notes.append(_not_measured(list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else []))
         target = self._target(cache, row.context, row.batch, row.gamma + 1)
         target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
         round_s = drafting_s + target_s + flush_s + timing.FITTED.round
         row = dataclasses.replace(
             row,
-            note="; ".join([*turns.notes, *([] if kernels_measured else [NOT_MEASURED])]),
-            kernels_measured=kernels_measured,
+            note="; ".join(notes),
+            kernels_measured=not unmeasured,
             step_tuned=step_tuned,
             target_tuned=timing.tuned(self.device, target),
             acceptance=turns.reached[0].acceptance if len(turns.reached) == 1 else rounds.acceptance,

@@ -23,11 +23,11 @@ def table(report: PlanReport) -> Group:
         f"weights {report.weight_bytes / 1e9:.2f} GB\n",
     )
     notes = [
-        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention: its share of the time by bytes and",
-        "FLOPs. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: of each draft, given",
-        "those before it, and of all that are drafted. speed-up: over the faster of decoding without a draft over a full or an int8 cache,",
-        "as named, if it fits. rows: the most of this context that fit; longest: the longest context of this batch that does, with",
-        f"{report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
+        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention's share is of the time by bytes and",
+        "FLOPs, in decoding. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: the",
+        "chance that a draft is, given those before it, and the share of all that are drafted. speed-up: over the faster of decoding",
+        "without a draft over a full or an int8 cache, as named, if it fits. rows: the most of this context that fit; longest: the",
+        f"longest context of this batch that does, with {report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
     ]
     parts = [head, _intensities(report), Text(), _sizes(report), Text(), _rows(report), Text(), _best(report)]
     return Group(*parts, Text("\n" + " ".join(notes), "dim"), *(Text(f"* {note}.", "dim") for note in report.notes))
@@ -45,7 +45,7 @@ def _grid(*labels: str, left: tuple[str, ...] = ()) -> Table:
 
 def _intensities(report: PlanReport) -> Table:
     labels = [f"{phase} {part}" for phase in ("prefill", "decode") for part in ("linear", "attention", "both")]
-    grid = _grid("context", "batch", *labels, "ridge", "attention")
+    grid = _grid("context", "batch", *labels, "ridge", "attention's\nshare of time")
     for i in report.intensity:
         prefill = i.prefill_linear, i.prefill_attention, i.prefill_aggregate
         decode = i.decode_linear, i.decode_attention, i.decode_aggregate
@@ -64,7 +64,7 @@ def _sizes(report: PlanReport) -> Table:
 
 
 def _rows(report: PlanReport) -> Table:
-    labels = ["context", "batch", "draft", "gamma", "accepted", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
+    labels = ["context", "batch", "draft", "gamma", "accepted\n(of drafted)", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
     grid = _grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""))
     for row in best_gammas(report):
         name = f"{row.context:,}", str(row.batch), row.draft if row.draft != NONE else f"{NONE} ({row.cache})"
