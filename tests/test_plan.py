@@ -16,6 +16,7 @@ import planned
 import pytest
 from checkpoints import hf_config
 
+from pallas_kernels.attention.mosaic_plan import Plan
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
@@ -352,6 +353,14 @@ def test_docs_have_what_is_predicted():
 
 
 # Plans
+
+
+def test_a_tuned_configuration_is_found_by_the_kernels_own_problem(monkeypatch):
+    shapes = dict(batch=2, kv_heads=8, tokens=5, heads_per_kv_head=4, head_dim=128, group_size=128, groups=9, buffer_rows=264)
+    kernel = Plan(**shapes, planes=2, block_tiles=3, blocks_of_rows=1)
+    monkeypatch.setattr(timing.tuning, "problems", lambda *_: [kernel.problem])
+    count = lambda **sizes: timing.attention_cost(DEVICES["h200"], LLAMA_8B, LayerReads(2, 1024, 200), 128, **sizes).counts["int8"]
+    assert count(batch=2, tokens=5) and not count(batch=2, tokens=7) and not count(batch=1, tokens=5)
 
 
 def test_a_tuned_configuration_counts_for_its_own_problem():

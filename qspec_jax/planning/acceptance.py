@@ -20,6 +20,7 @@ _PAPER = "QuantSpec's paper, table 3, one draft a round, a quarter of the contex
 _MEASURED = (
     "a model of 419 M parameters, conditional, teacher-forced, at a context of 64k; 3 texts of 256 tokens, standard error about 0.01"
 )
+LONGEST_MEASURED = 3  # of the shortest n-grams that prompt-lookup was measured with
 _LOOKED_UP = "with the embedded model in 4 texts of 4,096 tokens, 64 more in each, for n-grams of at least"
 # ACCEPTANCE and PROPOSING are by `key_of` a draft. The chance that a draft is accepted, given those before it in the round:
 ACCEPTANCE = {
@@ -52,7 +53,7 @@ PROPOSING = {
 def key_of(draft: str) -> str:
     """Under what ACCEPTANCE and PROPOSING have a draft: its name, for prompt-lookup with the nearest `shortest` that was measured."""
     name = name_of(draft)
-    shortest = min(parse_draft(draft).shortest, 3) if name == "prompt-lookup" else 1
+    shortest = min(parse_draft(draft).shortest, LONGEST_MEASURED) if name == "prompt-lookup" else 1
     return name if shortest == 1 else f"{name}:shortest={shortest}"
 
 

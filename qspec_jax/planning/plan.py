@@ -115,8 +115,7 @@ class Best:
     """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
 
     drafts_compared: how many drafts fit and have figures. assumed: what the row, or without a draft any that was compared, has in
-    `PlannedRow.assumed`. with_measured_kernels: the fastest whose GPU kernels were measured, if that is
-    another.
+    `PlannedRow.assumed`. with_measured_kernels: the fastest whose GPU kernels were measured, if that is another.
     """
 
     context: int
@@ -289,7 +288,7 @@ class _Turns:
 
 
 def _not_measured(parts: Sequence[str]) -> str:
-    """parts: those of a draft made of several that no measured kernel reads or observes as; none for a draft that is not."""
+    """The note on kernels. parts: the drafts of a `combine` that it is about; empty for a draft that is not made of others."""
     who = f"{' and '.join(parts)} {'do' if len(parts) > 1 else 'does'}" if parts else "it does"
     return f"no kernel that reads or observes as {who} has been measured; times are as if those that read everything did"
 

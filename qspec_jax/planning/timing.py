@@ -178,7 +178,10 @@ def attention_cost(device: Device, config: LlamaConfig, layer: LayerReads, group
 
 
 def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_size: int, batch: int) -> str:
-    """The coefficient of attention over quantized tokens. A configuration counts as the kernel finds it: for this very problem."""
+    """The coefficient of attention over quantized tokens.
+
+    A configuration counts where the kernel finds it, for this very `Plan.problem`; blocks are taken to have all query rows of a KV head.
+    """
     name = "int4" if planes == 1 else "int8"
     if device.kernels == "triton":
         return f"{name}_triton"
