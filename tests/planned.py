@@ -93,7 +93,7 @@ def attention_cost(row: rows.Attention) -> tuple[Device, Cost]:
     # Blocks of Mosaic GPU are dealt to the rows by what there is to read. Triton's are as many for every row, so it waits for the longest.
     contexts = row.context if row.kernels != "triton" else (max(row.context),) * len(row.context)
     cached = [row_of(c, CacheConfig("full" if row.planes is None else "int8"), context) for context in contexts]
-    layer = LayerReads(row.planes or 2, sum(r.quantized for r in cached), sum(r.full for r in cached))
+    layer = LayerReads(row.planes or 2, sum(r.quantized for r in cached), sum(r.buffered for r in cached))
     known = {} if row.kernels != "default" else {"return_value": []}
     with mock.patch.object(timing.tuning, "problems", **(known or {"side_effect": timing.tuning.problems})):
         return device, timing.attention_cost(device, c, layer, G, tokens=row.tokens)

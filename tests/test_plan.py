@@ -16,7 +16,8 @@ import planned
 import pytest
 from checkpoints import hf_config
 
-from qspec_jax.bench.architectures import architecture, random_int4, random_model
+from pallas_kernels.attention.mosaic_plan import Plan
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
 from qspec_jax.checkpoints.converted import is_converted
@@ -41,6 +42,7 @@ from qspec_jax.planning.operations import (
     step_weight_bytes,
 )
 from qspec_jax.planning.plan import intensity, plan
+from qspec_jax.planning.report import best_gammas
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, StepReads, outlined, own_step
 from qspec_jax.quantization.outline import outline
@@ -353,6 +355,32 @@ def test_docs_have_what_is_predicted():
 # Plans
 
 
+def test_a_tuned_configuration_is_found_by_the_kernels_own_problem(monkeypatch):
+    shapes = dict(batch=2, kv_heads=8, tokens=5, heads_per_kv_head=4, head_dim=128, group_size=128, groups=9, buffer_rows=264)
+    kernel = Plan(**shapes, planes=2, block_tiles=3, blocks_of_rows=1)
+    monkeypatch.setattr(timing.tuning, "problems", lambda *_: [kernel.problem])
+    count = lambda **sizes: timing.attention_cost(DEVICES["h200"], LLAMA_8B, LayerReads(2, 1024, 200), 128, **sizes).counts["int8"]
+    assert count(batch=2, tokens=5) and not count(batch=2, tokens=7) and not count(batch=1, tokens=5)
+
+
+def test_a_tuned_configuration_counts_for_its_own_problem():
+    """On an H200 INT8 attention of 7 tokens with 8 KV heads was tuned for one row in groups of 128. Other batches and group sizes get the
+    default's figure, so that verifying more tokens never takes less time; and one row is told which passes were tuned."""
+    h200, layer = DEVICES["h200"], LayerReads(2, 1 << 17, 200)
+    counts = lambda group_size, **sizes: timing.attention_cost(h200, LLAMA_8B, layer, group_size, **sizes).counts
+    found = [counts(128, tokens=7), counts(64, tokens=7), counts(128, tokens=7, batch=8), counts(128, tokens=1)]
+    assert [bool(each["int8"]) for each in found] == [True, False, False, False]
+    assert [bool(each["int8_default"]) for each in found] == [False, True, True, True]
+    planned_for = lambda device, *batches: plan("8b", LLAMA_8B, device, [131072], batches, drafts=["quantspec", "streaming-llm"])
+    eight = planned_for(h200, 8)
+    times = [row.target_ms for row in eight.rows if row.draft == "quantspec"]
+    assert times == sorted(times) and not any("tuned" in note for note in eight.notes)
+    (note,) = (note for note in planned_for(h200, 1, 8).notes if "tuned" in note)
+    assert note.startswith("batch 1: ") and "was tuned on this device for a step of quantspec; verifying 7 tokens; " in note
+    assert "; not for a token without a draft; verifying 2, 3, 4, 5, 9 tokens. " in note
+    assert not any("tuned" in note for note in planned_for(H100, 1).notes + planned_for(DEVICES["l40s"], 1).notes)
+
+
 def test_int4_weights_without_a_kernel_do_not_pay():
     """Beyond 16 rows they are dequantized in every step: slower than the target's own."""
     found = plan("8b", LLAMA_8B, DEVICES["h200"], [4096], [1, 32], drafts=["quantspec"], gammas=[2, 4])
@@ -384,6 +412,43 @@ def test_what_fits():
 
     assert total(row.most_rows, 65536) <= room < total(row.most_rows + 1, 65536)
     assert total(1, row.longest_context) <= room < total(1, row.longest_context + 1)
+
+
+def test_the_best_gamma_is_one_that_fits(run, tmp_path):
+    """The table shows what "Best" names, where a larger gamma would be faster and takes more memory than there is."""
+    device = dataclasses.replace(H100, memory_gb=80)
+    memory = {row.gamma: row.memory.total for row in plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"]).rows}
+    device = dataclasses.replace(device, memory_gb=(memory[6] + memory[8]) / 2e9 + 1)
+    found = plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"], acceptances={"": 1.0})
+    eight, six = found.rows[-1], found.rows[-2]
+    assert eight.status == "does not fit" and six.status == "planned" and eight.ms_per_token < six.ms_per_token
+    shown = next(row for row in best_gammas(found) if row.draft == "quantspec")
+    assert (shown.gamma, found.best[0].gamma) == (6, 6)
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(dataclasses.asdict(device)))
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--device", file, "--context", 8192, "--draft", "quantspec", "--acceptance", 1)
+    assert code == 0 and "does not fit" not in out and "quantspec with 6" in out
+    # Where none fits the table says so.
+    small = plan("8b", LLAMA_8B, dataclasses.replace(H100, memory_gb=12), [8192], [1], drafts=["quantspec"])
+    assert {row.status for row in best_gammas(small)} == {"does not fit"}
+    baseline = plan("8b", LLAMA_8B, H100, [8192], [1], drafts=["none"]).rows[-1].memory.total
+    file.write_text(json.dumps(dataclasses.asdict(H100) | {"memory_gb": baseline / 1e9 + 1.1}))
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--device", file, "--context", 8192, "--draft", "quantspec")
+    assert code == 0 and "8,192 tokens, batch 1: no draft fits; without one over the int8 cache" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--draft", "none"], "no draft was compared; without one over the"),
+        (["--draft", "h2o"], "no draft was compared; without one over the"),
+        (["--draft", "quantspec", "--acceptance", 0.1], "no draft pays; without one over the"),
+        (["--draft", "h2o", "--draft", "quantspec", "--acceptance", "quantspec=0.1"], "no draft pays; without one over the"),
+    ],
+)
+def test_no_draft_pays_where_one_was_compared(run, arguments, said):
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--context", 4096, *arguments)
+    assert code == 0 and f"4,096 tokens, batch 1: {said}" in out
 
 
 def test_memory_is_what_the_engine_allocates():
@@ -434,7 +499,13 @@ PLAN = ["plan", "--arch", "llama-2-7b", "--device", "h100", "--context", 4096]
 
 def test_the_command_prints_tables_and_json(run):
     code, out, _ = run(*PLAN, "--context", 65536, "--batch", 1, "--batch", 8, "--draft", "quantspec", "--gamma", 2, "--gamma", 6)
-    assert code == 0 and "decode attention" in out and "quantspec with 6 drafts a round" in out
+    assert (
+        code == 0
+        and "decode attention" in out
+        and "share of time" in out
+        and "(of drafted)" in out
+        and "quantspec with 6 drafts a round" in out
+    )
     code, out, _ = run(
         *PLAN, "--draft", "quantspec", "--draft", "sparse:budget=0.1", "--acceptance", 0.9, "--acceptance", "sparse=0.8", "--json"
     )
@@ -443,6 +514,20 @@ def test_the_command_prints_tables_and_json(run):
     given = {row["draft"]: (row["acceptance"], row["acceptance_source"]) for row in found["rows"] if row["gamma"] == 6}
     assert given == {"quantspec": (0.9, "given"), "sparse:budget=0.1": (0.8, "given")}
     assert all(row["memory"]["weights"] == model_bytes(LLAMA_7B) for row in found["rows"])
+
+
+def test_contexts_that_are_not_given_are_those_that_the_model_has_positions_for(run, tmp_path):
+    """As --help and docs/plan.md say; a known shape has positions for more."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(num_hidden_layers=1, max_position_embeddings=40000)))
+    contexts = {}
+    for which in ("--model", tmp_path), ("--arch", "llama-3.1-8b"):
+        code, out, _ = run("plan", *which, "--draft", "none", "--max-new-tokens", 100, "--json")
+        assert code == 0
+        contexts[which[0]] = [row["context"] for row in json.loads(out)["sizes"]]
+    assert contexts == {"--model": [4096, 32768, 39900], "--arch": [4096, 32768, 131072]}
+    assert {architecture(name).max_length for name in ARCHITECTURES} == {1 << 20}
+    said = " ".join(run("plan", "--help")[1].replace("│", " ").split())
+    assert "each cut to what the model's positions have room for" in said and "A known shape, with 2^20 positions" in said
 
 
 def test_a_checkpoint_is_planned_by_its_config_alone(run, tmp_path):
@@ -527,7 +612,9 @@ def test_a_draft_without_a_cost_is_listed(run, monkeypatch):
     assert "* wanting: not planned; it wants a checkpoint.\n" in out
     assert run(*PLAN, "--draft", "wanting")[::2] == (2, "qspec: error: draft wanting: it wants a checkpoint\n")
     code, out, _ = run(*PLAN, "--acceptance", "other=0.9", "--json")
-    status = {row["draft"]: row["status"] for row in json.loads(out)["rows"]}
+    rows = json.loads(out)["rows"]
+    assert all((row["kernels_measured"] is None) == (row["ms_per_token"] is None) for row in rows)
+    status = {row["draft"]: row["status"] for row in rows}
     assert code == 0 and (status["silent"], status["other"], status["quantspec"]) == ("no model of its cost", "planned", "planned")
 
 

@@ -1,6 +1,7 @@
 """`qspec plan` of drafts besides the target's own model: prompt lookup, a model with a checkpoint of its own, and two drafts in turn."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import planned
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from rich.console import Console
 from runs import prepared, random_model, random_prompts
 
 from pallas_kernels.formats.views import FULL_PRECISION
@@ -17,6 +19,7 @@ from qspec_jax.bench import architectures
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
+from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import make_sampler
@@ -35,6 +38,7 @@ from qspec_jax.planning.devices import DEVICES
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import cache_bytes_read, int4_bytes, layer_weight_bytes, model_bytes, row_of, step_weight_bytes
 from qspec_jax.planning.plan import PlannedRow, PlanReport, plan
+from qspec_jax.planning.report import table
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, outlined
 from qspec_jax.quantization.outline import outline
@@ -146,7 +150,40 @@ def test_prompt_lookup_costs_a_verification():
     assert (row.acceptance, row.proposing, row.kernels_measured) == (0.37, pytest.approx(0.9), True)
     assert "0.371 with the embedded model" in row.acceptance_source and "docs/results.md" in row.acceptance_source
     assert row.target_ms == row_for("quantspec").target_ms and row.memory.draft == 0
-    assert row.note.startswith("prompt-lookup is ASSUMED to have a proposal in 90% of the rounds that ask it, whatever its settings: 0.907")
+    settings = "whatever its settings but shortest"
+    assert row.note.startswith(f"it is ASSUMED to have a proposal in 90% of the rounds that ask it, {settings}: 0.907")
+
+
+def test_prompt_lookup_is_assumed_by_its_shortest_n_gram():
+    """docs/plan.md has what was measured with a shortest of 2 and 3 tokens; what is longer is taken as 3."""
+    found = {
+        text: row_for(f"prompt-lookup:{text}") for text in ("shortest=1", "longest=5,shortest=2", "shortest=3", "shortest=6,longest=9")
+    }
+    chances = [(row.acceptance, row.proposing) for row in found.values()]
+    assert chances == [(0.37, pytest.approx(0.9)), (0.54, pytest.approx(0.38)), *[(0.59, pytest.approx(0.16))] * 2]
+    assert "n-grams of at least 3 tokens (docs/plan.md)" in found["shortest=3"].note
+    assert "n-grams of at least 3 tokens (docs/plan.md)" in found["shortest=3"].acceptance_source
+    given = row_for("prompt-lookup:shortest=3", acceptances={"": 0.5}, proposing={"prompt-lookup": 0.7})
+    assert (given.acceptance, given.proposing) == (0.5, pytest.approx(0.7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--draft", "prompt-lookup"], "times as fast (acceptance and proposing ASSUMED)"),
+        (["--draft", "prompt-lookup", "--acceptance", 0.9], "times as fast (proposing ASSUMED)"),
+        (["--draft", "prompt-lookup", "--acceptance", 0.9, "--proposing", 0.9], "times as fast"),
+        (["--draft", "quantspec"], "times as fast (acceptance ASSUMED)"),
+        (["--draft", "combine:prompt-lookup+quantspec", "--acceptance", "quantspec=0.9", "--proposing", 0.9], "(acceptance ASSUMED)"),
+        (["--draft", "prompt-lookup", "--proposing", 0], "the int8 cache (acceptance ASSUMED)"),
+        (["--draft", "quantspec", "--acceptance", 0], "over the int8 cache"),
+        (["--draft", "sparse", "--draft", "quantspec", "--acceptance", "sparse=0.97"], "times (acceptance ASSUMED)"),
+    ],
+)
+def test_what_is_best_says_what_is_assumed(run, arguments, line):
+    code, out, _ = run("plan", "--arch", "llama-3.1-8b", "--context", 131072, *arguments)
+    best = out.split("Best:\n")[1].split("\n\n")[0]
+    assert code == 0 and best.endswith(line) and best.count("ASSUMED") == line.count("ASSUMED")
 
 
 def test_prompt_lookup_proposes_all_or_none():
@@ -361,6 +398,18 @@ def test_a_small_model_catches_up_with_rounds_that_did_not_ask_it(small):
     assert never.prefill_s == row.prefill_s > row_for("prompt-lookup").prefill_s
 
 
+def test_notes_name_the_part_that_they_are_about():
+    said = lambda text, **given: row_for(text, **given).note
+    unmeasured = "no kernel that reads or observes as {} has been measured"
+    assert said("sparse").startswith(unmeasured.format("it does"))
+    assert unmeasured.format("sparse does") in said("combine:prompt-lookup+sparse")
+    assert unmeasured.format("sparse:budget=0.1 and h2o do") in said("combine:(combine:prompt-lookup+sparse:budget=0.1)+h2o")
+    assert said("combine:prompt-lookup+quantspec").startswith("prompt-lookup is ASSUMED to have a proposal")
+    for draft in "prompt-lookup", "combine:prompt-lookup+quantspec":
+        notes = report(draft, gammas=(1, 4)).notes
+        assert not any(f"{draft}: {draft}" in note for note in notes)
+
+
 def test_memory_of_two_drafts(small):
     """Both have the target's INT4 weights and head in common, and each its own cache and weights."""
     of = lambda text: memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, text), batch=32, context=64, new_tokens=64, gamma=4)
@@ -381,15 +430,15 @@ def test_acceptance_of_drafts_in_a_combine(run):
     text = "combine:(prompt-lookup:shortest=2)+quantspec"
     rates = lambda **given: row_for(text, proposing={"": 0.5}, **given).acceptance
     expected = lambda first, second: expected_rounds(Schedule(G), GAMMA, Asked(first, 0.5), Asked(second)).acceptance
-    assert rates() == expected(0.37, 0.97)
+    assert rates() == expected(0.54, 0.97)
     assert rates(acceptances={"prompt-lookup": 0.5, text: 0.9}) == expected(0.5, 0.9)
     assert rates(acceptances={"prompt-lookup:shortest=2": 0.6, "prompt-lookup": 0.5, "combine": 0.8}) == expected(0.6, 0.8)
     assert rates(acceptances={"": 0.7}) == pytest.approx(0.7)
     source = row_for(text, proposing={"": 0.5}).acceptance_source
-    assert source.startswith("prompt-lookup:shortest=2 0.37, 0.371 with") and "; quantspec 0.97, 0.970 with" in source
+    assert source.startswith("prompt-lookup:shortest=2 0.54, 0.54 with") and "; quantspec 0.97, 0.970 with" in source
     assert texts_in(text) == ("prompt-lookup:shortest=2", "quantspec")
     notes = [note for note in report(text, gammas=(1, 4)).notes if "acceptance" in note]
-    assert notes == [f"{text}: acceptance is ASSUMED, whatever its settings: {source}"]
+    assert notes == [f"{text}: acceptance is ASSUMED, whatever its settings but shortest: {source}"]
     # What the second accepts is not asked for where it never drafts.
     assert (
         row_for("combine:quantspec+h2o").status == "planned"
@@ -399,7 +448,20 @@ def test_acceptance_of_drafts_in_a_combine(run):
     assert (lacking.status, lacking.note) == ("no acceptance known", "give --acceptance h2o=R")
     command = ["plan", "--arch", "llama-3.1-8b", "--context", CONTEXT, "--draft", text]
     code, out, _ = run(*command, "--proposing", "prompt-lookup=0.5", "--acceptance", "quantspec=0.9", "--gamma", GAMMA, "--json")
-    assert code == 0 and json.loads(out)["rows"][-1]["acceptance"] == expected(0.37, 0.9)
+    assert code == 0 and json.loads(out)["rows"][-1]["acceptance"] == expected(0.54, 0.9)
+
+
+def test_names_of_drafts_are_not_cut():
+    """Two that differ in their ends alone are told apart."""
+    both = "combine:prompt-lookup+quantspec", "combine:prompt-lookup+quantspec:cache=int8"
+    for width in TABLE_WIDTH, 250:
+        console = Console(width=width, file=io.StringIO())
+        console.print(table(report(*both)))
+        rows = console.file.getvalue().split("prefill s")[1].split("Best:")[0]
+        lines = [line.split() for line in rows.splitlines()[3:] if line.strip()]
+        # A name that is folded goes on in lines of its own.
+        names = "".join(f" {words[2]}" if len(words) > 1 else words[0] for words in lines)
+        assert names.split() == list(both)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,17 @@ CONTEXTS = (4096, 32768, 131072)
 
 
 def plan(
-    arch: Annotated[str | None, typer.Option(help=f"A known shape: {', '.join(ARCHITECTURES)}.")] = None,
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with 2^20 positions: {', '.join(ARCHITECTURES)}.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory in place of --arch; its config.json alone is read.")] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(DEVICES)}, or a JSON file that describes one.")
     ] = "h100",
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens of the prompts; may be given several times: 4096, 32768 and 131072, if not given.")
+        list[int] | None,
+        typer.Option(
+            help="Tokens of the prompts; may be given several times: 4096, 32768 and 131072, if not given, each cut to what the model's "
+            "positions have room for."
+        ),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows decoded at a time; may be given several times: 1, if not given.")] = None,
     draft: Annotated[

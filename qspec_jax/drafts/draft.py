@@ -140,7 +140,7 @@ class Draft(abc.ABC):
     observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
     wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
     them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes. proposes: for
-    models of what a draft costs; None for one that they know nothing of.
+    cost estimates (`qspec plan`); None for one that they know nothing of.
     """
 
     observes: ClassVar[bool] = False
@@ -192,7 +192,7 @@ class Reads:
 
 
 class ModelDraft(Draft):
-    """A draft whose tokens come from single-token steps of a model. A subclass says what they read, for models of what a draft costs.
+    """A draft whose tokens come from single-token steps of a model. A subclass says what they read, for cost estimates (`qspec plan`).
 
     own_cache: whether the steps append to a cache in the draft's state, and not to the target's. own_model: whether the model is another
     than the target, with weights of its own, which reads the prompts for itself. first_pass: tokens of each row in the pass that the first
@@ -209,7 +209,7 @@ class ModelDraft(Draft):
 
     @abc.abstractmethod
     def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
-        """What a step reads of a layer, for models of what a draft costs.
+        """What a step reads of a layer, for cost estimates (`qspec plan`).
 
         quantized, buffered: tokens in the target's cache of a row, in groups of group_size and in full precision; buffered counts the one
         this step appends.
@@ -220,7 +220,7 @@ class ModelDraft(Draft):
 
         prompt: tokens of the prompt. capacity: the most tokens that the row may come to hold. gamma: the most drafts of a round.
         """
-        return self.reads(layer, 0, prompt + 1, 1)
+        return self.reads(layer, 0, prompt + 1, group_size=1)  # nothing is in groups, whose size is then of no account
 
     def reads_of_prompt(self, prompt: int) -> int:
         """How many tokens of a prompt of so many a model of the draft's own is given in prefill."""

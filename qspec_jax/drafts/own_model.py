@@ -1,4 +1,4 @@
-"""The model of a draft's own checkpoint: loaded, or, where the target is an outline, an outline too, of which config.json alone is read."""
+"""Loads the model of a draft's own checkpoint; for an outlined target, makes an outline from config.json."""
 
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import load_config
@@ -11,8 +11,10 @@ from qspec_jax.quantization.outline import is_outline, outline
 
 
 def own_config(checkpoint: str, target: Llama) -> LlamaConfig:
-    """The config of a draft's own checkpoint, a directory or a name on the Hub. Raises InputError where it cannot be read, and where the
-    vocabulary is of another size than the target's."""
+    """The config of a draft's own checkpoint, a directory or a name on the Hub.
+
+    Raises InputError where it cannot be read, and where the vocabulary is of another size than the target's.
+    """
     config = load_config(checkpoint) if is_outline(target) else config_and_dtype(checkpoint)[0]
     if config.vocab_size != (wanted := target.config.vocab_size):
         raise InputError(f"{checkpoint}: a vocabulary of {config.vocab_size} tokens; a draft needs the target's, of {wanted}")
@@ -21,7 +23,9 @@ def own_config(checkpoint: str, target: Llama) -> LlamaConfig:
 
 def own_model(checkpoint: str, target: Llama, *, weight_bits: int) -> Llama:
     """The model of a draft's own checkpoint, in the target's dtype and on its devices. weight_bits: 16 for its weights as they are, or 4.
-    Raises InputError where it cannot be loaded."""
+
+    Raises InputError where it cannot be loaded. It does not compare vocabularies: `own_config` alone does.
+    """
     if is_outline(target):
         return outline(load_config(checkpoint), int4=weight_bits == 4)
     directory = local(checkpoint)

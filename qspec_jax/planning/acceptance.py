@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from qspec_jax.drafts.registry import name_of, texts_in
+from qspec_jax.drafts.registry import name_of, parse_draft, texts_in
 from qspec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Assumed:
-    """A chance that a plan rests on, and where the figure comes from."""
+class Chance:
+    """A chance that a plan rests on, and where the figure comes from: `GIVEN`, or what it is assumed by."""
 
     rate: float
     source: str
@@ -20,28 +20,41 @@ _PAPER = "QuantSpec's paper, table 3, one draft a round, a quarter of the contex
 _MEASURED = (
     "a model of 419 M parameters, conditional, teacher-forced, at a context of 64k; 3 texts of 256 tokens, standard error about 0.01"
 )
-# Both by the name of the draft, whatever its settings. The chance that a draft is accepted, given those before it in the round:
+LONGEST_MEASURED = 3  # of the shortest n-grams that prompt-lookup was measured with
+_LOOKED_UP = "with the embedded model in 4 texts of 4,096 tokens, 64 more in each, for n-grams of at least"
+# ACCEPTANCE and PROPOSING are by `key_of` a draft. The chance that a draft is accepted, given those before it in the round:
 ACCEPTANCE = {
-    "quantspec": Assumed(
+    "quantspec": Chance(
         0.97, f"0.970 with {_MEASURED}. Of all drafts in rounds of 6, another measure, such models accept 0.886 to 0.917 (docs/results.md)"
     ),
-    "sparse": Assumed(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/results.md)"),
-    "streaming-llm": Assumed(0.87, f"{_PAPER} 0.79 to 0.91"),
-    "snapkv": Assumed(0.83, f"{_PAPER} 0.56 to 0.94"),
-    "prompt-lookup": Assumed(
+    "sparse": Chance(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/results.md)"),
+    "streaming-llm": Chance(0.87, f"{_PAPER} 0.79 to 0.91"),
+    "snapkv": Chance(0.83, f"{_PAPER} 0.56 to 0.94"),
+    "prompt-lookup": Chance(
         0.37,
         "0.371 with the embedded model, conditional, teacher-forced, at a context of 8k of code; 6 texts of 128 tokens, standard error "
         "0.039, and 0.412 with 0.100 at 4k (docs/results.md)",
     ),
+    "prompt-lookup:shortest=2": Chance(0.54, f"0.54 {_LOOKED_UP} 2 tokens (docs/plan.md)"),
+    "prompt-lookup:shortest=3": Chance(0.59, f"0.59 {_LOOKED_UP} 3 tokens (docs/plan.md)"),
 }
 # The chance that a round in which a draft is asked finds it with a proposal, for those that may have none.
 PROPOSING = {
-    "prompt-lookup": Assumed(
+    "prompt-lookup": Chance(
         0.9,
         "0.907 of the tokens that 492 rounds could at most have drafted, with the embedded model at a context of 8k of code; less at "
-        "shorter contexts and for longer n-grams (docs/plan.md)",
+        "shorter contexts (docs/plan.md)",
     ),
+    "prompt-lookup:shortest=2": Chance(0.38, f"0.38 {_LOOKED_UP} 2 tokens (docs/plan.md)"),
+    "prompt-lookup:shortest=3": Chance(0.16, f"0.16 {_LOOKED_UP} 3 tokens (docs/plan.md)"),
 }
+
+
+def key_of(draft: str) -> str:
+    """Under what ACCEPTANCE and PROPOSING have a draft: its name, for prompt-lookup with the nearest `shortest` that was measured."""
+    name = name_of(draft)
+    shortest = min(parse_draft(draft).shortest, LONGEST_MEASURED) if name == "prompt-lookup" else 1
+    return name if shortest == 1 else f"{name}:shortest={shortest}"
 
 
 def keys_of(draft: str, whole: str) -> tuple[str, ...]:
@@ -50,13 +63,20 @@ def keys_of(draft: str, whole: str) -> tuple[str, ...]:
     return draft, name_of(draft), whole, name_of(whole), ""
 
 
-def chance_of(draft: str, given: Mapping[str, float], assumed: Mapping[str, Assumed], *, whole: str) -> Assumed | None:
-    """What to plan a draft with: given for one of `keys_of`, or assumed for its name; None where nothing is known. assumed: `ACCEPTANCE` or
-    `PROPOSING`."""
+def chance_of(draft: str, given: Mapping[str, float], assumed: Mapping[str, Chance], *, whole: str) -> Chance | None:
+    """What to plan a draft with: given for one of `keys_of`, or assumed for its `key_of`; None where nothing is known.
+
+    assumed: `ACCEPTANCE` or `PROPOSING`.
+    """
     for key in keys_of(draft, whole):
         if key in given:
-            return Assumed(given[key], GIVEN)
-    return assumed.get(name_of(draft))
+            return Chance(given[key], GIVEN)
+    return assumed.get(key_of(draft))
+
+
+def regardless(draft: str) -> str:
+    """Which settings what is assumed for a draft does not depend on, as notes say it."""
+    return "whatever its settings" + (" but shortest" if "prompt-lookup" in map(name_of, texts_in(draft)) else "")
 
 
 def parse_chances(option: str, texts: Sequence[str], drafts: Sequence[str]) -> dict[str, float]:

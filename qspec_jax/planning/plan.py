@@ -12,7 +12,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Assumed, chance_of, keys_of
+from qspec_jax.planning.acceptance import ACCEPTANCE, GIVEN, PROPOSING, Chance, chance_of, keys_of, regardless
 from qspec_jax.planning.devices import Device
 from qspec_jax.planning.memory import Memory, largest, memory_of
 from qspec_jax.planning.operations import cache_bytes, model_bytes, pass_work, prefill_work, row_of
@@ -70,8 +70,10 @@ class PlannedRow:
     faster of the autoregressive ways that fit, with a cache `baseline`; None where none fits. most_rows: of this context that fit;
     longest_context: of this batch, within the models' positions. acceptance: the conditional one, of `combine` what comes of its drafts'
     (None where it drafts nothing), and acceptance_source where it comes from. proposing: the share of the rounds that have a proposal.
-    note: sentences on what the times leave out. kernels_measured: whether GPU kernels that read as it does were measured; if
-    not, times are as if those that read everything did.
+    assumed: which of "acceptance" and "proposing" were not given. note: sentences on what the times leave out. kernels_measured: whether
+    GPU kernels that read as it does were measured; if not, times are as if those that read everything did; None where nothing is planned.
+    step_tuned, target_tuned: whether attention in a step and in a verification has configurations that were tuned on the device, see
+    `timing.tuned`.
     """
 
     context: int
@@ -84,7 +86,10 @@ class PlannedRow:
     acceptance: float | None = None
     acceptance_source: str = ""
     proposing: float | None = None
-    kernels_measured: bool = True
+    assumed: tuple[str, ...] = ()
+    kernels_measured: bool | None = None
+    step_tuned: bool | None = None
+    target_tuned: bool | None = None
     accepted_of_drafted: float | None = None
     tokens_per_round: float | None = None
     prefill_s: float | None = None
@@ -109,7 +114,8 @@ class PlannedRow:
 class Best:
     """What is fastest at a context and batch: a draft with its gamma, or "none" with the better cache; None where nothing fits.
 
-    with_measured_kernels: the fastest whose GPU kernels were measured, if that is another.
+    drafts_compared: how many drafts fit and have figures. assumed: what the row, or without a draft any that was compared, has in
+    `PlannedRow.assumed`. with_measured_kernels: the fastest whose GPU kernels were measured, if that is another.
     """
 
     context: int
@@ -118,6 +124,8 @@ class Best:
     gamma: int
     cache: str | None
     speedup: float | None
+    drafts_compared: int = 0
+    assumed: tuple[str, ...] = ()
     with_measured_kernels: "Best | None" = None
 
 
@@ -246,32 +254,43 @@ def sizes(config: LlamaConfig, context: int, batch: int, max_new_tokens: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Turns:
-    """The drafts that rounds ask in turn, as they are planned. drafts: all of them. asked: for the first so many, with chances from which a
-    round is foreseen; the others are never asked. texts: of each. assumed: the acceptance of those that are asked."""
+    """The drafts that rounds ask in turn, as they are planned. drafts: all of them. texts: of each. reached: for the first so many, with
+    chances from which a round is foreseen; the others are never asked. acceptances: of those that are reached. shares: the chances that
+    they have a proposal, of those that may have none."""
 
     drafts: tuple[OutlinedDraft, ...]
     texts: tuple[str, ...]
-    asked: tuple[Asked, ...]
-    assumed: tuple[Assumed, ...]
+    reached: tuple[Asked, ...]
+    acceptances: tuple[Chance, ...]
+    shares: tuple[Chance, ...]
     notes: tuple[str, ...]
 
     @property
     def model(self) -> OutlinedDraft | None:
         """The draft that steps, if any is asked: the last, since one of a model has a proposal in every round."""
-        last = self.drafts[len(self.asked) - 1]
+        last = self.drafts[len(self.reached) - 1]
         return last if last.model is not None else None
 
     @property
     def source(self) -> str:
         """Where the acceptance comes from."""
-        if all(each.source == GIVEN for each in self.assumed):
+        if "acceptance" not in self.assumed:
             return GIVEN
         if len(self.drafts) == 1:
-            return self.assumed[0].source
-        return "; ".join(f"{text} {each.rate:g}, {each.source}" for text, each in zip(self.texts, self.assumed))
+            return self.acceptances[0].source
+        return "; ".join(f"{text} {each.rate:g}, {each.source}" for text, each in zip(self.texts, self.acceptances))
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """See `PlannedRow.assumed`."""
+        found = {"acceptance": self.acceptances, "proposing": self.shares}
+        return tuple(name for name, chances in found.items() if any(each.source != GIVEN for each in chances))
 
 
-NOT_MEASURED = "no kernel that reads or observes as it does has been measured; times are as if those that read everything did"
+def _not_measured(parts: Sequence[str]) -> str:
+    """The note on kernels. parts: the drafts of a `combine` that it is about; empty for a draft that is not made of others."""
+    who = f"{' and '.join(parts)} {'do' if len(parts) > 1 else 'does'}" if parts else "it does"
+    return f"no kernel that reads or observes as {who} has been measured; times are as if those that read everything did"
 
 
 class _Planner:
@@ -291,11 +310,12 @@ class _Planner:
     def autoregressive(self, kind: str, context: int, batch: int) -> PlannedRow:
         """A row for decoding without a draft, over a cache of this kind."""
         cache = CacheConfig(kind)
-        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED)
+        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED, kernels_measured=True)
         target = self._target(cache, context, batch, 1)
+        row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target))
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
-        flush = rounds.flushes * self._seconds(timing.flush_cost(self.config))
-        row = self._timed(row, (), target_s=target, step_s=None, flush_s=flush, round_s=target + flush, tokens=1.0)
+        target_s, flush = self._seconds(target), rounds.flushes * self._seconds(timing.flush_cost(self.config))
+        row = self._timed(row, (), target_s=target_s, step_s=None, flush_s=flush, round_s=target_s + flush, tokens=1.0)
         return self._fitted([row], ())[0]
 
     def drafted(
@@ -311,51 +331,62 @@ class _Planner:
         turns = self._turns(text, drafts)
         if isinstance(turns, str):
             return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {turns}=R")]
-        row = dataclasses.replace(row, acceptance_source=turns.source)
+        row = dataclasses.replace(row, acceptance_source=turns.source, assumed=turns.assumed)
         return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), turns) for gamma in gammas], drafts)
 
     def _turns(self, whole: str, drafts: tuple[OutlinedDraft, ...]) -> _Turns | str:
         """The drafts as rounds ask them, or the name of one that is asked and of which no acceptance is known."""
-        texts, asked, assumed, notes = registry.texts_in(whole), [], [], []
+        texts, reached, acceptances, shares, notes = registry.texts_in(whole), [], [], [], []
         for i, (text, each) in enumerate(zip(texts, drafts, strict=True)):
             acceptance = chance_of(text, self.acceptances, ACCEPTANCE, whole=whole)
             if acceptance is None:
                 return registry.name_of(text)
             share = 1.0
             if not each.always_proposes:
-                found = chance_of(text, self.proposing, PROPOSING, whole=whole) or Assumed(1.0, "nothing is known of it")
+                found = chance_of(text, self.proposing, PROPOSING, whole=whole) or Chance(1.0, "nothing is known of it")
                 share = found.rate
+                shares.append(found)
                 if found.source != GIVEN:
-                    rounds = f"{text} is ASSUMED to have a proposal in {share:.0%} of the rounds that ask it, whatever its settings"
+                    who = text if len(texts) > 1 else "it"
+                    rounds = f"{who} is ASSUMED to have a proposal in {share:.0%} of the rounds that ask it, {regardless(text)}"
                     notes.append(f"{rounds}: {found.source}")
-            asked.append(Asked(acceptance.rate, share))
-            assumed.append(acceptance)
+            reached.append(Asked(acceptance.rate, share))
+            acceptances.append(acceptance)
             if share == 1:
                 if never := texts[i + 1 :]:
                     alone, kept = " and ".join(texts[: i + 1]), "though what it keeps takes memory"
                     notes.append(f"it drafts what {alone} alone would: {' and '.join(never)} behind that is never asked, {kept}")
                 break
-        return _Turns(drafts, texts, tuple(asked), tuple(assumed), tuple(notes))
+        return _Turns(drafts, texts, tuple(reached), tuple(acceptances), tuple(shares), tuple(notes))
 
     def _round(self, row: PlannedRow, turns: _Turns) -> PlannedRow:
         """The row with the times of a round of its gamma."""
         cache = CacheConfig(row.cache)
-        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.asked, batch=row.batch)
-        step_s, drafting_s, kernels_measured = None, 0.0, not any(each.draft.observes for each in turns.drafts)
+        rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.reached, batch=row.batch)
+        step_s, step_tuned, drafting_s = None, None, 0.0
+        unmeasured = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.draft.observes]
         if turns.model is not None:
             found = row_of(self.config, cache, row.context + 1)
             step = turns.model.reads(found)
-            step_s = self._seconds(timing.pass_cost(self.device, step, found.group_size, batch=row.batch))
+            cost = timing.pass_cost(self.device, step, found.group_size, batch=row.batch)
+            step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
             drafting_s = self._drafting(row, turns.model, rounds, step_s)
-            kernels_measured = kernels_measured and step.kernels_measured
-        target_s = self._target(cache, row.context, row.batch, row.gamma + 1)
+            if not step.kernels_measured:
+                unmeasured.append(turns.texts[len(turns.reached) - 1])
+        notes = list(turns.notes)
+        if unmeasured:
+            notes.append(_not_measured(list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else []))
+        target = self._target(cache, row.context, row.batch, row.gamma + 1)
+        target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
         round_s = drafting_s + target_s + flush_s + timing.FITTED.round
         row = dataclasses.replace(
             row,
-            note="; ".join([*turns.notes, *([] if kernels_measured else [NOT_MEASURED])]),
-            kernels_measured=kernels_measured,
-            acceptance=turns.asked[0].acceptance if len(turns.asked) == 1 else rounds.acceptance,
+            note="; ".join(notes),
+            kernels_measured=not unmeasured,
+            step_tuned=step_tuned,
+            target_tuned=timing.tuned(self.device, target),
+            acceptance=turns.reached[0].acceptance if len(turns.reached) == 1 else rounds.acceptance,
             proposing=rounds.proposing,
             tokens_per_round=rounds.tokens,
             accepted_of_drafted=rounds.accepted_of_drafted,
@@ -363,8 +394,8 @@ class _Planner:
         return self._timed(row, turns.drafts, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
 
     def _drafting(self, row: PlannedRow, draft: OutlinedDraft, rounds: Rounds, step_s: float) -> float:
-        """Seconds of the passes of a draft's model in a round. It reads first what it lacks of the text, and behind rounds that did not ask
-        it that is all that they emitted."""
+        """Seconds of the passes of a draft's model in a round. It reads first what it lacks of the text: after a round in which it was not
+        asked it must catch up on all that round emitted."""
         width = draft.model.first_pass
         if width == 1:
             return rounds.steps * step_s
@@ -373,10 +404,10 @@ class _Planner:
         behind = (1 - rounds.asked) * rounds.tokens / width
         return (rounds.passes[0] + behind) * first_s + sum(rounds.passes[1:]) * step_s
 
-    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> float:
-        """Seconds of a pass of the target over so many new tokens of each row."""
+    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> timing.Cost:
+        """A pass of the target over so many new tokens of each row."""
         row = row_of(self.config, cache, context + tokens)
-        return self._seconds(timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens))
+        return timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens)
 
     def _seconds(self, cost: timing.Cost) -> float:
         return cost.seconds(self.device)
@@ -449,7 +480,10 @@ def _best(rows: Sequence[PlannedRow], context: int, batch: int) -> Best:
         return Best(context, batch, None, 0, None, None)
     row = min(fitting, key=lambda row: row.ms_per_token)
     others = None if row.kernels_measured else _best([row for row in rows if row.kernels_measured], context, batch)
-    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, others)
+    drafts = {each.draft for each in fitting} - {registry.NONE}
+    rests_on = fitting if row.draft == registry.NONE else [row]
+    assumed = tuple(dict.fromkeys(name for each in rests_on for name in each.assumed))
+    return Best(context, batch, row.draft, row.gamma, row.cache, row.speedup, len(drafts), assumed, others)
 
 
 def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Sequence[PlannedRow]) -> list[str]:
@@ -465,6 +499,8 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append(f"INT4 weights have no kernel for more than {MAX_ROWS} rows; above, they are dequantized in every step")
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
+    for batch in batches:
+        notes += _tuning_notes([row for row in rows if row.batch == batch])
     for row in rows:
         if row.ms_per_token is None:
             notes.append(f"{row.draft}: {row.status}{f'; {row.note}' if row.note else ''}")
@@ -473,5 +509,23 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         if row.acceptance is not None and row.acceptance_source != GIVEN:
             several = len(registry.texts_in(row.draft)) > 1  # whose source has the rate of each
             rate = "" if several else f" {row.acceptance:g}"
-            notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, whatever its settings: {row.acceptance_source}")
+            notes.append(f"{row.draft}: acceptance{rate} is ASSUMED, {regardless(row.draft)}: {row.acceptance_source}")
     return list(dict.fromkeys(notes))
+
+
+def _tuning_notes(rows: Sequence[PlannedRow]) -> list[str]:
+    """Which passes of one batch have attention that was tuned on the device and which have not; nothing where all are alike."""
+
+    def those(wanted: bool) -> list[str]:
+        targets = [row for row in rows if row.target_tuned is wanted]
+        verified = sorted({row.gamma + 1 for row in targets if row.draft != registry.NONE})
+        without = ["a token without a draft"] if any(row.draft == registry.NONE for row in targets) else []
+        steps = dict.fromkeys(f"a step of {row.draft}" for row in rows if row.step_tuned is wanted)
+        return [*without, *steps, *([f"verifying {', '.join(map(str, verified))} tokens"] if verified else [])]
+
+    tuned, others = those(True), those(False)
+    if not tuned or not others:
+        return []
+    compared = f"attention over quantized tokens was tuned on this device for {'; '.join(tuned)}; not for {'; '.join(others)}"
+    slower = "These take longer for that alone; their figure for INT8 is fitted on 7 tokens and 32 KV heads"
+    return [f"batch {rows[0].batch}: {compared}. {slower}"]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.drafts.registry import NONE
-from qspec_jax.planning.plan import PlannedRow, PlanReport, Status
+from qspec_jax.planning.plan import Best, PlannedRow, PlanReport, Status
 
 
 def table(report: PlanReport) -> Group:
@@ -23,11 +23,11 @@ def table(report: PlanReport) -> Group:
         f"weights {report.weight_bytes / 1e9:.2f} GB\n",
     )
     notes = [
-        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention: its share of the time by bytes and",
-        "FLOPs. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: of each draft, given",
-        "those before it, and of all that are drafted. speed-up: over the faster of decoding without a draft over a full or an int8 cache,",
-        "as named, if it fits. rows: the most of this context that fit; longest: the longest context of this batch that does, with",
-        f"{report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
+        "intensity: FLOPs per byte, with a bfloat16 cache; below the ridge memory binds. attention's share is of the time by bytes and",
+        "FLOPs, in decoding. times: a draft's step, a verification (or a step without a draft), a token of each row. accepted: the",
+        "chance that a draft is, given those before it, and the share of all that are drafted. speed-up: over the faster of decoding",
+        "without a draft over a full or an int8 cache, as named, if it fits. rows: the most of this context that fit; longest: the",
+        f"longest context of this batch that does, with {report.max_new_tokens:,} new tokens and all prompts prefilled at once.",
     ]
     parts = [head, _intensities(report), Text(), _sizes(report), Text(), _rows(report), Text(), _best(report)]
     return Group(*parts, Text("\n" + " ".join(notes), "dim"), *(Text(f"* {note}.", "dim") for note in report.notes))
@@ -36,13 +36,16 @@ def table(report: PlanReport) -> Group:
 def _grid(*labels: str, left: tuple[str, ...] = ()) -> Table:
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in labels:
-        grid.add_column(label, justify="left" if label in left else "right", no_wrap=label not in left)
+        if label in left:
+            grid.add_column(label, overflow="fold")  # what names differ in may be at their end
+        else:
+            grid.add_column(label, justify="right", no_wrap=True)
     return grid
 
 
 def _intensities(report: PlanReport) -> Table:
     labels = [f"{phase} {part}" for phase in ("prefill", "decode") for part in ("linear", "attention", "both")]
-    grid = _grid("context", "batch", *labels, "ridge", "attention")
+    grid = _grid("context", "batch", *labels, "ridge", "attention's\nshare of time")
     for i in report.intensity:
         prefill = i.prefill_linear, i.prefill_attention, i.prefill_aggregate
         decode = i.decode_linear, i.decode_attention, i.decode_aggregate
@@ -61,7 +64,7 @@ def _sizes(report: PlanReport) -> Table:
 
 
 def _rows(report: PlanReport) -> Table:
-    labels = ["context", "batch", "draft", "gamma", "accepted", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
+    labels = ["context", "batch", "draft", "gamma", "accepted\n(of drafted)", "step ms", "target ms", "ms/token", "tokens/s", "speed-up"]
     grid = _grid(*labels, "prefill s", "GB", "rows", "longest", "", left=("draft", ""))
     for row in best_gammas(report):
         name = f"{row.context:,}", str(row.batch), row.draft if row.draft != NONE else f"{NONE} ({row.cache})"
@@ -84,22 +87,31 @@ def _best(report: PlanReport) -> Text:
         if best.draft is None:
             lines.append(where + "nothing fits")
         elif best.draft == NONE:
-            lines.append(where + f"no draft pays; without one over the {best.cache} cache")
+            here = (row for row in report.rows if (row.context, row.batch) == (best.context, best.batch) and row.draft != NONE)
+            none = "no draft fits" if any(row.status == Status.DOES_NOT_FIT for row in here) else "no draft was compared"
+            said = "no draft pays" if best.drafts_compared else none
+            lines.append(where + f"{said}; without one over the {best.cache} cache{_assumed(best)}")
         else:
             gain = "" if best.speedup is None else f", {best.speedup:.2f} times as fast"
-            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}")
+            lines.append(where + f"{best.draft} with {best.gamma} drafts a round{gain}{_assumed(best)}")
             if (other := best.with_measured_kernels) and other.draft is not None:
                 way = f"no draft, over the {other.cache} cache" if other.draft == NONE else f"{other.draft} with {other.gamma}"
-                lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times")
+                lines.append(f"    by kernels that were not measured; of the others, {way}, {other.speedup:.2f} times{_assumed(other)}")
     return Text("\n".join(["Best:", *lines]), "bold")
 
 
+def _assumed(best: Best) -> str:
+    return f" ({' and '.join(best.assumed)} ASSUMED)" if best.assumed else ""
+
+
 def best_gammas(report: PlanReport) -> list[PlannedRow]:
-    """The rows with the gamma that is fastest, one for each way of decoding at each context and batch."""
+    """The rows with the gamma that is fastest of those that fit, or of all where none does: one for each way of decoding at each context
+    and batch."""
     found: dict[tuple, PlannedRow] = {}
+    rank = lambda row: (row.status != Status.PLANNED, row.ms_per_token or 0)
     for row in report.rows:
         key = row.context, row.batch, row.draft, row.cache
-        if key not in found or (row.ms_per_token or 0) < (found[key].ms_per_token or 0):
+        if key not in found or rank(row) < rank(found[key]):
             found[key] = row
     return list(found.values())
 

@@ -27,9 +27,9 @@ class Asked:
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """Means over the rounds of a long decode. tokens: emitted by a row. drafted: proposed for a row. proposing, rejected: the chance that
-    a row's round has a proposal, and that it rejects one of its tokens. asked: the chance that it asks the last of the drafts. passes[k]:
-    the chance that the batch takes the pass for draft k of that one, because some row asks it and may use k + 1 drafts. flushes: the chance
-    that some row of the batch flushes."""
+    a row's round has a proposal, and that verification rejects one of its tokens. asked: the chance that a round asks the last draft.
+    passes[k]: the chance that the batch takes the pass for token k of the last draft, because some row asks it and may use k + 1 tokens.
+    flushes: the chance that some row of the batch flushes."""
 
     tokens: float
     drafted: float
@@ -60,10 +60,10 @@ class Rounds:
 def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int = 1) -> Rounds:
     """The mean round of up to gamma drafts. drafts: in the order in which a round asks them. batch: rows, whose flushes and proposals fall
     independently of each other."""
-    asked = np.cumprod([1.0, *(1 - each.proposing for each in drafts)])
+    turn = np.cumprod([1.0, *(1 - each.proposing for each in drafts)])  # the chance that a round comes to each draft, and past the last
     # In a round without a proposal nothing is accepted, and nothing is rejected.
-    used = [(float(chance * each.proposing), each.acceptance) for chance, each in zip(asked, drafts)]
-    proposing, last = float(1 - asked[-1]), float(asked[max(0, len(drafts) - 1)])
+    used = [(float(chance * each.proposing), each.acceptance) for chance, each in zip(turn, drafts)]
+    proposing, last = float(1 - turn[-1]), float(turn[max(0, len(drafts) - 1)])
     emitted = lambda most: _emitted(most, used)
     passes = lambda reached: tuple(float(1 - (1 - last * share) ** batch) for share in reached)
     if schedule.group_size is None:

@@ -19,10 +19,10 @@ from qspec_jax.models.llama import Llama
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The target's cache of one row as a step finds it, with the tokens that the step appends: tokens in quantized groups of `group_size`,
-    and tokens in full precision."""
+    and buffered ones, in full precision, which are all of a full cache's."""
 
     quantized: int
-    full: int
+    buffered: int
     group_size: int
 
 
@@ -46,7 +46,7 @@ class StepReads:
 
 def own_step(config: LlamaConfig, row: Row) -> StepReads:
     """What a step of the model itself reads: its own weights, and all of the row in both planes."""
-    layer = LayerReads(2, row.quantized, row.full)
+    layer = LayerReads(2, row.quantized, row.buffered)
     return StepReads(config, (layer,) * config.num_layers, head_bits=16)
 
 
@@ -74,7 +74,7 @@ class OutlinedDraft:
         """What one of its steps reads. Only for one with a model."""
         draft, layers = self.draft, []
         for i, bits in enumerate(self.weight_bits):
-            reads = draft.reads(i, row.quantized, row.full, row.group_size)
+            reads = draft.reads(i, row.quantized, row.buffered, row.group_size)
             layers.append(LayerReads(**dataclasses.asdict(reads), weight_bits=bits))
         # Measured were kernels that read all that is quantized of the target's cache, or a cache in full precision.
         read = (0,) if draft.own_cache else (row.quantized,)

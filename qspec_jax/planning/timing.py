@@ -11,6 +11,7 @@ import math
 from collections import Counter
 
 from pallas_kernels import tuning
+from pallas_kernels.attention.mosaic_plan import KERNEL
 from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
@@ -171,22 +172,39 @@ def attention_cost(device: Device, config: LlamaConfig, layer: LayerReads, group
     heads = launches * batch * c.num_kv_heads
     triton = "_triton" if device.kernels == "triton" else ""
     counts = Counter({f"launch_attention{triton}": launches, "full": heads * layer.full, "tile": heads * layer.full * (tiles - 1)})
-    counts[_kind(device, c, layer.planes, tiles)] += heads * layer.quantized
+    counts[_kind(device, c, layer.planes, tiles, group_size, batch)] += heads * layer.quantized
     counts[f"tile{triton}"] += heads * layer.quantized * (tiles - 1)
     return Cost(launches * read / device.read_bytes_per_s, counts)
 
 
-def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int) -> str:
-    """The coefficient of attention over quantized tokens."""
+def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_size: int, batch: int) -> str:
+    """The coefficient of attention over quantized tokens.
+
+    A configuration counts where the kernel finds it, for this very `Plan.problem`; blocks are taken to have all query rows of a KV head.
+    """
     name = "int4" if planes == 1 else "int8"
     if device.kernels == "triton":
         return f"{name}_triton"
-    # The defaults did well on the H100.
-    if device.kind in ("", DEVICES["h100"].kind):
+    if not _defaults_are_slower(device):
         return name
-    problem = dict(planes=planes, head_dim=config.head_dim, heads=config.num_kv_heads, block_tiles=tiles)
-    known = tuning.problems("attention.mosaic_gpu", device.kind)
-    return name if any(problem.items() <= found.items() for found in known) else f"{name}_default"
+    shape = dict(head_dim=config.head_dim, group_size=group_size, heads=config.num_kv_heads)
+    problem = dict(planes=planes, batch=batch, block_tiles=tiles) | shape
+    return name if problem in tuning.problems(KERNEL, device.kind) else f"{name}_default"
+
+
+def _defaults_are_slower(device: Device) -> bool:
+    """Whether attention without a tuned configuration has coefficients of its own. The defaults did well on the H100."""
+    return device.kernels == "mosaic_gpu" and device.kind not in ("", DEVICES["h100"].kind)
+
+
+def tuned(device: Device, cost: Cost) -> bool | None:
+    """Whether attention over quantized tokens has, in all that a cost counts, configurations that were tuned on the device. None where it
+    reads no such tokens, and on a device with one coefficient for both."""
+    if not _defaults_are_slower(device):
+        return None
+    if any(cost.counts[name] for name in ("int4_default", "int8_default")):
+        return False
+    return True if any(cost.counts[name] for name in ("int4", "int8")) else None
 
 
 def flush_cost(config: LlamaConfig) -> Cost:
