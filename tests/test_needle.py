@@ -41,7 +41,7 @@ def test_prompts(tokenizer, style, length):
         prompt = needle.make_prompt(tokenizer, length, depth, style=style, seed=3, sample=0)
         assert prompt.tokens == tokenizer(prompt.text)["input_ids"]
         assert len(prompt.tokens) == length
-        assert prompt.text.count(prompt.value) == 1 and re.fullmatch(r"\d{5}|[a-z]+(_[a-z]+){3}", prompt.value)
+        assert prompt.text.count(prompt.value) == 1 and re.fullmatch(r"\d{5}|[a-z]+(_[a-z]+){1,3}", prompt.value)
         before, behind, _ = parts(prompt, style)
         lines = len(before + behind) / (3 if length < 200 else 30)  # about one of them
         assert len(before) == pytest.approx(depth * len(before + behind), abs=lines)
@@ -136,20 +136,17 @@ def test_the_embedded_model_finds_some(run):
 
 @pytest.mark.slow
 def test_who_reads_the_needle_drafts_the_answer(tokenizer):
-    """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers.
-
-    SnapKV keeps what the question attended to, so it may lack the end of an answer.
-    """
+    """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers."""
     model = load_model(demo.MODEL, dtype="float32")
-    found = needle.answered(model, tokenizer, length=512, depths=[0.1, 0.4], samples=3, style="names")
-    assert len(found.texts) == 6 and found.right >= needle.LEAST_RIGHT * 6 and not found.void
+    found = needle.answered(model, tokenizer, length=512, depths=[0.1, 0.2], samples=5, style="two-names")
+    assert len(found.texts) == 10 and found.right >= needle.LEAST_RIGHT * 10 and not found.void
     int4, rates = int4_model(model), {}
     config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32)
     for draft in ("quantspec", "sparse:budget=0.25", "snapkv:budget=0.5", "streaming-llm:budget=0.5"):
         name, made = draft.partition(":")[0], make_draft(draft, model, int4=int4)
         rates[name] = teacher_forced(model, made, found.texts, config, jax.random.key(0)).conditional_rate
     assert rates["streaming-llm"] < 0.5, rates
-    assert min(rates["quantspec"], rates["sparse"]) > 0.9 and rates["snapkv"] > 0.7, rates
+    assert min(rates["quantspec"], rates["sparse"], rates["snapkv"]) > 0.9, rates
 
 
 def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):

@@ -64,8 +64,8 @@ def _value(r: random.Random) -> str:
     return str(r.randint(10_000, 99_999))
 
 
-def _names(r: random.Random) -> str:
-    return "_".join(r.sample(WORDS, 4))
+def _names(count: int) -> Callable[[random.Random], str]:
+    return lambda r: "_".join(r.sample(WORDS, count))
 
 
 def _function(r: random.Random, value: str) -> str:
@@ -84,6 +84,20 @@ def _sentence(r: random.Random, value: str) -> str:
 # Easier than numbers: the more of a needle the question repeats, the better a small model finds it, and copies what follows.
 NAMES_QUESTION = 'def bridge_buffer_desert():\n    """The secret name of the harbor."""\n    return \''
 
+
+def _named(count: int) -> Format:
+    """A value of so many words."""
+    return Format(
+        lambda words: f"# secret{' value' * words}\n",
+        _function,
+        lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
+        NAMES_QUESTION,
+        _names(count),
+        "'",
+        4 * count,
+    )
+
+
 FORMATS = {
     "python": Format(
         lambda words: f"# secret{' value' * words}\n",
@@ -94,15 +108,9 @@ FORMATS = {
         "\n",
         10,  # a space, a value of single digits, and what ends it
     ),
-    "names": Format(
-        lambda words: f"# secret{' value' * words}\n",
-        _function,
-        lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
-        NAMES_QUESTION,
-        _names,
-        "'",
-        16,
-    ),
+    "names": _named(4),
+    # As short as what SnapKV keeps around a token that the question attends to.
+    "two-names": _named(2),
     "text": Format(
         lambda words: f"A pass key is hidden in this text. Find it and remember it: it is{' very' * words} important.\n",
         _sentence,
