@@ -27,7 +27,7 @@ def pytest_configure(config):
 @pytest.fixture(scope="module", autouse=True)
 def _compiles_fast(request):
     """On a CPU LLVM optimizes little: most of the time goes to compiling, and what is tested holds however it is done. Modules with the
-    mark `optimized` are compiled as for people. So it is in processes that are started."""
+    mark `optimized` are compiled as for people, but for the emitters above. So it is in processes that are started."""
     fast = jax.default_backend() == "cpu" and not request.node.get_closest_marker("optimized")
     jax.config.update("jax_disable_most_optimizations", fast)
     with pytest.MonkeyPatch.context() as patch:

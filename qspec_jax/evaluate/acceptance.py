@@ -259,7 +259,7 @@ class AcceptanceReport:
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
     one step of the draft reads behind that context, each number as two bytes at most, None for a draft that is no `ModelDraft`
-    (prompt-lookup, combine, small-model); texts, right: how many at this context, see `Walk`.
+    (prompt-lookup, combine); texts, right: how many at this context, see `Walk`.
     """
 
     texts: int

@@ -64,10 +64,6 @@ def _value(r: random.Random) -> str:
     return str(r.randint(10_000, 99_999))
 
 
-def _names(count: int) -> Callable[[random.Random], str]:
-    return lambda r: "_".join(r.sample(WORDS, count))
-
-
 def _function(r: random.Random, value: str) -> str:
     name = f"{r.choice(ADJECTIVES)}_{r.choice(NOUNS)}_{r.randint(1, 99)}"
     other = _value(r)
@@ -86,13 +82,13 @@ NAMES_QUESTION = 'def bridge_buffer_desert():\n    """The secret name of the har
 
 
 def _named(count: int) -> Format:
-    """A value of so many words."""
+    """The format whose value has so many words."""
     return Format(
         lambda words: f"# secret{' value' * words}\n",
         _function,
         lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
         NAMES_QUESTION,
-        _names(count),
+        lambda r: "_".join(r.sample(WORDS, count)),
         "'",
         4 * count,
     )

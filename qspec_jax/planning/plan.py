@@ -164,8 +164,11 @@ def plan(
 
     drafts: texts as --draft takes them; all of the registry with their default settings, if none are given. acceptances: the conditional
     acceptance of a draft by its text or its name, of all others by "". proposing: likewise the share of rounds in which a draft that may
-    have no proposal has one. Raises InputError for a context that is too long for the model, for a draft that is unknown
-    or does not fit the model or the context, of the registry's it says so, and for a draft in `proposing` that never lacks a proposal.
+    have no proposal has one.
+
+    Raises InputError for a context that is too long for the model, for a draft in `drafts` that is unknown or does not fit the model or the
+    context, and for one in `proposing` that never lacks a proposal. Where `drafts` is empty, a draft of the registry that does not fit the
+    model is listed with the reason instead.
     """
     texts = [text for text in dict.fromkeys(drafts or registry.DRAFTS) if text != registry.NONE]
     for context in contexts:
