@@ -31,6 +31,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.training import corpus
 
@@ -351,6 +352,14 @@ def bench_end_to_end(
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     num_speculative_tokens: Gammas = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="NAME[:SETTING=VALUE,...]",
+            help="A draft to decode with, over an int8 cache; may be given several times: quantspec, if not given.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is less text.")] = 4,
     calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
@@ -361,6 +370,7 @@ def bench_end_to_end(
 ):
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
     gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
+    methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
     if plot:
         plots.check(plot, output)
     with output_to(output) as write:
@@ -368,14 +378,16 @@ def bench_end_to_end(
         report = end_to_end.run(
             str(model),
             network,
-            end_to_end.token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
+            token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
             list(dict.fromkeys(context or [8192, 16384, 32768, 65536])),
             list(dict.fromkeys(temperature or [0.0, 1.0])),
             gammas,
+            methods,
             max_new_tokens=max_new_tokens,
             texts=texts,
             calibrate=calibrate,
             seed=seed,
+            directory=model,
             progress=False if as_json else None,
         )
         show(report, end_to_end.table, output, write, as_json=as_json)

@@ -174,6 +174,11 @@ class Draft(abc.ABC):
         """The drafts that a round asks one after the other, until one has a proposal: itself, unless it is made of others."""
         return (self,)
 
+    def in_prefill(self) -> Self:
+        """The draft as `begin` runs behind prefill: with any values of the settings that `begin` does not ask for, so that drafts that
+        differ in those alone share a program."""
+        return self
+
     def in_loop(self) -> Self:
         """The draft as the decode loop runs it. It is made once for a decode, after prefill, during which memory peaks."""
         return self
