@@ -7,6 +7,7 @@ verification reads everything anyway, and the mass is a by-product of it (Sparse
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups, View
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -72,7 +72,14 @@ class SparseDraft(SelfSpeculativeDraft):
         return dataclasses.replace(self, budget=1, newest=0, least_groups=1, dense_layers=0, memory=0, heads="equal")
 
     def step_in_round(self, state, cache):
-        views = tuple(self.view_of(i, mass, cache.lengths, cache.group_size) for i, mass in enumerate(state))
+        dense = state[: self.dense_layers] if state[0].shape[2] else state
+        views = (UPPER_PLANE,) * len(dense)
+        if chosen_in := state[len(dense) :]:
+            # The lengths are those after the last round's flush. All layers at once: a sort for each would take as long as a draft's layer.
+            groups, settings = cache.lengths.quantized // cache.group_size, dict(least_groups=self.least_groups, heads=self.heads)
+            select = functools.partial(select_groups, groups=groups, group_size=cache.group_size, budget=self.budget, newest=self.newest)
+            lists = jax.vmap(functools.partial(select, **settings))(jnp.stack(chosen_in))
+            views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
         return ViewedModel(self.step.model, views)
 
     def reads(self, layer, quantized, buffered, group_size):
@@ -84,13 +91,6 @@ class SparseDraft(SelfSpeculativeDraft):
         count = result.count[:, None, None]
         averaged = lambda mass, old: self.memory * old + (1 - self.memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)
         return tuple(jnp.where(count > 0, averaged(mass, old), old) for mass, old in zip(result.masses, state))
-
-    def view_of(self, layer: int, mass: Float[Array, "B K C"], lengths: Lengths, group_size: int) -> View:
-        """What a layer reads in a round. lengths: the cache's, after the last round's flush."""
-        if layer < self.dense_layers or mass.shape[2] == 0:
-            return UPPER_PLANE
-        groups, settings = lengths.quantized // group_size, dict(newest=self.newest, least_groups=self.least_groups, heads=self.heads)
-        return select_groups(mass, groups, budget=self.budget, group_size=group_size, **settings)
 
 
 def select_groups(
