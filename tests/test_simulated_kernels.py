@@ -6,6 +6,7 @@ Not here: flush, which is not written for warps.
 import dataclasses
 import functools
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +250,53 @@ def test_attention(case, config, planes, data):
     out, _ = attend(q, layer, lengths, DenseView(planes), config)
     assert out.dtype == jnp.bfloat16
     assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
+
+
+CLUSTERS = {
+    # Rows of one block, and of several, which do not begin where a block of the cluster does.
+    "T1-GQA2-rows": (Case(1, 2, 1, 64, group_size=64, capacity=9, groups=(9, 0, 3)), Config(7, launches=1), 1, "gaussian"),
+    "T7-GQA4-team": (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(3, team=2, launches=1), 2, "outliers"),
+    # Two blocks of rows, of which the last is not full; more than a thread has room for.
+    "T16-GQA7": (Case(16, 7, 1, 64, group_size=64, capacity=1, groups=(1,)), Config(2, launches=1), None, "gaussian"),
+    "a team a block": (Case(1, 2, 2, 128, group_size=128, capacity=4, groups=(4,)), Config(3, team=4, launches=1), 1, "gaussian"),
+    "one block": (Case(1, 2, 2, 64, group_size=64, capacity=3, groups=(3,)), Config(1, launches=1), 1, "gaussian"),
+}
+
+
+def in_two_launches(config: Config) -> Config:
+    return dataclasses.replace(config, launches=2)
+
+
+@pytest.mark.parametrize(("case", "config", "planes", "data"), CLUSTERS.values(), ids=CLUSTERS)
+def test_attention_merged_by_a_cluster(case, config, planes, data):
+    q, layer, lengths = attention_problem(case, data)
+    if planes is None:
+        layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
+    observe = planes is not None
+    out, mass = attend(q, layer, lengths, DenseView(planes), config, observe=observe)
+    assert out.dtype == jnp.bfloat16
+    expected = exactly(q, layer, lengths, DenseView(planes), observe=observe)
+    expected, expected_mass = expected if observe else (expected, mass)
+    assert_close(out, expected)
+    np.testing.assert_allclose(mass, expected_mass, atol=5e-3 * case.heads / case.kv_heads)
+    two, _ = attend(q, layer, lengths, DenseView(planes), in_two_launches(config))
+    assert np.abs(np.asarray(two, np.float32) - np.asarray(out, np.float32)).max() <= 2**-7 * np.abs(np.asarray(two, np.float32)).max()
+
+
+@pytest.mark.parametrize("left_out", [0, 1], ids=["before reading others", "before ending"])
+def test_blocks_of_a_cluster_that_do_not_meet_are_seen(monkeypatch, left_out):
+    case, config, planes, data = CLUSTERS["T1-GQA2-rows"]
+    q, layer, lengths = attention_problem(case, data)
+    done, calls = ptx.meet_cluster, threading.local()
+
+    def meet_cluster():
+        calls.number = getattr(calls, "number", -1) + 1  # of this warp
+        if calls.number != left_out:
+            done()
+
+    monkeypatch.setattr(ptx, "meet_cluster", meet_cluster)
+    with pytest.raises(AssertionError, match=r"a race: |which has ended"):
+        attend(q, layer, lengths, DenseView(planes), config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import math
 
+from pallas_kernels.attention import mosaic_cluster
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
@@ -48,12 +49,12 @@ def emit_block(plan: Plan, refs: dict) -> None:
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
     units, firsts = partition_work(plan, at, kv_head)
-    batch, (chunks, groups), first, last = ptx.i32(0), units[0], firsts[0], firsts[1]
+    batch, (chunks, groups), *members = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
         here = firsts[b] < split + 1
         new = (ptx.i32(b), *units[b], firsts[b], firsts[b + 1])
-        batch, chunks, groups, first, last = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, first, last)))
-    worker, workers = (split - first) * plan.teams + warp // team, (last - first) * plan.teams
+        batch, chunks, groups, *members = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, *members)))
+    worker, workers = (split - members[0]) * plan.teams + warp // team, (members[1] - members[0]) * plan.teams
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
     buffered = ptx.load_global(at["buffered"] + ptx.i64(batch) * 4)[0]
     head = batch * plan.kv_heads + kv_head
@@ -67,7 +68,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
             ptx.copy_async(queries + row * plan.query_pitch + piece * 16, at["q"] + ptx.i64(source) * (2 * H) + ptx.i64(piece * 16))
     ptx.commit_copies()
 
-    shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
+    teams = queries + plan.query_bytes
+    shared = teams + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
     observed = None
     if plan.observe:
@@ -96,7 +98,17 @@ def emit_block(plan: Plan, refs: dict) -> None:
     sees = tile.causal_mask(row_block * plan.block_rows, buffered)
     fragments = tile.full_queries()
     state = full.run(lambda slot, i, refill: tile.full_keys(slot, i, fragments, sees, refill), tile.full_values, state)
-    tile.store(at, (block * plan.teams + warp // team) * plan.block_rows, state)
+    if plan.merges:
+        # In the team's ring, for which nobody has any more use.
+        columns = {"out": 0, "top": plan.head_dim, "total": plan.head_dim + 1}
+        place = lambda name, row, entry: shared + plan.team_bytes + row * plan.partial_pitch + (entry + columns[name]) * 4
+        tile.store(place, ptx.store_shared, state)
+        mosaic_cluster.merge(plan, at, teams + plan.team_bytes, thread, split, members, (batch, kv_head, row_block))
+        return
+    first_row = (block * plan.teams + warp // team) * plan.block_rows
+    width = {"out": H, "top": 1, "total": 1}
+    place = lambda name, row, entry: at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
+    tile.store(place, ptx.store_global, state)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:

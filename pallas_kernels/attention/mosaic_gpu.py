@@ -85,7 +85,8 @@ def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple
 def run(
     plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer, lists: ListedGroups | None = None
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
-    """Two launches: partial results of teams, and their merging. Also returns the attention mass, of no groups where it is not observed."""
+    """Partial results of teams and their merging, in two launches or in one. Also returns the attention mass, of no groups where it is not
+    observed."""
     from pallas_kernels.attention import mosaic_blocks
 
     buffer = layer.buffer if isinstance(layer, HierarchicalLayer) else layer
@@ -102,27 +103,27 @@ def run(
             if plan.planes == 2:
                 inputs[f"{name}_lower"] = planes.lower
     lead = (plan.kv_heads * plan.blocks_of_rows, plan.splits * plan.teams, plan.block_rows)
-    partial = {"out": (*lead, plan.head_dim), "top": lead, "total": lead}
+    numbers = lambda **shapes: {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    partial = numbers(out=(*lead, plan.head_dim), top=lead, total=lead)
+    merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+    observed = {}
     if plan.observe:
-        partial["observed"] = (plan.batch, plan.kv_heads, plan.groups, plan.padded_rows)
-    partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
+        merged |= numbers(everything=(plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head))
+        observed = numbers(observed=(plan.batch, plan.kv_heads, plan.groups, plan.padded_rows))
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
     name += "_listed" * (lists is not None) + "_observed" * plan.observe
-    blocks = lead[0] * plan.splits
-    partial = launch(
-        name, functools.partial(mosaic_blocks.emit_block, plan), inputs, partial, blocks, plan.config.warpgroups, plan.shared_bytes
-    )
-    observed = partial.pop("observed", None)
-    merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    if plan.observe:
-        by_head = plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head
-        merged["everything"] = jax.ShapeDtypeStruct(by_head, jnp.float32)
-    shared = 4 * WARPS * (plan.head_dim + 1)
-    rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
-    found = launch("merge_attention", functools.partial(mosaic_blocks.emit_merge, plan), partial | sizes, merged, rows, 1, shared)
+    emit = functools.partial(mosaic_blocks.emit_block, plan)
+    outputs = (merged if plan.merges else partial) | observed
+    cluster = plan.splits if plan.merges else 1
+    found = launch(name, emit, inputs, outputs, lead[0] * plan.splits, plan.config.warpgroups, plan.shared_bytes, cluster=cluster)
+    if not plan.merges:
+        shared = 4 * WARPS * (plan.head_dim + 1)
+        rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
+        emit = functools.partial(mosaic_blocks.emit_merge, plan)
+        found |= launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
     if not plan.observe:
         return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32)
-    return found["merged"], attention_mass(plan, observed, found["everything"], lengths.quantized)
+    return found["merged"], attention_mass(plan, found["observed"], found["everything"], lengths.quantized)
 
 
 def attention_mass(
