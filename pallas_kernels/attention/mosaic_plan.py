@@ -43,7 +43,8 @@ class Plan:
     """The kernel for one set of shapes: who does what, and where it lies in shared memory.
 
     block_tiles: query tiles of a block. list_width: columns of the lists of groups to read; None: all groups are read. observe: whether
-    each group's attention mass is to be found.
+    each group's attention mass is to be found. appends: whether queries, keys and values come as they were projected, for the kernel to
+    rotate and to append.
     """
 
     batch: int
@@ -59,6 +60,7 @@ class Plan:
     blocks_of_rows: int
     list_width: int | None = None
     observe: bool = False
+    appends: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
@@ -216,7 +218,13 @@ class Plan:
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse."""
+        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse; then new
+        keys and values."""
+        return self.new_at + (4 * self.tokens * self.head_dim if self.appends else 0)
+
+    @property
+    def new_at(self) -> int:
+        """Where new keys and values are, behind the queries."""
         return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
 
     @property

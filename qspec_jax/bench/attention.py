@@ -87,7 +87,7 @@ def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20
         attend = _attend(implementation, shape.observe, config)
         error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
         problems = _problems(_unnamed(shape))
-        timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats)
+        timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats, size=bytes_read(shape))
     except Exception as error:  # one row of many
         return row("failed", named(error))
     return row("measured", "", timing=timing, relative_error=error)
