@@ -91,16 +91,18 @@ def time_in_place(function: Callable, x: jax.Array, kept: Sequence, inputs: Sequ
     inputs = tuple(inputs)
     laps = _laps(inputs, size)
 
-    def lap(x, kept, *inputs):
-        new, out = [], ()
+    def lap(x, kept, outs, *inputs):
+        new, outs = [], list(outs[-1:])
         for state, values in zip(kept, inputs):
-            x, state, values, out = lax.optimization_barrier((x, state, values, out))
+            x, state, values, outs[-1:] = lax.optimization_barrier((x, state, values, outs[-1:]))
             out, state = call(x, state, *values)
+            outs.append(out)
             new.append(state)
-        x, _ = lax.optimization_barrier((x, out))
-        return x, tuple(new)
+        return x, tuple(new), tuple(outs[-len(inputs) :])
 
-    carry = jnp.copy(x), tuple(kept)
+    # All results are kept: XLA would leave out a call that nobody needs.
+    outs = tuple(jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, state, *values)[0]) for state, values in zip(kept, inputs))
+    carry = jnp.copy(x), tuple(kept), outs
     program, _ = loop(lap, laps, one_by_one=True).compile(carry, inputs)
     timing, _ = time_loop(program, laps, carry, inputs, repeats=repeats)
     each = lambda us: us / len(inputs)
