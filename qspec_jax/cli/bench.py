@@ -65,6 +65,14 @@ def bench_attention(
     observe: Annotated[
         bool, typer.Option("--observe", help="Also find the attention mass of each group, as a verification does for --draft sparse.")
     ] = False,
+    append: Annotated[
+        bool,
+        typer.Option(
+            "--append",
+            help="Also RoPE, and appending to the buffer: all launches of a layer's attention. The reference is the kernels one after the "
+            "other; other libraries are left out.",
+        ),
+    ] = False,
     peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
     repeats: Repeats = 20,
     output: Output = None,
@@ -75,12 +83,14 @@ def bench_attention(
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
     if tune:
         attention_tuning.check()
-    shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe)
-    implementations = attention.select_implementations(implementation or [])
+    shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe, append=append)
+    implementations = attention.select_implementations(implementation or [], append=append)
     progress = False if as_json else None
-    if plot and (listed is not None or observe):
-        raise InputError("--plot shows shapes that are read whole; leave out --listed and --observe")
+    if plot and (listed is not None or observe or append):
+        raise InputError("--plot shows shapes that are read whole, and attention alone; leave out --listed, --observe and --append")
     if tune:
+        if append:
+            raise InputError("--tune does not go with --append, which takes the configurations of attention alone")
         if observe:
             raise InputError("--tune does not go with --observe, which takes the configurations that do without it")
         if plot or "reference" in implementations:
@@ -92,7 +102,7 @@ def bench_attention(
     if plot:
         attention.check_plot(plot, output, shapes)
     with output_to(output) as write:
-        report = attention.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
+        report = attention.run(shapes, implementations, peers=peers and not append, repeats=repeats, progress=progress)
         show(report, attention.table, output, write, as_json=as_json)
     if plot:
         attention.plot(report, plot)
