@@ -80,7 +80,8 @@ DECODES = [
 
 
 class Attention(NamedTuple):
-    """Attention of one layer alone, 32 query heads of 128. planes: None for bfloat16. context: of each row."""
+    """Attention of one layer, 32 query heads of 128. planes: None for bfloat16. context: of each row. listed: how many groups are read, by
+    lists; None: all. observed: finding what each group was attended to as well."""
 
     device: str
     kernels: str
@@ -90,6 +91,8 @@ class Attention(NamedTuple):
     context: tuple[int, ...]
     us: float
     used: bool = False
+    listed: int | None = None
+    observed: bool = False
 
 
 def _k(*thousands: int) -> tuple[int, ...]:
@@ -121,6 +124,18 @@ ATTENTION = [
     Attention("h100", "triton", 1, 1, 8, _RAGGED, 125 / 1.52),
     Attention("h100", "triton", None, 1, 8, _k(128), 183.2 / 0.98),
     Attention("h100", "triton", None, 7, 8, _k(128), 456 / 2.40),
+    # H200, 2026-11-23, jax 0.11.2: alone, and within rounds of whole decodes with 8 drafts, of both launches of each attention.
+    Attention("h200", "mosaic_gpu", 1, 1, 32, _k(128), 154.9),
+    Attention("h200", "mosaic_gpu", 1, 1, 8, _k(128), 46.6),
+    Attention("h200", "mosaic_gpu", 2, 7, 32, _k(128), 288.9),
+    Attention("h200", "mosaic_gpu", 2, 7, 32, _k(128), 292.3, observed=True),
+    Attention("h200", "mosaic_gpu", 2, 7, 8, _k(128), 102.0, used=True),
+    Attention("h200", "mosaic_gpu", 2, 7, 8, _k(128), 111.3, used=True, observed=True),
+    Attention("h200", "mosaic_gpu", 2, 9, 8, _k(128), 128),
+    Attention("h200", "mosaic_gpu", 2, 9, 8, _k(128), 141, observed=True),
+    Attention("h200", "mosaic_gpu", 2, 9, 32, _k(32), 121, observed=True),
+    Attention("h200", "mosaic_gpu", 1, 1, 8, _k(128), 6.6 + 2.2, used=True, listed=31),
+    Attention("h200", "mosaic_gpu", 1, 1, 32, _k(32), 7.0 + 1.45, listed=8),
 ]
 
 

@@ -53,10 +53,12 @@ def acceptance_of(schedule: Schedule, gamma: int, ratio: float) -> float:
 def step_costs(row: rows.Decode) -> tuple[Cost, Cost, Cost]:
     """A step of the baseline, of the draft, and a verification."""
     c, device, cache = config_of(row.arch), DEVICES[row.device], CacheConfig(row.cache)
-    cost = lambda reads, tokens: timing.pass_cost(device, reads, G, tokens=tokens)
-    baseline = cost(own_step(c, row_of(c, FULL, row.context + 1)), 1)
-    draft = cost(draft_reads(c, row.draft, row_of(c, cache, row.context + 1)), 1)
-    return baseline, draft, cost(own_step(c, row_of(c, cache, row.context + row.gamma + 1)), row.gamma + 1)
+    (draft,) = drafts_of(c, row.draft)
+    target = lambda cache, tokens, observe: timing.target_cost(
+        device, c, cache, context=row.context, batch=1, tokens=tokens, observe=observe
+    )
+    step = timing.draft_cost(device, draft, c, cache, context=row.context, batch=1)
+    return target(FULL, 1, False), step, target(cache, row.gamma + 1, draft.observes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,11 @@ def attention_cost(row: rows.Attention) -> tuple[Device, Cost]:
     # Blocks of Mosaic GPU are dealt to the rows by what there is to read. Triton's are as many for every row, so it waits for the longest.
     contexts = row.context if row.kernels != "triton" else (max(row.context),) * len(row.context)
     cached = [row_of(c, CacheConfig("full" if row.planes is None else "int8"), context) for context in contexts]
-    layer = LayerReads(row.planes or 2, sum(r.quantized for r in cached), sum(r.buffered for r in cached))
+    quantized = sum(r.quantized for r in cached) if row.listed is None else row.listed * G
+    layer = LayerReads(row.planes or 2, quantized, sum(r.buffered for r in cached), listed=row.listed is not None)
     known = {} if row.kernels != "default" else {"return_value": []}
     with mock.patch.object(timing.tuning, "problems", **(known or {"side_effect": timing.tuning.problems})):
-        return device, timing.attention_cost(device, c, layer, G, tokens=row.tokens)
+        return device, timing.attention_cost(device, c, layer, G, tokens=row.tokens, observe=row.observed)
 
 
 def prefill_seconds(row: rows.Prefill) -> float:
@@ -192,7 +195,10 @@ def compared_others() -> list[Compared]:
         device, cost = attention_cost(row)
         kind = {None: "bfloat16", 1: "INT4", 2: "INT8"}[row.planes]
         context = f"{row.context[0] // 1024}k" if len(row.context) == 1 else f"{len(row.context)} rows of 4k to 16k"
-        what = f"attention, {row.device.upper()} ({row.kernels}), {kind}, T = {row.tokens}, {row.kv_heads} KV heads, {context}"
+        how = ", observed" * row.observed + (f", {row.listed} groups of it" if row.listed else "")
+        what = f"attention, {row.device.upper()} ({row.kernels}), {kind}, T = {row.tokens}, {row.kv_heads} KV heads, {context}{how}"
+        if any(one.what == what for one in found):
+            what += ", again"
         found.append(Compared(what, "us", 1e6 * cost.seconds(device), row.us, row.used))
     for row in rows.MATMULS:
         seconds = timing.int4_matmul_cost(H100, row.out, row.inputs, row.rows).seconds(H100)

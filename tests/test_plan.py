@@ -188,10 +188,8 @@ def test_a_cache_of_its_own_takes_memory():
     drafts = planned.drafts_of(LLAMA_8B, "snapkv:budget=512,generated=256")
     memory = memory_of(LLAMA_8B, INT8, drafts, batch=2, context=4096, new_tokens=256, gamma=4)
     assert memory.draft == 2 * 32 * (512 + 256 + 1) * 2 * 8 * 128 * 2
-    assert (
-        planned.draft_reads(LLAMA_8B, "quantspec", ROW).kernels_measured
-        and not planned.draft_reads(LLAMA_8B, "sparse", ROW).kernels_measured
-    )
+    measured = {text: planned.draft_reads(LLAMA_8B, text, ROW).kernels_measured for text in ("quantspec", "sparse", "chunk-means")}
+    assert measured == {"quantspec": True, "sparse": True, "chunk-means": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +306,7 @@ def test_the_smallest_and_the_largest(arch):
 
 def test_most_rows_are_held_out():
     used = [row for row in rows.DECODES if row.used]
-    assert len(used) == 3 and len(rows.DECODES) == 28 and not any(row.arch == "419m" for row in used)
+    assert len(used) == 3 and len(rows.DECODES) >= 28 and not any(row.arch == "419m" for row in used)
     assert sum(figure.used for figure in COMPARED) < len(COMPARED) / 4
 
 
@@ -377,7 +375,7 @@ def test_a_tuned_configuration_counts_for_its_own_problem():
     assert times == sorted(times) and not any("tuned" in note for note in eight.notes)
     (note,) = (note for note in planned_for(h200, 1, 8).notes if "tuned" in note)
     assert note.startswith("batch 1: ") and "was tuned on this device for a step of quantspec; verifying 7 tokens; " in note
-    assert "; not for a token without a draft; verifying 2, 3, 4, 5, 9 tokens. " in note
+    assert "; not for a token without a draft; verifying 2, 3, 4, 5, 9, 11, 13 tokens. " in note
     assert not any("tuned" in note for note in planned_for(H100, 1).notes + planned_for(DEVICES["l40s"], 1).notes)
 
 
@@ -420,7 +418,7 @@ def test_the_best_gamma_is_one_that_fits(run, tmp_path):
     memory = {row.gamma: row.memory.total for row in plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"]).rows}
     device = dataclasses.replace(device, memory_gb=(memory[6] + memory[8]) / 2e9 + 1)
     found = plan("8b", LLAMA_8B, device, [8192], [1], drafts=["quantspec"], acceptances={"": 1.0})
-    eight, six = found.rows[-1], found.rows[-2]
+    eight, six = (next(row for row in found.rows if row.gamma == gamma) for gamma in (8, 6))
     assert eight.status == "does not fit" and six.status == "planned" and eight.ms_per_token < six.ms_per_token
     shown = next(row for row in best_gammas(found) if row.draft == "quantspec")
     assert (shown.gamma, found.best[0].gamma) == (6, 6)
@@ -478,8 +476,12 @@ def test_an_oracle_is_not_planned_and_the_best_with_measured_kernels_is_named():
     assert (oracle.status, oracle.speedup) == ("not planned", None)
     with pytest.raises(InputError, match="exact-topk: an oracle"):
         plan("8b", LLAMA_8B, H100, [4096], [1], drafts=["exact-topk"])
+    # Listed groups have kernels on Hopper alone.
+    assert found.best[0].draft == "sparse" and found.best[0].with_measured_kernels is None
+    found = plan("8b", LLAMA_8B, DEVICES["a100"], [131072], [1], acceptances={"": 0.93, "prompt-lookup": 0.4})
     (best,) = found.best
     assert best.draft == "sparse" and best.with_measured_kernels.draft == "quantspec" and best.with_measured_kernels.speedup < best.speedup
+    assert any(note.startswith("sparse: ") and note.endswith("on A100 there is none; " + note.split("; ")[-1]) for note in found.notes)
 
 
 def test_speedups_are_over_the_better_baseline():

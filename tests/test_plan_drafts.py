@@ -177,7 +177,7 @@ def test_prompt_lookup_is_assumed_by_its_shortest_n_gram():
         (["--draft", "combine:prompt-lookup+quantspec", "--acceptance", "quantspec=0.9", "--proposing", 0.9], "(acceptance ASSUMED)"),
         (["--draft", "prompt-lookup", "--proposing", 0], "the int8 cache (acceptance ASSUMED)"),
         (["--draft", "quantspec", "--acceptance", 0], "over the int8 cache"),
-        (["--draft", "sparse", "--draft", "quantspec", "--acceptance", "sparse=0.97"], "times (acceptance ASSUMED)"),
+        (["--draft", "chunk-means", "--draft", "quantspec", "--acceptance", "chunk-means=0.97"], "times (acceptance ASSUMED)"),
     ],
 )
 def test_what_is_best_says_what_is_assumed(run, arguments, line):
@@ -362,8 +362,14 @@ def times(row: PlannedRow) -> tuple:
 def test_a_draft_that_has_all_tokens_leaves_nothing_to_others(text, alone, said):
     shares = {"prompt-lookup": 1.0} if alone == "prompt-lookup" else {}
     found, first = row_for(text, proposing=shares), row_for(alone, proposing=shares)
-    assert times(found) == times(first) and said in found.note and found.note.startswith("it drafts what")
-    assert found.kernels_measured == ("sparse" not in text and "h2o" not in text)  # what they observe is observed all the same
+    assert said in found.note and found.note.startswith("it drafts what") and found.kernels_measured
+    # What those behind it observe is observed all the same.
+    observed = any(each in text and each != alone for each in ("sparse", "h2o"))
+    assert observed == (found.target_ms > first.target_ms) and observed == (times(found) != times(first))
+    longer = found.target_ms - first.target_ms
+    assert (found.round_ms - longer, found.step_ms, found.tokens_per_round) == pytest.approx(
+        (first.round_ms, first.step_ms, first.tokens_per_round)
+    )
     assert found.memory.draft >= first.memory.draft
 
 
@@ -401,9 +407,11 @@ def test_a_small_model_catches_up_with_rounds_that_did_not_ask_it(small):
 def test_notes_name_the_part_that_they_are_about():
     said = lambda text, **given: row_for(text, **given).note
     unmeasured = "no kernel that reads or observes as {} has been measured"
-    assert said("sparse").startswith(unmeasured.format("it does"))
-    assert unmeasured.format("sparse does") in said("combine:prompt-lookup+sparse")
-    assert unmeasured.format("sparse:budget=0.1 and h2o do") in said("combine:(combine:prompt-lookup+sparse:budget=0.1)+h2o")
+    assert said("sparse") == "" and said("chunk-means:budget=512", acceptances={"": 0.9}).startswith(unmeasured.format("it does") + "; ")
+    on_a100 = lambda text: plan("8b", LLAMA_8B, DEVICES["a100"], [CONTEXT], [1], drafts=[text], gammas=[GAMMA]).rows[-1].note
+    assert on_a100("sparse").startswith(unmeasured.format("it does") + ", and on A100 there is none")
+    assert unmeasured.format("sparse does") in on_a100("combine:prompt-lookup+sparse")
+    assert unmeasured.format("sparse:budget=0.1 and h2o do") in on_a100("combine:(combine:prompt-lookup+sparse:budget=0.1)+h2o")
     assert said("combine:prompt-lookup+quantspec").startswith("prompt-lookup is ASSUMED to have a proposal")
     for draft in "prompt-lookup", "combine:prompt-lookup+quantspec":
         notes = report(draft, gammas=(1, 4)).notes

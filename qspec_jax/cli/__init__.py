@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     from qspec_jax.errors import InputError
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)
         sys.stdout.flush()

@@ -19,12 +19,14 @@ from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load,
 from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
+from qspec_jax.decoding.settled import with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import stored_int4
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
+from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +66,13 @@ def batch(
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
     stored_at = hub.local(model, progress=False if as_json else None)
-    drafting = config.speculative and config.num_speculative_tokens > 0
-    of_draft = checkpoints_of(parse_draft(config.draft)) if drafting else ()
+    chosen = config.draft == AUTO
+    of_draft = () if chosen or not _drafts(config) else checkpoints_of(parse_draft(config.draft))
     directories = {path: hub.local(path, progress=False if as_json else None) for path in of_draft}
     directories[model] = stored_at
     checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
     network, tokenizer = load(model, dtype, quiet=as_json)
-    stored = stored_int4(model, network) if drafting else None
-    draft = make_draft(config.draft, network, int4=stored, directory=model) if drafting else None
+    stored, draft = (None, None) if chosen else _made(config, network, model)
     lines = read_lines(content, network, tokenizer, config, seed, draft)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
@@ -79,8 +80,18 @@ def batch(
         raise InputError(f"{name}, line {wrong[0].number}: {wrong[0].error}{more}")
     if not lines:
         raise InputError(f"{name}: empty; it should have a JSON object on each line")
+    # What is left open is settled by all lines, before any is left out because it is done: what comes of it is what a run is known by.
+    requests = [line.request for line in lines if line.request]
+    configs, lengths = [request.config for request in requests], [len(request.tokens) for request in requests]
+    if chosen and configs:
+        configs = with_draft(network, configs, lengths, batch=min(batch_size, len(configs)))
+        config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
+        stored, draft = _made(config, network, model)
+    configs = with_costs(network, configs, lengths, draft)
+    lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
-    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"))
+    costs = [each.draft_cost for each in configs] if config.adaptive else None
+    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"), costs)
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
     run = run_hash(content, repr(of_run).encode(), *(part for parts in checkpoints.values() for part in parts))
@@ -107,6 +118,25 @@ def batch(
         places = "" if busy is None else f"; {busy:.1%} of places busy"
         where = "standard output" if output == STANDARD else output
         print(f"{where}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def _drafts(config: GenerationConfig) -> bool:
+    return config.speculative and config.num_speculative_tokens != 0
+
+
+def _made(config: GenerationConfig, network, model: Path) -> tuple[Llama | None, Draft | None]:
+    """The INT4 weights that are stored with a model, if any, and the draft."""
+    if not _drafts(config):
+        return None, None
+    stored = stored_int4(model, network)
+    return stored, make_draft(config.draft, network, int4=stored, directory=model)
+
+
+def _with_configs(lines: list[Line], configs: list[GenerationConfig]) -> list[Line]:
+    """The lines with these configs, one for each that has a request."""
+    settled = iter(configs)
+    with_config = lambda request: request and dataclasses.replace(request, config=next(settled))
+    return [dataclasses.replace(line, request=with_config(line.request)) for line in lines]
 
 
 def of_checkpoint(directory: Path) -> list[bytes]:

@@ -27,7 +27,7 @@ from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_in
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
 from qspec_jax.cli.options import DtypeOption, Gamma, Json, Output, Seed, load, show
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.errors import InputError
@@ -271,7 +271,7 @@ def bench_batch(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at a time.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Tokens of a prompt, log-uniform.")] = "64-2048",
     new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="New tokens after a prompt, log-uniform.")] = "16-512",
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    num_speculative_tokens: Gamma = GAMMA,
     draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = GenerationConfig.draft,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     simulate_ratio: Annotated[

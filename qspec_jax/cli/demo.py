@@ -12,7 +12,7 @@ from rich.text import Text
 from qspec_jax import demo as embedded
 from qspec_jax.cli.generate import Progress, as_object, generate_with_progress, stats_table
 from qspec_jax.cli.options import Calibrate, Gamma, Json, Seed, load
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
@@ -22,7 +22,7 @@ from qspec_jax.training import corpus
 def demo(
     prompt_tokens: Annotated[int, typer.Option(help="How much of the held-out file to read.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(help="How much to continue it by.")] = 256,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    num_speculative_tokens: Gamma = GAMMA,
     temperature: Annotated[float, typer.Option(help="0 is greedy, which a model this small turns into repetition.")] = 0.8,
     seed: Seed = 0,
     calibrate: Calibrate = True,

@@ -35,7 +35,7 @@ from qspec_jax.cli.options import (
     show,
     with_sensitive_layers,
 )
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
@@ -68,7 +68,7 @@ def acceptance_command(
     file: Annotated[
         list[Path] | None, typer.Option(help="A text; may be given several times: the demo's held-out files, if not given.")
     ] = None,
-    num_speculative_tokens: GammaList = str(GenerationConfig.num_speculative_tokens),
+    num_speculative_tokens: GammaList = str(GAMMA),
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     context: Annotated[
         list[int] | None,

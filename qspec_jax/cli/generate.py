@@ -29,8 +29,9 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.requests import checked_prompts
+from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
 
@@ -56,10 +57,11 @@ def generate_command(
     as_json: Json = False,
 ):
     """Continue prompts."""
-    speculative = config.speculative
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
-    if (calibrate or sensitive_layers) and not speculative:
+    if sensitive_layers and config.draft == AUTO:
+        raise InputError(f"--sensitive-layers is for --draft quantspec, which --draft {AUTO} may not come to")
+    if (calibrate or sensitive_layers) and not config.speculative:
         option = "--calibrate" if calibrate else "--sensitive-layers"
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if config.logprobs is not None and not as_json:
@@ -73,9 +75,10 @@ def generate_command(
     with output_to(output) as write:
         network, tokenizer = load(model, dtype, quiet=as_json)
         tokens = checked_prompts(network, prompts, config, tokenizer)
+        (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
         made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
-        draft = make_draft(settings, network, **made) if speculative else None
+        draft = make_draft(settings, network, **made) if config.speculative else None
         if stream:
             out = _print_stream(
                 stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)

@@ -17,8 +17,8 @@ from rich.console import Console, RenderableType
 
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
-from qspec_jax.decoding.config import METHODS, GenerationConfig
-from qspec_jax.drafts.registry import DRAFTS, NONE, DraftSettings
+from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
+from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 
@@ -60,7 +60,7 @@ DraftOption = Annotated[
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"What proposes tokens for the target to verify: {', '.join(DRAFTS)}, or {NONE} for one token at a time; for example "
-        f"sparse:budget=0.03. {GenerationConfig.draft}, if not given.",
+        f"sparse:budget=0.03. generate and batch also take {AUTO}, for what pays by stored costs. {GenerationConfig.draft}, if not given.",
     ),
 ]
 OldMethod = Annotated[Method | None, typer.Option("--method", hidden=True, help="The name of --draft before version 0.2.")]
@@ -87,11 +87,18 @@ def _settings(
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
     draft: DraftOption = None,
     method: OldMethod = None,
-    num_speculative_tokens: Gamma = GenerationConfig.num_speculative_tokens,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--gamma",
+            "--num-speculative-tokens",
+            help=f"Most drafts of a round: {GAMMA}, if not given; with --draft {AUTO}, as many as pay.",
+        ),
+    ] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help=f"The cost of a draft, for --adaptive; verifying a round is 1. {GenerationConfig.draft_cost}, if not given."),
+        typer.Option(help="The cost of a draft, for --adaptive; verifying a round is 1. By stored costs, if not given."),
     ] = None,
     min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
@@ -129,7 +136,7 @@ def _settings(
         draft=draft,
         num_speculative_tokens=num_speculative_tokens,
         adaptive=adaptive,
-        draft_cost=GenerationConfig.draft_cost if draft_cost is None else draft_cost,
+        draft_cost=draft_cost,
         min_draft_confidence=min_draft_confidence,
         temperature=temperature,
         top_k=top_k,

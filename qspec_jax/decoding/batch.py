@@ -21,6 +21,7 @@ from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
+from qspec_jax.decoding.settled import with_costs, with_draft
 from qspec_jax.decoding.state import RUNNING, DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
@@ -117,8 +118,14 @@ def run_batch(
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
     requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
+    batch_size, lengths = min(batch_size, len(requests)), [len(request.tokens) for request in requests]
+    settled = with_draft(model, configs, lengths, batch=batch_size, draft=draft)
+    if draft is None and any(config.num_speculative_tokens for config in settled):
+        draft = make_draft(settled[0].draft, model)
+    settled = with_costs(model, settled, lengths, draft)
+    requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     stats = BatchStats()
-    slots = _Slots(model, requests, min(batch_size, len(requests)), draft, tokenizer, refill, strategy, stats)
+    slots = _Slots(model, requests, batch_size, draft, tokenizer, refill, strategy, stats)
     return BatchRun(slots.run(), stats)
 
 
@@ -138,8 +145,6 @@ class _Slots:
     ):
         self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
         configs = [request.config for request in requests]
-        if draft is None and any(config.num_speculative_tokens for config in configs):
-            draft = make_draft(configs[0].draft, model)
         longest = max(len(request.tokens) for request in requests)
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
         for request in requests:

@@ -5,24 +5,27 @@ import math
 from collections.abc import Mapping
 
 from qspec_jax.caches.registry import CACHES, CacheConfig
-from qspec_jax.drafts.registry import NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import InputError
 
 # What `draft` was called before version 0.2.
 METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
+GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """What to generate and how.
 
-    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), or "none" for
-    one token at a time. cache: the target's, "int8" (the hierarchical cache, both planes) or "full" (then draft and target differ in their
-    weights alone); None is "int8" with a draft, "full" without. num_speculative_tokens is the paper's gamma; fewer are drafted where the
-    schedule or the length cap leaves no room for more. adaptive: each row chooses in each round how many, at most num_speculative_tokens,
-    from how many of its drafts were accepted, where drafting one costs draft_cost times what verifying a round does (`qspec bench decode`
-    measures both); none at all where speculation loses. min_draft_confidence: a row drafts no further in a round once the draft's likeliest
-    token has a lower probability.
+    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for
+    one token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`). cache: the target's, "int8" (the
+    hierarchical cache, both planes) or "full" (then draft and target differ in their weights alone); None is "full" with draft "none", and
+    "int8" otherwise, whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the
+    length cap leaves no room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses in each round how
+    many, at most num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost times what
+    verifying a round does (`qspec bench decode` measures both); none at all where speculation loses. draft_cost None: by stored costs, for
+    each row by its length (see `qspec_jax.decoding.settled`). min_draft_confidence: a row drafts no further in a round once the draft's
+    likeliest token has a lower probability.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
     by token id, banned_token_ids) see `qspec_jax.decoding.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end a
@@ -35,9 +38,9 @@ class GenerationConfig:
     max_new_tokens: int = 256
     draft: str = "quantspec"
     cache: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | None = None
     adaptive: bool = False
-    draft_cost: float = 0.35
+    draft_cost: float | None = None
     min_draft_confidence: float = 0.0
     temperature: float = 0.0
     top_k: int = 0
@@ -65,11 +68,14 @@ class GenerationConfig:
         if method is not None:  # the name of `draft` before version 0.2
             check(method in METHODS, f"method {method!r} should be {' or '.join(METHODS)}")
             object.__setattr__(self, "draft", METHODS[method])
-        parse_draft(self.draft)
+        if self.draft != AUTO:
+            parse_draft(self.draft)
+            if self.num_speculative_tokens is None:
+                object.__setattr__(self, "num_speculative_tokens", GAMMA)
         check(self.cache in (None, *CACHES), f"cache {self.cache!r} should be {' or '.join(CACHES)}")
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
-        check(0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
+        check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         check(0 <= self.temperature <= 1e6, f"temperature {self.temperature} should be from 0 to 1e6")
@@ -86,7 +92,8 @@ class GenerationConfig:
         check(all(self.stop), "a stop string should not be empty")
         check(all(self.stop_token_ids), "a stop sequence of token ids should not be empty")
         check(self.top_logprobs >= 0, f"top_logprobs {self.top_logprobs} should be 0 or more")
-        check(0 < self.draft_cost < math.inf, f"draft_cost {self.draft_cost} should be a finite number, more than 0")
+        cost = self.draft_cost
+        check(cost is None or 0 < cost < math.inf, f"draft_cost {cost} should be a finite number, more than 0")
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
         CacheConfig(group_size=self.group_size, scheme=self.scheme)
@@ -98,7 +105,7 @@ class GenerationConfig:
 
     @property
     def speculative(self) -> bool:
-        """Whether a draft is named; with num_speculative_tokens 0 it has nothing to do."""
+        """Whether a draft is named, or is yet to be chosen; with num_speculative_tokens 0 it has nothing to do."""
         return self.draft != NONE
 
     @property

@@ -16,6 +16,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
+from qspec_jax.decoding.settled import with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState, Logprobs
 from qspec_jax.decoding.text import RowText, text_of
 from qspec_jax.drafts.draft import Draft
@@ -96,7 +97,8 @@ def generate(
     """Continues each prompt; the prompts are one batch, of any lengths.
 
     prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: by default the one
-    that the config names is made here; for many calls make it once, with `drafts.make_draft(config.draft, model)`. on_tokens is called with
+    that the config names, or that "auto" chooses, is made here; for many calls name one and make it once, with
+    `drafts.make_draft(config.draft, model)`. on_tokens is called with
     the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every one where there are stop strings.
 
     The output is exactly that of the target with the config's cache (in exact arithmetic): greedy, its very tokens; sampled, its
@@ -217,18 +219,19 @@ class _Run:
     ):
         if rounds_per_look < 1:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
-        self.config = config
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
         self.prompts = checked_prompts(model, prompts, config, tokenizer)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
+        (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
-        if draft is None and config.num_speculative_tokens:
-            draft = make_draft(config.draft, model)
-        self.engine = Engine.for_configs(model, draft, [config], prompt_tokens=int(self.n.max()))
-        check_draft_length(self.engine.draft, self.prompts, [config] * len(self.prompts))
+        if draft is None and self.config.num_speculative_tokens:
+            draft = make_draft(self.config.draft, model)
+        self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=int(self.n.max()))
+        configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
+        check_draft_length(self.engine.draft, self.prompts, configs)
         self.keys = prompt_keys(jax.random.key(0) if key is None else key, len(self.prompts))
-        self.sampler, self.limits = make_sampler(config), make_limits(model, *[config] * len(self.rows))
+        self.sampler, self.limits = make_sampler(config), make_limits(model, *configs)
 
     def looks(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""

@@ -189,13 +189,15 @@ class Reads:
     """What a step reads of one layer of a row, in tokens, the one that it appends among them.
 
     quantized: tokens read in 4-bit codes, from `planes` planes each. full: tokens in full precision. key_groups: whether keys have a scale
-    and a zero for each channel and group, as in the target's cache, or for each token.
+    and a zero for each channel and group, as in the target's cache, or for each token. listed: whether the quantized tokens are those of
+    listed groups, and not all that the row has.
     """
 
     planes: int
     quantized: int
     full: int
     key_groups: bool = dataclasses.field(default=True, kw_only=True)
+    listed: bool = dataclasses.field(default=False, kw_only=True)
 
 
 class ModelDraft(Draft):

@@ -25,6 +25,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
 NONE = "none"
+AUTO = "auto"  # whichever of a few drafts pays; what runs a decode puts the text of one in its place
 
 DRAFTS: dict[str, type[DraftSettings]] = {
     "quantspec": QuantSpecSettings,
@@ -45,9 +46,12 @@ def parse_draft(text: str) -> DraftSettings | None:
 
     A comma in a value is written \\, with a backslash before it; = and : stand for themselves. `combine:A+B` has the texts of two drafts,
     each of which may be in parentheses, and is where there is a + in it. Raises InputError for an unknown name or setting, and for a value
-    of another type.
+    of another type; and for `auto`, which is no draft but stands for one.
     """
     name, settings = _taken_apart(text)
+    if name == AUTO:
+        said = f"{AUTO} has no settings" if settings else f"{AUTO} chooses one for generate and batch; here one has to be named"
+        raise InputError(f"draft {text!r}: {said}")
     if name == NONE:
         if settings:
             raise InputError(f"draft {text!r}: {NONE} has no settings")

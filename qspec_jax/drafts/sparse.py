@@ -84,8 +84,10 @@ class SparseDraft(SelfSpeculativeDraft):
 
     def reads(self, layer, quantized, buffered, group_size):
         groups = quantized // group_size
+        if layer < self.dense_layers:
+            return Reads(1, quantized, buffered)
         asked = max(self.least_groups, math.ceil(parts_asked(self.budget, groups, group_size)))
-        return Reads(1, (groups if layer < self.dense_layers else min(groups, asked)) * group_size, buffered)
+        return Reads(1, min(groups, asked) * group_size, buffered, listed=True)
 
     def commit(self, state, result, cache):
         count = result.count[:, None, None]

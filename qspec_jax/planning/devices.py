@@ -5,6 +5,7 @@ SXM, A100 SXM 80 GB, RTX A6000, GeForce RTX 4090 (Ada architecture whitepaper), 
 """
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ DEVICES = {
     "l40s": Device("L40S", 864, 48, 362, 142, 2.52),
     "orin": Device("Jetson AGX Orin", 204.8, 64, 42.5, 16, 1.30, shared_memory=True),
 }
+
+
+def stored_device(kind: str) -> Device | None:
+    """The device of `DEVICES` for what JAX calls one: that whose name stands in it, as "A100" does in "NVIDIA A100-SXM4-80GB" and "H100" in
+    "NVIDIA H100 PCIe". None for any other, a CPU among them."""
+    for device in DEVICES.values():
+        if re.search(rf"(?<!\w){re.escape(device.name)}(?!\w)", kind):
+            return device
+    return None
 
 
 def find_device(text: str) -> Device:

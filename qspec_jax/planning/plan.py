@@ -21,7 +21,7 @@ from qspec_jax.planning.steps import OutlinedDraft, outlined, own_step
 from qspec_jax.quantization.outline import outline
 
 CACHES = ("full", "int8")  # the baselines' caches; drafts go with the second
-GAMMAS = (1, 2, 3, 4, 6, 8)
+GAMMAS = (1, 2, 3, 4, 6, 8, 10, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def plan(
                 raise InputError(f"draft {text}: {error}") from None
             made[text] = error  # such as that it wants a checkpoint
     _check_proposing(proposing or {}, made)
-    planner = _Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
+    planner = Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
     report = dict(intensity=[], sizes=[], rows=[], best=[])
     for context in contexts:
         for text, found in made.items():
@@ -197,9 +197,9 @@ def plan(
         for batch in batches:
             report["intensity"].append(intensity(config, device, context, batch))
             report["sizes"].append(sizes(config, context, batch, max_new_tokens))
-            rows = [planner.autoregressive(kind, context, batch) for kind in CACHES]
+            rows = [planner.autoregressive(CacheConfig(kind), context, batch) for kind in CACHES]
             for text, found in made.items():
-                rows += planner.drafted(text, found, context, batch, gammas)
+                rows += planner.drafted(text, found, CacheConfig(), context, batch, gammas)
             rows = _compared(rows)
             report["rows"] += rows
             report["best"].append(_best(rows, context, batch))
@@ -290,14 +290,15 @@ class _Turns:
         return tuple(name for name, chances in found.items() if any(each.source != GIVEN for each in chances))
 
 
-def _not_measured(parts: Sequence[str]) -> str:
+def _not_measured(parts: Sequence[str], device: Device) -> str:
     """The note on kernels. parts: the drafts of a `combine` that it is about; empty for a draft that is not made of others."""
     who = f"{' and '.join(parts)} {'do' if len(parts) > 1 else 'does'}" if parts else "it does"
-    return f"no kernel that reads or observes as {who} has been measured; times are as if those that read everything did"
+    there = "" if device.kernels == "mosaic_gpu" else f", and on {device.name} there is none"
+    return f"no kernel that reads or observes as {who} has been measured{there}; times are as if those that read everything did"
 
 
-class _Planner:
-    """Plans rows for one model and device."""
+class Planner:
+    """Plans rows for one model and device; see `plan`."""
 
     def __init__(
         self,
@@ -310,23 +311,28 @@ class _Planner:
         self.config, self.device, self.max_new_tokens = config, device, max_new_tokens
         self.acceptances, self.proposing = acceptances, proposing
 
-    def autoregressive(self, kind: str, context: int, batch: int) -> PlannedRow:
-        """A row for decoding without a draft, over a cache of this kind."""
-        cache = CacheConfig(kind)
-        row = PlannedRow(context, batch, registry.NONE, kind, 0, Status.PLANNED, kernels_measured=True)
-        target = self._target(cache, context, batch, 1)
+    def autoregressive(self, cache: CacheConfig, context: int, batch: int) -> PlannedRow:
+        """A row for decoding without a draft."""
+        row = PlannedRow(context, batch, registry.NONE, cache.kind, 0, Status.PLANNED, kernels_measured=True)
+        target = timing.target_cost(self.device, self.config, cache, context=context, batch=batch, tokens=1)
         row = dataclasses.replace(row, target_tuned=timing.tuned(self.device, target))
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), 0, batch=batch)
         target_s, flush = self._seconds(target), rounds.flushes * self._seconds(timing.flush_cost(self.config))
         row = self._timed(row, (), target_s=target_s, step_s=None, flush_s=flush, round_s=target_s + flush, tokens=1.0)
-        return self._fitted([row], ())[0]
+        return self._fitted([row], cache, ())[0]
 
     def drafted(
-        self, text: str, drafts: tuple[OutlinedDraft, ...] | InputError | None, context: int, batch: int, gammas: Sequence[int]
+        self,
+        text: str,
+        drafts: tuple[OutlinedDraft, ...] | InputError | None,
+        cache: CacheConfig,
+        context: int,
+        batch: int,
+        gammas: Sequence[int],
     ) -> list[PlannedRow]:
         """A row for each gamma, or one that says why there is none. drafts: None without a model of their cost, or why they were not
         made."""
-        row = PlannedRow(context, batch, text, CacheConfig().kind, 0, Status.PLANNED)
+        row = PlannedRow(context, batch, text, cache.kind, 0, Status.PLANNED)
         if isinstance(drafts, InputError):
             return [dataclasses.replace(row, status=Status.NOT_PLANNED, note=str(drafts))]
         if drafts is None:
@@ -335,7 +341,7 @@ class _Planner:
         if isinstance(turns, str):
             return [dataclasses.replace(row, status=Status.NO_ACCEPTANCE, note=f"give --acceptance {turns}=R")]
         row = dataclasses.replace(row, acceptance_source=turns.source, assumed=turns.assumed)
-        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), turns) for gamma in gammas], drafts)
+        return self._fitted([self._round(dataclasses.replace(row, gamma=gamma), cache, turns) for gamma in gammas], cache, drafts)
 
     def _turns(self, whole: str, drafts: tuple[OutlinedDraft, ...]) -> _Turns | str:
         """The drafts as rounds ask them, or the name of one that is asked and of which no acceptance is known."""
@@ -362,24 +368,26 @@ class _Planner:
                 break
         return _Turns(drafts, texts, tuple(reached), tuple(acceptances), tuple(shares), tuple(notes))
 
-    def _round(self, row: PlannedRow, turns: _Turns) -> PlannedRow:
+    def _round(self, row: PlannedRow, cache: CacheConfig, turns: _Turns) -> PlannedRow:
         """The row with the times of a round of its gamma."""
-        cache = CacheConfig(row.cache)
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.reached, batch=row.batch)
         step_s, step_tuned, drafting_s = None, None, 0.0
-        unmeasured = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.draft.observes]
+        # Kernels for listed groups and for observation are Hopper's.
+        has_lists = self.device.kernels == "mosaic_gpu"
+        observing = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.observes]
+        unmeasured = [] if has_lists else list(observing)
+        where = dict(context=row.context, batch=row.batch)
         if turns.model is not None:
-            found = row_of(self.config, cache, row.context + 1)
-            step = turns.model.reads(found)
-            cost = timing.pass_cost(self.device, step, found.group_size, batch=row.batch)
+            cost = timing.draft_cost(self.device, turns.model, self.config, cache, **where)
             step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
-            drafting_s = self._drafting(row, turns.model, rounds, step_s)
-            if not step.kernels_measured:
+            drafting_s = self._drafting(row, cache, turns.model, rounds, step_s)
+            step = turns.model.reads(row_of(self.config, cache, row.context + 1))
+            if not step.kernels_measured or (step.listed and not has_lists):
                 unmeasured.append(turns.texts[len(turns.reached) - 1])
         notes = list(turns.notes)
         if unmeasured:
-            notes.append(_not_measured(list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else []))
-        target = self._target(cache, row.context, row.batch, row.gamma + 1)
+            notes.append(_not_measured(list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else [], self.device))
+        target = timing.target_cost(self.device, self.config, cache, **where, tokens=row.gamma + 1, observe=bool(observing))
         target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
         round_s = drafting_s + target_s + flush_s + timing.FITTED.round
@@ -396,21 +404,16 @@ class _Planner:
         )
         return self._timed(row, turns.drafts, target_s=target_s, step_s=step_s, flush_s=flush_s, round_s=round_s, tokens=rounds.tokens)
 
-    def _drafting(self, row: PlannedRow, draft: OutlinedDraft, rounds: Rounds, step_s: float) -> float:
+    def _drafting(self, row: PlannedRow, cache: CacheConfig, draft: OutlinedDraft, rounds: Rounds, step_s: float) -> float:
         """Seconds of the passes of a draft's model in a round. It reads first what it lacks of the text: after a round in which it was not
         asked it must catch up on all that round emitted."""
         width = draft.model.first_pass
         if width == 1:
             return rounds.steps * step_s
-        found = row_of(self.config, CacheConfig(row.cache), row.context + width)
-        first_s = self._seconds(timing.pass_cost(self.device, draft.reads(found), found.group_size, batch=row.batch, tokens=width))
+        where = dict(context=row.context, batch=row.batch)
+        first_s = self._seconds(timing.draft_cost(self.device, draft, self.config, cache, **where, tokens=width))
         behind = (1 - rounds.asked) * rounds.tokens / width
         return (rounds.passes[0] + behind) * first_s + sum(rounds.passes[1:]) * step_s
-
-    def _target(self, cache: CacheConfig, context: int, batch: int, tokens: int) -> timing.Cost:
-        """A pass of the target over so many new tokens of each row."""
-        row = row_of(self.config, cache, context + tokens)
-        return timing.pass_cost(self.device, own_step(self.config, row), row.group_size, batch=batch, tokens=tokens)
 
     def _seconds(self, cost: timing.Cost) -> float:
         return cost.seconds(self.device)
@@ -443,9 +446,9 @@ class _Planner:
             tokens_per_second=row.batch * tokens / round_s,
         )
 
-    def _fitted(self, rows: Sequence[PlannedRow], drafts: Sequence[OutlinedDraft]) -> list[PlannedRow]:
+    def _fitted(self, rows: Sequence[PlannedRow], cache: CacheConfig, drafts: Sequence[OutlinedDraft]) -> list[PlannedRow]:
         """These rows, which differ in gamma alone, with their memory; and what fits, with the largest gamma, whose caches are largest."""
-        cache, batch, context = CacheConfig(rows[0].cache), rows[0].batch, rows[0].context
+        batch, context = rows[0].batch, rows[0].context
         room = 1e9 * self.device.memory_gb - self.device.reserved_bytes
         most = max(row.gamma for row in rows)
         positions = min([self.config.max_length, *(each.draft.max_length for each in drafts if each.draft.max_length is not None)])

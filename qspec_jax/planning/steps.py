@@ -36,12 +36,17 @@ class LayerReads(Reads):
 @dataclasses.dataclass(frozen=True)
 class StepReads:
     """What one step, one token in each row, reads. config: of the model that makes the step. head_bits: 16 for the model's own head, 8 for
-    INT8. kernels_measured: whether GPU kernels that read so were measured."""
+    INT8. kernels_measured: whether GPU kernels that read so were measured, where there are any (`listed` layers have them on Hopper)."""
 
     config: LlamaConfig
     layers: tuple[LayerReads, ...]
     head_bits: int
     kernels_measured: bool = True
+
+    @property
+    def listed(self) -> bool:
+        """Whether it reads listed groups in any layer."""
+        return any(layer.listed for layer in self.layers)
 
 
 def own_step(config: LlamaConfig, row: Row) -> StepReads:
@@ -63,6 +68,11 @@ class OutlinedDraft:
         return self.draft if isinstance(self.draft, ModelDraft) else None
 
     @property
+    def observes(self) -> bool:
+        """Whether it asks verifications what they attended to."""
+        return self.draft.observes
+
+    @property
     def always_proposes(self) -> bool:
         return self.draft.proposes == Proposes.ALL
 
@@ -76,9 +86,9 @@ class OutlinedDraft:
         for i, bits in enumerate(self.weight_bits):
             reads = draft.reads(i, row.quantized, row.buffered, row.group_size)
             layers.append(LayerReads(**dataclasses.asdict(reads), weight_bits=bits))
-        # Measured were kernels that read all that is quantized of the target's cache, or a cache in full precision.
+        # Measured were kernels that read all that is quantized of the target's cache, or listed groups, or a cache in full precision.
         read = (0,) if draft.own_cache else (row.quantized,)
-        measured = not draft.observes and all(layer.quantized in read for layer in layers)
+        measured = all(layer.listed or layer.quantized in read for layer in layers)
         return StepReads(draft.step.model.config, tuple(layers), self.head_bits, measured)
 
 
@@ -93,10 +103,11 @@ def outlined(settings: DraftSettings, model: Llama, int4: Callable[[], Llama]) -
     drafts = settings.make(model, int4).in_turn()
     if any(isinstance(draft, ModelDraft) and draft.oracle for draft in drafts):
         raise InputError("an oracle, to measure other drafts by: it saves no time")
-    return None if any(draft.proposes is None for draft in drafts) else tuple(map(_outlined, drafts))
+    return None if any(draft.proposes is None for draft in drafts) else tuple(map(outlined_draft, drafts))
 
 
-def _outlined(draft: Draft) -> OutlinedDraft:
+def outlined_draft(draft: Draft) -> OutlinedDraft:
+    """A draft that is made, of an outline or of a model with weights, which is not made of others."""
     if not isinstance(draft, ModelDraft):
         return OutlinedDraft(draft)
     int4_layer = lambda block: isinstance(block.down_proj.weight.get_value(), Int4Weight)

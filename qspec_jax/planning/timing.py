@@ -16,6 +16,7 @@ from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
 from pallas_kernels.matmul.support import MAX_ROWS
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.devices import DEVICES, Device
 from qspec_jax.planning.operations import (
@@ -27,8 +28,9 @@ from qspec_jax.planning.operations import (
     linear_shapes,
     pass_work,
     prefill_work,
+    row_of,
 )
-from qspec_jax.planning.steps import LayerReads, StepReads
+from qspec_jax.planning.steps import LayerReads, OutlinedDraft, StepReads, own_step
 
 TILE_ROWS = 8  # query rows that a tile of attention has, for each KV head
 FUSED_WIDTH = 4096  # numbers of the residual stream in a piece of the fused layer
@@ -46,9 +48,11 @@ class Efficiencies:
     several. layer_int4: the same of a fused INT4 layer. layer_batch: any layer, for each further row of a batch.
     launch_attention, launch_attention_triton, launch_matmul, launch_small: a launch of attention, of an INT4 matmul, of a norm or RoPE.
     matmul_floor: an INT4 matmul in a launch of its own, as a share of the time of its bytes.
+    launch_listed: in place of launch_attention over listed groups, the launch that merges partial results included.
     full, int4, int8: attention, for each token and KV head, besides its bytes, by what is read. tile: for each further tile of query
-    rows. int4_default, int8_default: in place of int4 and int8 on a device other than the H100 without a tuned configuration. int4_triton,
-    int8_triton, tile_triton: the same of the Triton kernels.
+    rows; tile_exposed: in place of it on a device that reads faster than an H100, where reading hides less of it. int4_default,
+    int8_default: in place of int4 and int8 on a device other than the H100 without a tuned configuration. int4_triton, int8_triton,
+    tile_triton: the same of the Triton kernels. observed: finding what each token of each group was attended to by, for each tile.
     int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
     round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
     prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
@@ -60,6 +64,7 @@ class Efficiencies:
     layer_batch: float = 2.93e-06
     launch_attention: float = 8.23e-06
     launch_attention_triton: float = 2.36e-05
+    launch_listed: float = 7.52e-06
     launch_matmul: float = 2.47e-06
     launch_small: float = 2e-6
     matmul_floor: float = 0.0827
@@ -67,6 +72,8 @@ class Efficiencies:
     int4: float = 5.19e-12
     int8: float = 6.32e-12
     tile: float = 1.22e-12
+    tile_exposed: float = 8.46e-12
+    observed: float = 2.22e-12
     int4_default: float = 1.591e-11
     int8_default: float = 3.355e-11
     int4_triton: float = 2.11e-11
@@ -82,7 +89,7 @@ class Efficiencies:
 
 FITTED = Efficiencies()
 # Those that are arithmetic of a kernel, and so faster on a device with more multiprocessors or a higher clock.
-ARITHMETIC = {name for name in Efficiencies.__dataclass_fields__ if name.startswith(("full", "int4", "int8", "tile"))}
+ARITHMETIC = {name for name in Efficiencies.__dataclass_fields__ if name.startswith(("full", "int4", "int8", "tile", "observed"))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +117,8 @@ def slowness(device: Device) -> float:
     return reference.multiprocessors * reference.clock_ghz / (device.multiprocessors * device.clock_ghz)
 
 
-def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int = 1, tokens: int = 1) -> Cost:
-    """The time of feeding `tokens` new tokens to each of `batch` rows, in bfloat16."""
+def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int = 1, tokens: int = 1, observe: bool = False) -> Cost:
+    """The time of feeding `tokens` new tokens to each of `batch` rows, in bfloat16. observe: finding what they attend to as well."""
     work = pass_work(reads, group_size, batch=batch, tokens=tokens)
     c, rows = reads.config, batch * tokens
     int4 = sum(layer.weight_bits == 4 for layer in reads.layers)
@@ -124,8 +131,25 @@ def pass_cost(device: Device, reads: StepReads, group_size: int, *, batch: int =
     if int4:
         cost += int4 * _int4_layer(device, c, rows)
     for layer, count in Counter(reads.layers).items():
-        cost += count * attention_cost(device, c, layer, group_size, batch=batch, tokens=tokens)
+        cost += count * attention_cost(device, c, layer, group_size, batch=batch, tokens=tokens, observe=observe)
     return cost
+
+
+def draft_cost(
+    device: Device, draft: OutlinedDraft, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int = 1
+) -> Cost:
+    """A pass of a draft's model over so many new tokens of each row, behind `context` tokens in the target's cache. Only for a draft with a
+    model."""
+    row = row_of(target, cache, context + tokens)
+    return pass_cost(device, draft.reads(row), row.group_size, batch=batch, tokens=tokens)
+
+
+def target_cost(
+    device: Device, target: LlamaConfig, cache: CacheConfig, *, context: int, batch: int, tokens: int, observe: bool = False
+) -> Cost:
+    """A pass of the target over so many new tokens of each row: a verification, or with one token a step without a draft."""
+    row = row_of(target, cache, context + tokens)
+    return pass_cost(device, own_step(target, row), row.group_size, batch=batch, tokens=tokens, observe=observe)
 
 
 def _roofline(device: Device, work: Work) -> float:
@@ -163,17 +187,21 @@ def _int4_tiles(out: int, inputs: int, rows: int) -> Counter:
     return Counter({name: (tiles - 1) * out * inputs})
 
 
-def attention_cost(device: Device, config: LlamaConfig, layer: LayerReads, group_size: int, *, batch: int = 1, tokens: int = 1) -> Cost:
-    """Attention of one layer over rows of one length."""
+def attention_cost(
+    device: Device, config: LlamaConfig, layer: LayerReads, group_size: int, *, batch: int = 1, tokens: int = 1, observe: bool = False
+) -> Cost:
+    """Attention of one layer over rows of one length. observe: also how much each group was attended to."""
     c = config
     launches = math.ceil(tokens / MAX_TOKENS)
     read = batch * cache_bytes_read(c, layer, group_size)
     tiles = math.ceil(min(tokens, MAX_TOKENS) * c.num_heads / c.num_kv_heads / TILE_ROWS)
     heads = launches * batch * c.num_kv_heads
     triton = "_triton" if device.kernels == "triton" else ""
-    counts = Counter({f"launch_attention{triton}": launches, "full": heads * layer.full, "tile": heads * layer.full * (tiles - 1)})
+    launch = "launch_listed" if layer.listed and not triton else f"launch_attention{triton}"
+    counts = Counter({launch: launches, "full": heads * layer.full, "tile": heads * layer.full * (tiles - 1)})
     counts[_kind(device, c, layer.planes, tiles, group_size, batch)] += heads * layer.quantized
-    counts[f"tile{triton}"] += heads * layer.quantized * (tiles - 1)
+    counts[f"tile{triton or ('_exposed' if _reads_faster(device) else '')}"] += heads * layer.quantized * (tiles - 1)
+    counts["observed"] += observe * heads * layer.quantized * tiles
     return Cost(launches * read / device.read_bytes_per_s, counts)
 
 
@@ -195,6 +223,11 @@ def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_si
 def _defaults_are_slower(device: Device) -> bool:
     """Whether attention without a tuned configuration has coefficients of its own. The defaults did well on the H100."""
     return device.kernels == "mosaic_gpu" and device.kind not in ("", DEVICES["h100"].kind)
+
+
+def _reads_faster(device: Device) -> bool:
+    """Whether reading hides less of what Mosaic's attention computes than on an H100."""
+    return device.kernels == "mosaic_gpu" and device.read_bytes_per_s * slowness(device) > 1.1 * DEVICES["h100"].read_bytes_per_s
 
 
 def tuned(device: Device, cost: Cost) -> bool | None:

@@ -1,0 +1,75 @@
+"""What a `GenerationConfig` leaves open, settled by stored costs: draft `auto`, and what a draft costs for adaptive speculation.
+
+Nothing is measured: the same model, prompts, settings and kind of device give the same on every run (`qspec_jax.planning.choice`).
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+
+import jax
+
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.limits import DRAFT_COST
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import AUTO, NONE
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.planning.choice import Setting, choose, relative_cost
+
+log = logging.getLogger(__name__)
+
+
+def with_draft(
+    model: Llama, configs: Sequence[GenerationConfig], prompt_tokens: Sequence[int], *, batch: int, draft: Draft | None = None
+) -> list[GenerationConfig]:
+    """These configs, which share a draft, with one that is named: in place of "auto" that which pays for the longest of the rows, and its
+    gamma where a config has none. One line is logged, at INFO, with what was chosen and why.
+
+    prompt_tokens: of each config's prompt. batch: rows at a time. draft: one that is made already. Raises InputError for that beside
+    "auto".
+    """
+    if not configs or configs[0].draft != AUTO:
+        return list(configs)
+    if draft is not None:
+        raise InputError(f"draft {AUTO!r} chooses a draft, and another is given; name that in the config")
+    longest = max(tokens + config.max_new_tokens for tokens, config in zip(prompt_tokens, configs, strict=True))
+    given = {config.num_speculative_tokens for config in configs}
+    found = choose(_setting(model, configs[0]), context=longest, batch=batch, gamma=given.pop() if len(given) == 1 else None)
+    log.info(found.reason)
+
+    def chosen(config: GenerationConfig) -> GenerationConfig:
+        gamma = found.gamma if config.num_speculative_tokens is None else config.num_speculative_tokens
+        # The target does not depend on the choice.
+        cache = config.cache_config.kind if found.draft == NONE else config.cache
+        return dataclasses.replace(config, draft=found.draft, num_speculative_tokens=gamma, cache=cache)
+
+    return list(map(chosen, configs))
+
+
+def with_costs(
+    model: Llama, configs: Sequence[GenerationConfig], prompt_tokens: Sequence[int], draft: Draft | None
+) -> list[GenerationConfig]:
+    """These configs, each with a `draft_cost` where it is adaptive and has none: by stored costs for the row at its longest, as if it were
+    alone, so that it does not depend on its neighbours; `DRAFT_COST` where no stored cost holds.
+
+    prompt_tokens: of each config's prompt. draft: which they share, as they do the target's cache.
+    """
+
+    @functools.cache
+    def cost(context: int, gamma: int) -> float:
+        if draft is None or not gamma:
+            return DRAFT_COST
+        return relative_cost(_setting(model, configs[0]), draft, context=context, gamma=gamma) or DRAFT_COST
+
+    def costed(config: GenerationConfig, tokens: int) -> GenerationConfig:
+        if not config.adaptive or config.draft_cost is not None:
+            return config
+        return dataclasses.replace(config, draft_cost=cost(tokens + config.max_new_tokens, config.num_speculative_tokens))
+
+    return list(map(costed, configs, prompt_tokens))
+
+
+def _setting(model: Llama, config: GenerationConfig) -> Setting:
+    return Setting(model.config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind)

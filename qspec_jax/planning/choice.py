@@ -1,0 +1,112 @@
+"""What `--draft auto` stands for, and what a draft costs beside a verification: by shapes and stored figures of devices, never by a clock.
+
+So both are the same on every run with the same settings on the same kind of device. Costs are those of `qspec plan`.
+"""
+
+import dataclasses
+
+from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.planning import timing
+from qspec_jax.planning.acceptance import ACCEPTANCE
+from qspec_jax.planning.devices import Device, stored_device
+from qspec_jax.planning.plan import PlannedRow, Planner
+from qspec_jax.planning.steps import outlined, outlined_draft
+from qspec_jax.quantization.outline import outline
+
+CANDIDATES = ("sparse", "quantspec")  # with their default settings; and none
+GAMMAS = range(1, 13)
+UNKNOWN = ("quantspec", 4)  # draft and gamma where no stored cost holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `auto` comes to: the text of a draft, its gamma, and a sentence that says why."""
+
+    draft: str
+    gamma: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where a decode runs: a model's shape and dtype (its name), the target's cache, and what JAX calls the kind of device."""
+
+    model: LlamaConfig
+    dtype: str
+    cache: CacheConfig
+    device_kind: str
+
+    def costed(self) -> Device | str:
+        """The device whose stored figures hold, or why none do."""
+        device = stored_device(self.device_kind)
+        if device is None:
+            return f"no costs are stored for {self.device_kind!r}"
+        if self.dtype != "bfloat16":
+            return f"stored costs are those of bfloat16, not of {self.dtype}"
+        if self.model.head_dim not in HEAD_DIMS:
+            return f"stored costs are those of kernels, which there are none of for a head_dim of {self.model.head_dim}"
+        size = self.cache.group_size_for(self.model.head_dim)
+        if self.cache.kind != "full" and size not in GROUP_SIZES:
+            return f"stored costs are those of kernels, which there are none of for groups of {size} tokens"
+        return device
+
+
+def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = None) -> Choice:
+    """The draft, and the number of drafts of a round, with which a token takes least: `CANDIDATES`, or none, over the cache of the setting,
+    which is not chosen.
+
+    context: tokens of the longest row, its new ones among them. batch: rows at a time. gamma: None chooses it too. Acceptance is what
+    `qspec plan` assumes. Memory is not looked at. Where no stored cost holds it is `UNKNOWN`, with gamma where that is given.
+    """
+    if gamma == 0:
+        return Choice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
+    device = setting.costed()
+    if isinstance(device, str):
+        draft, usual = UNKNOWN
+        gamma = usual if gamma is None else gamma
+        return Choice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, unchosen: {device}")
+    planner = Planner(setting.model, device, 0, {}, {})
+    rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
+    for text in CANDIDATES:
+        if text == "sparse" and (device.kernels != "mosaic_gpu" or setting.cache.kind == "full"):
+            left_out.append(f"{text} has no kernels there" if setting.cache.kind != "full" else f"{text} needs the int8 cache")
+            continue
+        drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
+        found = planner.drafted(text, drafts, setting.cache, context, batch, GAMMAS if gamma is None else [gamma])
+        rows.append(min(found, key=lambda row: row.ms_per_token))
+    best = min(rows, key=lambda row: row.ms_per_token)
+    estimated = "" if device.measured else ", ESTIMATES,"
+    named = "" if device.kind == setting.device_kind else f" for {setting.device_kind!r}"
+    where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
+    compared = ", ".join(_shown(row) for row in rows)
+    reason = f"draft {AUTO}: {_chosen(best)}, by {where}; expected ms a token: {compared}"
+    return Choice(best.draft, best.gamma, "; ".join([reason, *left_out]))
+
+
+def _chosen(row: PlannedRow) -> str:
+    return row.draft if row.draft == NONE else f"{row.draft} with {row.gamma} drafts a round"
+
+
+def _shown(row: PlannedRow) -> str:
+    rests = "" if row.draft == NONE else f" ({row.gamma} drafts, acceptance ASSUMED {ACCEPTANCE[row.draft].rate:g})"
+    return f"{row.draft} {row.ms_per_token:.3g}{rests}"
+
+
+def relative_cost(setting: Setting, draft: Draft, *, context: int, gamma: int) -> float | None:
+    """What a step of a draft takes, where verifying a round of gamma drafts takes 1, for a row alone that holds `context` tokens. None
+    where no stored cost holds, and for a draft without a model.
+
+    Of drafts that a round asks in turn it is the last one's, which has a model if any has.
+    """
+    device, asked = setting.costed(), [outlined_draft(each) for each in draft.in_turn()]
+    if isinstance(device, str) or asked[-1].model is None:
+        return None
+    where = dict(context=context, batch=1)
+    step = timing.draft_cost(device, asked[-1], setting.model, setting.cache, **where)
+    observe = any(each.observes for each in asked)
+    target = timing.target_cost(device, setting.model, setting.cache, **where, tokens=gamma + 1, observe=observe)
+    return step.seconds(device) / target.seconds(device)
