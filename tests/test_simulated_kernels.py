@@ -30,7 +30,7 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, PRODUCER_WARPS, Plan, Stage
 from pallas_kernels.rope_append import reference as rope_append_reference
 
 
@@ -116,9 +116,8 @@ def test_a_launch_leaves_an_empty_handoff_buffer():
     def emit(refs: dict) -> None:
         mosaic_block.make_handoff(plan, ptx.address(refs["next"]), ptx.block_index(), ptx.thread_index())
 
-    found = launch(
-        "make_handoff", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, fused_layer.WARPGROUPS, 128
-    )
+    outputs = {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}
+    found = launch("make_handoff", emit, {}, outputs, 3, PRODUCER_WARPS // 4, 128)
     assert found["next"].size == fused_layer.empty_handoff(plan).size
     assert_empty(found["next"])
 

@@ -70,22 +70,32 @@ def emit_block(plan: Plan, refs: dict) -> None:
         sums.start(MATH_WARPS, EPILOGUE_WARPS)
         if hands_over:
             tickets.start(1, warps)
-    if hands_over:
-        make_handoff(plan, at["next_handoff"], block, thread)
-    ptx.synchronize(ptx.i32(0), warps)
-    # The first lane of the producer warps draws tickets for all warps.
-    drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
+    meet = lambda: ptx.synchronize(ptx.i32(0), warps)
+    shares = lambda *drawing: Tickets(plan, tickets, lane, *drawing) if hands_over else OwnShare(plan, block)
     with ptx.when(warp < MATH_WARPS):
-        do_math(plan, at, drawn(), ring, sums, warp, thread)
+        meet()
+        do_math(plan, at, shares(), ring, sums, warp, thread)
     with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
-        produce(plan, at, drawn(at.get("handoff")), ring, warp - MATH_WARPS, lane)
+        drawing = ()
+        if hands_over:
+            # The first lane of the producer warps draws tickets for all warps; the first is on its way while the barriers are made.
+            counter = TicketCounter(at["handoff"], ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0)))
+            drawing = counter, counter.draw()
+        meet()
+        produce(plan, at, shares(*drawing), ring, warp - MATH_WARPS, lane)
+        if hands_over:
+            make_handoff(plan, at["next_handoff"], block, thread - 32 * MATH_WARPS)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
-        write_outputs(plan, at, drawn(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
+        meet()
+        write_outputs(plan, at, shares(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
-    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it."""
-    threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
+    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it. thread: of the producer warps.
+
+    They do it when they have nothing left to copy: that is no work that anybody waits for, and the next launch finds the buffer in the L2.
+    """
+    threads = 32 * PRODUCER_WARPS
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
@@ -123,27 +133,37 @@ class OwnShare:
         return work(self.share, carry)
 
 
+@dataclasses.dataclass(frozen=True)
+class TicketCounter:
+    """An address in global memory where tickets are counted, and 1 in the lane of a block that draws them, 0 in all others."""
+
+    at: ptx.Value
+    draws: ptx.Value
+
+    def draw(self):
+        """The next ticket in the lane that draws, 0 in the others."""
+        return ptx.take_ticket(self.at, self.draws)
+
+
 class Tickets:
     """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
 
-    counter: for the producer warps, the address in global memory where tickets are counted. The first lane of the first of them draws for
-    the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
+    counter, first: for the producer warps, where tickets are drawn, and the first of them. One lane draws for the block, the next ticket
+    whenever it passes one on, so that nobody waits for the counter.
     """
 
-    def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
-        self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
-        self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
-        drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
-        self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
+    def __init__(self, plan: Plan, ring: "Ring", lane, counter: "TicketCounter | None" = None, *first):
+        self.plan, self.ring, self.lane, self.counter = plan, ring, lane, counter
+        self.state = self.following(ptx.i32(0), ptx.i32(0), *first)
 
     def following(self, slot, parity, *drawn) -> tuple:
         """The next ticket, and the state from which `following` comes to the one after it."""
         if drawn:
-            with ptx.when(self.draws == 1):
+            with ptx.when(self.counter.draws == 1):
                 ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
                 ptx.store_shared(self.ring.slot(slot), *drawn)
                 ptx.arrive(self.ring.filled(slot))
-            drawn = (ptx.take_ticket(self.counter, self.draws),)
+            drawn = (self.counter.draw(),)
         ptx.wait_for_arrivals(self.ring.filled(slot), parity)
         ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
         emptied = ptx.once_loaded(self.ring.emptied(slot), [ticket])
