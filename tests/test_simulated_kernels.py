@@ -16,7 +16,7 @@ import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
-from simulated_gpu import launch
+from simulated_gpu import launch, scalar
 from simulated_ptx import simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
@@ -102,6 +102,46 @@ def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
     for ours, exact in zip(found, test_fused_layer_gpu.exact(*problem)):
         assert ours.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+def test_weights_ahead_are_copied_and_change_nothing(monkeypatch):
+    x, attended, o, weight, gate, up, down, following_weight, following = test_fused_layer_gpu.problem(256, 512, 256, (32, 16, 16), 1)
+    ahead = [o, gate, up]
+    plan = lambda ahead: fused_layer.plan_for(1, o, gate, down, following, test_fused_layer_gpu.EPS, ahead)
+    weights, copied = [[o], [gate, up], [down], following], set()
+    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 3)
+
+    def run(plan, weights):
+        return at_once(fused_layer.run)(plan, x, attended, [weight, following_weight], weights, fused_layer.empty_handoff(plan))
+
+    expected = run(plan([]), weights)
+    weight_row = mosaic_block.weight_row
+    noting = lambda stage, number, at, name, tile, output: (
+        copied.add((number, scalar(tile))) or weight_row(stage, number, at, name, tile, output)
+    )
+    monkeypatch.setattr(mosaic_block, "weight_row", noting)
+    # All tiles of the first stage, and of the second as many as there are slots left.
+    assert plan(ahead).slots == 11 and plan(ahead).tiles_ahead == {4: 6, 5: 3}
+    for ours, theirs in zip(run(plan(ahead), [*weights, [o], [gate, up]]), expected):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert {tile for number, tile in copied if number == 4} == set(range(16))
+    assert {tile for number, tile in copied if number == 5} == {*range(3), *range(10, 13), *range(21, 24)}
+
+
+def test_weights_ahead_of_another_format_or_shape_are_left_alone(monkeypatch):
+    args = test_fused_layer_gpu.problem(256, 512, 256, (32, 16, 16), 1)
+    o, gate, up = args[2], args[4], args[5]
+    plans = []
+    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 3)
+    monkeypatch.setattr(
+        fused_layer, "run", lambda plan, x, attended, norms, weights, handoff: plans.append((plan, weights)) or (x, x, handoff)
+    )
+    for ahead in [o, gate, up], [], [gate, gate, up], [jnp.zeros(o.shape, jnp.bfloat16), gate, up]:
+        fused_layer.between_attentions(*args, eps=1e-5, ahead=ahead)
+    (plan, weights), *others = plans
+    assert len(plan.ahead) == 2 and len(weights) == 6
+    assert all(not plan.ahead and len(weights) == 4 for plan, weights in others)
 
 
 def assert_empty(handoff: jax.Array) -> None:

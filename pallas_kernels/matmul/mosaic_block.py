@@ -82,7 +82,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
             counter = TicketCounter(at["handoff"], ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0)))
             drawing = counter, counter.draw()
         meet()
-        produce(plan, at, shares(*drawing), ring, warp - MATH_WARPS, lane)
+        produce(plan, at, shares(*drawing), ring, warp - MATH_WARPS, lane, block)
         if hands_over:
             make_handoff(plan, at["next_handoff"], block, thread - 32 * MATH_WARPS)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
@@ -227,19 +227,25 @@ class Ring:
 # Producer warps --------------------------------------------------------------------------------------------------------
 
 
-def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
-    """Fills the ring, with all passes of all stages."""
+def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane, block) -> None:
+    """Fills the ring with all passes of all stages, and then with the passes of `plan.tiles_ahead`."""
     carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
     for number in range(len(plan.stages)):
         work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
+    for number, tiles in plan.tiles_ahead.items():
+        lower, upper = Share(plan, block).tiles(plan.all_stages[number])
+        one_tile = lambda tile, carry, number=number: produce_ahead(plan, number, at, tile, ring, warp, lane, carry)
+        carry = ptx.loop(lower, ptx.minimum(upper, lower + tiles), carry, one_tile)
+    if plan.tiles_ahead:  # nobody else waits for these, and a block that ended would leave its shared memory to others
+        _, _, *earlier = carry
+        for _ in range(COPIES):
+            ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+            earlier = ring.following(*earlier)
 
 
 def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """Fills the ring with the share's passes of a stage.
-
-    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
-    """
+    """Fills the ring with the share's passes of a stage. carry: see `produce_pass`."""
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
     together = plan.together(stage)
@@ -247,22 +253,45 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
     def one_turn(turn, carry):
         def one_pass(number_of_pass, carry):
             for which in range(together):
-                slot, parity, *earlier = carry
-                ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-                ptx.wait_for_arrivals(ring.emptied(slot), parity)
-                left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
-                tile = lower + turn * together + which
+                left, tile = groups_left(stage, number_of_pass), lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
                     left = ptx.select(tile < upper, left, ptx.i32(0))
                     tile = ptx.minimum(tile, upper - 1)
-                source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
-                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
-                carry = *ring.following(slot, parity), *ring.following(*earlier)
+                carry = produce_pass(stage, number, at, tile, number_of_pass, left, ring, warp, lane, carry)
             return carry
 
         return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
 
     return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
+
+
+def produce_ahead(plan: Plan, number: int, at: dict, tile, ring: Ring, warp, lane, carry: tuple) -> tuple:
+    """Copies a tile that the next launch reads, and that nobody here does: it is then in the L2. carry: see `produce_pass`."""
+    stage = plan.all_stages[number]
+
+    def one_pass(number_of_pass, carry):
+        left = groups_left(stage, number_of_pass)
+        return produce_pass(stage, number, at, tile, number_of_pass, left, ring, warp, lane, carry)
+
+    return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
+
+
+def groups_left(stage: Stage, number_of_pass):
+    """How many groups a pass of a stage has."""
+    return ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
+
+
+def produce_pass(stage: Stage, number: int, at: dict, tile, number_of_pass, left, ring: Ring, warp, lane, carry: tuple) -> tuple:
+    """Fills a slot of the ring with a pass of a tile, of which `left` groups are there.
+
+    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
+    """
+    slot, parity, *earlier = carry
+    ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+    ptx.wait_for_arrivals(ring.emptied(slot), parity)
+    source = lambda name, output: weight_row(stage, number, at, name, tile, output)
+    copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
+    return *ring.following(slot, parity), *ring.following(*earlier)
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
