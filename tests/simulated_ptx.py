@@ -91,6 +91,10 @@ def _copy(to, source, width, sizes):
     shared.bytes[within] = np.where(read, memory.bytes[places], 0)
 
 
+def _prefetch(found, code, at):
+    here.block.device.memory.places(at, 1)
+
+
 def _words(to, width):
     return (to[here.mask].astype(np.int64) - here.block.shared.start)[:, None] // 4 + np.arange(width // 4)
 
@@ -287,6 +291,7 @@ INSTRUCTIONS = {
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
     r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
     r"cp\.async\.bulk\.": _copy_bulk,
+    r"prefetch\.global": _prefetch,
     r"cp\.async\.commit_group": _commit,
     r"cp\.async\.wait_group (\d+)": _wait_for_copies,
     r"mbarrier\.init\.shared\.b64 \[\$0\], (\d+)": _init,

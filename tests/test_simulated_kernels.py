@@ -16,7 +16,7 @@ import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
-from simulated_gpu import launch, scalar
+from simulated_gpu import here, launch, scalar
 from simulated_ptx import simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
@@ -127,6 +127,21 @@ def test_weights_ahead_are_copied_and_change_nothing(monkeypatch):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     assert {tile for number, tile in copied if number == 4} == set(range(16))
     assert {tile for number, tile in copied if number == 5} == {*range(3), *range(10, 13), *range(21, 24)}
+
+
+@pytest.mark.slow
+def test_what_a_stage_reads_beside_weights_is_brought_to_the_l2(monkeypatch):
+    x, attended, o, weight, gate, up, down, following_weight, following = test_fused_layer_gpu.problem(256, 512, 768, (32, 16, 16), 2)
+    plan = dataclasses.replace(fused_layer.plan_for(2, o, gate, down, following, 1e-5), blocks=3)
+    brought = []
+    monkeypatch.setattr(ptx, "prefetch", lambda source: brought.extend(source.raw[here.mask]))
+    handoff, norms = fused_layer.empty_handoff(plan), [weight, following_weight]
+    at_once(fused_layer.run)(plan, x, attended, norms, [[o], [gate, up], [down], following], handoff)
+    # Stage 1 reads the residual stream, what stage 0 adds and a norm's weight; stage 2 its inputs; stage 3 as stage 1, and what 2 adds.
+    rows = {1: [(256, 2), (256, 2), (256, 1)], 2: [(768, 2)], 3: [(256, 2), (256, 2), (256, 2), (256, 1)]}
+    assert len(brought) == sum(2 * width * count // 32 for arrays in rows.values() for width, count in arrays)
+    times = np.unique(brought, return_counts=True)[1]
+    assert (times == 2).sum() == 2 * 2 * 256 * 2 // 32  # the residual stream and what stage 0 adds; everything else once
 
 
 def test_weights_ahead_of_another_format_or_shape_are_left_alone(monkeypatch):

@@ -49,6 +49,8 @@ INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
+SECTOR = 32  # bytes that the L2 reads from memory at once
+TILES_BEFORE = 2  # the last of a share, before which what the next stage reads is brought to the L2
 WORDS_AT_ONCE = 4  # of a handoff buffer that a thread fills
 LOG2_E = 1.4426950408889634
 
@@ -431,7 +433,7 @@ class Activations:
     def fetch_residual(self, number: int, pieces: list) -> list:
         """The residual stream before the stage, and the norm's weight, in these pieces."""
         stage = self.plan.stages[number]
-        earlier = [i for i in range(number) if self.plan.stages[i].normed]
+        earlier = self.plan.normed_before(number)
         residual = self.load(self.at["residual"], stage, pieces, read_all)
         for before in earlier:
             residual = self.sums_of(residual, self.inputs(before, pieces))
@@ -579,6 +581,8 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
 
     def step(tile, carry):
         slot, parity = carry
+        with ptx.when(tile == ptx.maximum(lower, upper - TILES_BEFORE)):
+            bring_inputs(plan, number + 1, at, share, thread)
         ptx.wait_for_arrivals(sums.filled(slot), parity)
         for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
@@ -590,6 +594,28 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
         return sums.following(slot, parity)
 
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
+
+
+def bring_inputs(plan: Plan, number: int, at: dict, share: Share, thread) -> None:
+    """Brings the share's part of what a stage reads beside weights to the L2: inputs, and for a norm the residual stream and its weight.
+
+    All of it has been in memory since the launch before, or was handed over so long ago that weights have taken its place in the L2. Then
+    the first to look for a word of the inputs would wait for the memory, behind weights, and all others for him.
+    """
+    if number == len(plan.stages):
+        return
+    row_bytes = lambda number: 2 * GROUP_SIZE * plan.stages[number].groups
+    arrays = [(outputs_of(plan, at, number - 1), plan.rows * row_bytes(number))]
+    if plan.stages[number].normed:
+        earlier = plan.normed_before(number)
+        arrays += [(outputs_of(plan, at, before - 1), plan.rows * row_bytes(before)) for before in earlier]
+        arrays += [(at["residual"], plan.rows * row_bytes(number)), (at[f"norm{len(earlier)}"], row_bytes(number))]
+    for array, size in arrays:
+        sectors = size // SECTOR
+        for first in range(0, sectors, 32 * EPILOGUE_WARPS * plan.blocks):
+            sector = thread * plan.blocks + share.number + first
+            with ptx.when(sector < sectors):
+                ptx.prefetch(array + ptx.i64(sector) * SECTOR)
 
 
 def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:

@@ -114,6 +114,10 @@ class Plan:
     def row_tiles(self) -> int:
         return math.ceil(self.rows / ROWS)
 
+    def normed_before(self, number: int) -> list[int]:
+        """The numbers of the stages with a norm before a stage."""
+        return [i for i in range(number) if self.stages[i].normed]
+
     def resident(self, stage: Stage) -> bool:
         return stage.passes <= self.room
 
