@@ -44,6 +44,19 @@ def _load(found, code, at):
     return _memory(found[1]).load(at, int(found[2] or 1), {"b": np.int32, "f": np.float32}[found[3]])
 
 
+def _load_half(found, code, at):
+    shared, out = here.block.shared, np.zeros(32, np.int32)
+    places = shared.places(at, 2)
+    shared.touched.reads(places[:, :1] // 4, LANES[here.mask])
+    out[here.mask] = shared.bytes[places].view(np.uint16)[:, 0]
+    return out
+
+
+def _load_where(found, code, at, condition):
+    with when(Lanes(condition != 0)):
+        return here.block.shared.load(at, 4, np.int32)
+
+
 def _store(found, code, *args):
     *values, at = (args[1], args[0]) if code.rstrip(";").endswith("$1") else args
     _memory(found[1]).store(at, np.stack([x.view(np.int32) for x in values], 1))
@@ -286,6 +299,8 @@ def _fma(found, code, a, b, c):
 
 INSTRUCTIONS = {
     r"ld\.(global|shared)(?:\.v(\d))?\.([bf])32": _load,
+    r"ld\.shared\.u16": _load_half,
+    r"\{ \.reg \.pred there; .* ld\.shared\.v4": _load_where,
     r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,

@@ -478,13 +478,17 @@ class Activations:
     def operands(self, place, n: int) -> tuple:
         """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
 
-        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
+        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there are 0.
         """
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
-        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
-        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
+        column, columns = g + 2 * ROWS * n, 2 * self.plan.rows
+        at = self.x + ptx.minimum(column, ptx.i32(columns - 1)) * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
+        halves_at = [at + half * (GROUP_SIZE // 2) for half in (0, 1)]
+        if columns < 2 * ROWS * (n + 1):
+            halves = [ptx.load_shared_where(column < columns, half_at) for half_at in halves_at]
+        else:
+            halves = [ptx.load_shared(half_at, STEPS) for half_at in halves_at]
         return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
@@ -494,14 +498,13 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
-    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (warp >> 1) * 4
-    shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
+    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + warp * 2
 
     def take(slot):
         """The codes, and the scales and zeros, of the warp's group."""
         start = ring.slot(slot)
         codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-        one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
+        one = lambda row: ptx.as_float(ptx.load_shared_half(start + parameters_at + row * PARAMETER_PITCH) << 16)
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
     def one_turn(turn, carry):
