@@ -114,6 +114,11 @@ def loop(lower: Lanes, upper: Lanes, carry, body: Callable):
     return carry
 
 
+def replace_if(condition: Lanes, values, replace: Callable):
+    """Never where no lane runs, as `loop`."""
+    return replace() if here.mask.any() and scalar(condition) else values
+
+
 def while_loop(condition: Callable, carry, body: Callable):
     """Not at all where no lane runs, as `loop`."""
     while here.mask.any() and scalar(condition(carry)):
@@ -294,15 +299,20 @@ class Block:
         self.shared.allowed[:] = True
         self.arrivals: dict[int, Arrivals] = {}
         self.barriers: dict[int, Arrivals] = {}
+        self.votes: dict[tuple[int, int], bool] = {}  # of a barrier in a phase
 
-    def meet(self, barrier: int, warps: int) -> None:
+    def meet(self, barrier: int, warps: int, condition: bool = False) -> bool:
+        """Returns whether the condition holds for one of those who meet."""
         found = self.barriers.setdefault(barrier, Arrivals(warps))
         assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
         phase = found.phase
         here.past.meet()
+        with found.changed:
+            self.votes[barrier, phase] = self.votes.get((barrier, phase), False) or condition
         found.change(here.past.tell(here.mask), arrivals=1)
         found.wait(lambda found: found.phase > phase, self.device, f"barrier {barrier}")
         here.past.meet()
+        return self.votes[barrier, phase]
 
 
 @dataclasses.dataclass
