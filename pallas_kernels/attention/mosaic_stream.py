@@ -25,7 +25,7 @@ class Pipeline:
     def run(self, keys: Callable, values: Callable, state):
         """Runs all steps, logits = keys(address, step, refill) and state = values(address, step, state, logits, refill); returns the state.
 
-        What a warp copied itself is there when these begin. The rest is there once the team has met in them, after which they call `refill`.
+        What a warp copied itself is there when these begin, the rest once the team has met in them. After that they call `refill`.
         """
         last = self.plan.slots - 1
         advance = lambda slot: ptx.select(slot == last, ptx.i32(0), slot + 1)

@@ -213,8 +213,9 @@ class Tile:
 
         return (lambda n, k: shared + (n * steps + k) * STEP_BYTES) if self.plan.whole_warpgroup else operand
 
-    def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
-        """Logits [n][tile] of this warp's tokens, their units [n], and what is to be added to them [n], in these units.
+    def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, Callable]:
+        """Logits [n][tile] of this warp's tokens, and a function that gives their units [n] and what is to be added to them [n], in these
+        units: it looks in shared memory, for a warp has no registers to keep the numbers.
 
         Tokens are in the order of the values' rows: word k of the first half, then of the second.
         """
@@ -249,7 +250,6 @@ class Tile:
             self._publish()
             self.meet()
             refill()
-            start = self._shared_numbers(0, 1, operator.add)
             operand = self._shared_operand(self.shared, steps)
         mine = words // self.team
         first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
@@ -259,30 +259,31 @@ class Tile:
             acc = self._contract([(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
-        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(ptx.i32(n))] for n in self.tiles]
-        return logits, units, start
+
+        def numbers() -> tuple[list, list]:
+            units = [[factors[1] * (inverse * self.unit) for factors in self._factors(ptx.i32(n))] for n in self.tiles]
+            return units, start if self.team == 1 else self._shared_numbers(0, 1, operator.add)
+
+        return logits, numbers
 
     def _factors(self, n) -> tuple:
         """The factors that queries 2 t and 2 t + 1 were multiplied by, and their inverses."""
         words = ptx.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
-    def quantized_values(self, slot, group, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
+    def quantized_values(self, slot, group, state: dict, logits: tuple[list, Callable], refill: Callable) -> dict:
         """The state after this group."""
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
         row_bytes, words = G // 2, G // 32
         mine = words // self.team
         parameters = slot + plan.planes * H * row_bytes
-        scale = self._pairs(parameters, G, words)
-        factor, inverse = self._normalized(scale)
-        if self.team > 1:
-            scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
-        scale = self._half_scales(scale, factor)
-        zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
+        factor, inverse = self._normalized(self._pairs(parameters, G, words))
 
         def hand_over(weights: list, sums: list) -> tuple[list, list, list]:
             """Sums of weights times zeros [n], the excess [n], and the weights as operands where no team shares them."""
+            zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
+            scale = self._half_scales(self._pairs(parameters + self.part * (8 * mine), G, mine), factor)
             offsets = [[numerics.dot(p, zeros, c, ptx.f32(0.0)) for c in (0, 1)] for p in weights]
             scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
             if self.team == 1:
@@ -352,22 +353,24 @@ class Tile:
         """Softmax weights [tile] as an operand [word][half]."""
         return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
-    def _weigh(
-        self, state: dict, logits: list, units: list, start: list | None, hand_over: Callable, refill: Callable
-    ) -> tuple[dict, list, tuple]:
+    def _weigh(self, state: dict, logits: list, numbers: Callable, hand_over: Callable, refill: Callable) -> tuple[dict, list, tuple]:
         """Makes logits softmax weights, and meets the team.
 
-        logits: [n][tile]. units, start: numbers [n] for two queries; start is added to each logit before its unit multiplies it.
+        logits: [n][tile]. numbers(): numbers [n] for two queries, units and what is added to each logit before its unit multiplies it, or
+        None.
         hand_over(weights [n][tile], their sums over this lane's tokens [n]): called before the team meets, and again where the weights were
         not those to take. Returns the state, which has the sums in it but nothing that is weighted, and what its maxima and all else are
         now relative to; the sums; and what `hand_over` returned last.
         """
         base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
-        units = [[x * base for x in pair] for pair in units]
-        added = start and [[x * unit for x, unit in zip(*pairs)] for pairs in zip(start, units)]
-        more = lambda n, c, x: x if added is None else x + added[n][c]
+
+        def units_and_added() -> tuple[list, Callable]:
+            units, start = numbers()
+            units = [[x * base for x in pair] for pair in units]
+            return units, lambda n, c, x: x if start is None else numerics.fma(start[n][c], units[n][c], x)
 
         def weigh(tops: list) -> tuple[list, tuple]:
+            units, more = units_and_added()
             weights, sums = [], []
             for n, tiles in enumerate(logits):
                 down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(tops[n])]
@@ -378,6 +381,7 @@ class Tile:
 
         def with_new_maxima() -> tuple[dict, tuple]:
             peak = lambda tiles, c: functools.reduce(ptx.maximum, [x for s in tiles for x in s[c::2]])
+            units, more = units_and_added()
             peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
             if self.team > 1:
                 self._share_over_rows(1, peaks, ptx.maximum)
@@ -432,8 +436,8 @@ class Tile:
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
         return lambda a, b: fragments.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: Callable, sees: Callable, refill: Callable) -> tuple[list, list, None]:
-        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query does not see; and their units [n]."""
+    def full_keys(self, slot, chunk, queries: Callable, sees: Callable, refill: Callable) -> tuple[list, Callable]:
+        """As `quantized_keys`, logits of a chunk: -inf for those that a query does not see."""
         if self.team > 1:
             self.meet()
         refill()
@@ -451,9 +455,9 @@ class Tile:
             hidden = ptx.f32(-math.inf)
             for n in self.tiles:
                 logits[n].append(tuple(ptx.select(sees(n, c % 2, token + 8 * (c // 2)), x, hidden) for c, x in enumerate(acc[n])))
-        return logits, [[ptx.f32(1.0)] * 2 for _ in self.tiles], None
+        return logits, lambda: ([[ptx.f32(1.0)] * 2 for _ in self.tiles], None)
 
-    def full_values(self, slot, chunk, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
+    def full_values(self, slot, chunk, state: dict, logits: tuple[list, Callable], refill: Callable) -> dict:
         """The state after this chunk."""
         plan = self.plan
         steps = plan.chunk // 16
