@@ -95,9 +95,9 @@ class Tile:
         flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
         return [flat[2 * n : 2 * n + 2] for n in self.tiles]
 
-    def _shared_pair(self, first: int, n: int, combine: Callable) -> list:
+    def _shared_pair(self, first: int, n, combine: Callable) -> list:
         """Those of tile n, combined over the team's arrays from array `first` on."""
-        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + 8 * n, 2, "f") for i in range(self.team))
+        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + n * 8, 2, "f") for i in range(self.team))
         return [functools.reduce(combine, xs) for xs in zip(*loaded)]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
@@ -328,13 +328,17 @@ class Tile:
         """
         to = self.observed + ptx.i64(group) * (4 * self.plan.padded_rows) + ptx.i64(self.t * 8)
         if self.team == 1:
-            whole = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
-        for n, pair in enumerate(tops):
-            # The first row of lanes of one warp.
-            with ptx.when((self.part == n % self.team) & (self.g == 0)):
-                found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
-                logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
-                ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
+            sums = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
+        for first in range(0, len(self.tiles), self.team):
+            run = tops[first : first + self.team]
+            n, top = self.part + first, run[0]
+            for i, pair in enumerate(run[1:], 1):
+                top = [ptx.select(self.part == i, new, old) for new, old in zip(pair, top)]
+            # The first row of lanes.
+            with ptx.when((n < len(self.tiles)) & (self.g == 0)):
+                found = sums[first] if self.team == 1 else self._shared_pair(1 + 2 * self.team, n, operator.add)
+                logarithms = [old + numerics.log2(x) for old, x in zip(top, found)]
+                ptx.store_global_words(to + ptx.i64(n) * (4 * ROWS), *map(ptx.as_bits, logarithms))
         # Products follow, which all lanes run together.
         ptx.synchronize(None, 1)
 
