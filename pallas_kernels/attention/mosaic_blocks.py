@@ -104,6 +104,11 @@ def emit_block(plan: Plan, refs: dict) -> None:
         streams.insert(0, ring(source, *(ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
     # The ring fills while the queries come and are prepared.
     streams[0].prefetch()
+    any_groups = streams[0].lower < streams[0].upper
+    if plan.planes is not None:
+        # A team without groups has its whole ring for the buffer.
+        with ptx.when(streams[0].upper < streams[0].lower + 1):
+            full.prefetch()
     if plan.appends:
         new.place(loaded)
     ptx.wait_for_copies(plan.slots - 1)
@@ -115,9 +120,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
                 tile.queries_to_float16(warp + n)
         ptx.synchronize(ptx.i32(0), warps)
         state = streams[0].run(tile.quantized_keys, tile.quantized_values, state)
-        ptx.wait_for_copies(0)
-        tile.meet()
-        full.prefetch()
+        with ptx.when(any_groups):
+            ptx.wait_for_copies(0)
+            tile.meet()
+            full.prefetch()
     sees = tile.causal_mask(row_block * plan.block_rows, buffered)
     fragments = tile.full_queries()
 
