@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of, prefill_temporaries
 
-from pallas_kernels import attention, dispatch, flush, fused_layer, matmul, norm, rope_append
+from pallas_kernels import append_attend, attention, dispatch, flush, fused_layer, matmul, norm, rope_append
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -48,7 +48,7 @@ METHODS = {
 def main() -> None:
     # No GPU is there to be asked.
     dispatch.compute_capability = lambda: 9.0
-    for package in (rope_append, attention, fused_layer, flush, matmul, norm):
+    for package in (append_attend, rope_append, attention, fused_layer, flush, matmul, norm):
         package.choose = choose
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())

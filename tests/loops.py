@@ -83,6 +83,7 @@ def faults(kind: str, batch: int, gamma: int, **settings) -> list[str]:
 
 
 def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
+    """Also where a GPU would stand still before each draft, until the host has read whether there is to be one."""
     size = state.cache.num_bytes
     parts = state.cache.layers if isinstance(state.cache, FullCache) else [(layer.keys, layer.values) for layer in state.cache.layers]
     found = large_operations(compiled.as_text(), min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts)))
@@ -91,6 +92,8 @@ def faults_of(compiled: jax.stages.Compiled, state: DecodeState) -> list[str]:
         found.append(f"{memory.temp_size_in_bytes} bytes of temporaries beside a cache of {size}")
     if memory.alias_size_in_bytes < size:
         found.append(f"only {memory.alias_size_in_bytes} bytes are given back in place, of a cache of {size}")
+    if state.gamma and f'"known_trip_count":{{"n":"{state.gamma}"}}' not in compiled.as_text():
+        found.append(f"no loop of {state.gamma} trips")
     return found
 
 

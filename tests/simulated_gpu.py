@@ -8,6 +8,7 @@ speed or of registers. What the warps do is in simulated_ptx.py.
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -156,7 +157,7 @@ class Memory:
 
 
 class Past:
-    """What a warp knows to have happened: a vector clock over all lanes of its block, and over the copies that each warp has started.
+    """What a warp knows to have happened: a vector clock over all lanes of its cluster, and the copies each warp has started.
 
     Everything that is done carries the number of a step of its warp; `lanes[warp, lane]` is the last step of that lane that is ordered
     before whatever this warp does next, and `copies[kind, warp]` is the same for its lanes' copies (COPIED) and copies of whole lines
@@ -284,12 +285,33 @@ class Arrivals:
                     return
 
 
-class Block:
-    """What the warps of a block share."""
+class Cluster:
+    """What the blocks of a cluster share: a barrier of all their warps, and the numbers by which `Past` and `Touched` know these."""
 
-    def __init__(self, index: int, shared_bytes: int, warps: int, device: "Device"):
-        self.index, self.device = index, device
-        self.shared = Memory(SHARED_START, shared_bytes, Touched(-(-shared_bytes // 4), warps))
+    def __init__(self, size: int, warps: int, device: "Device"):
+        self.blocks: list[Block] = []
+        self.warps, self.device = size * warps, device  # of all blocks
+        self.barrier = Arrivals(self.warps)
+
+    def meet(self) -> None:
+        _meet(self.barrier, self.device, "the cluster")
+
+
+def _meet(barrier: Arrivals, device: "Device", what: str) -> None:
+    phase = barrier.phase
+    here.past.meet()
+    barrier.change(here.past.tell(here.mask), arrivals=1)
+    barrier.wait(lambda barrier: barrier.phase > phase, device, what)
+    here.past.meet()
+
+
+class Block:
+    """What the warps of a block share. ended: whether all of them are done, and its shared memory is another's."""
+
+    def __init__(self, index: int, shared_bytes: int, cluster: Cluster, device: "Device"):
+        self.index, self.device, self.cluster, self.ended = index, device, cluster, False
+        cluster.blocks.append(self)
+        self.shared = Memory(SHARED_START, shared_bytes, Touched(-(-shared_bytes // 4), cluster.warps))
         self.shared.bytes[:] = np.random.default_rng(index).integers(0, 256, shared_bytes, np.uint8)  # nobody has cleared it
         self.shared.allowed[:] = True
         self.arrivals: dict[int, Arrivals] = {}
@@ -298,11 +320,19 @@ class Block:
     def meet(self, barrier: int, warps: int) -> None:
         found = self.barriers.setdefault(barrier, Arrivals(warps))
         assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
-        phase = found.phase
-        here.past.meet()
-        found.change(here.past.tell(here.mask), arrivals=1)
-        found.wait(lambda found: found.phase > phase, self.device, f"barrier {barrier}")
-        here.past.meet()
+        _meet(found, self.device, f"barrier {barrier}")
+
+    def end(self, pasts: list[Past]) -> None:
+        """Ends, as its warps have, with these pasts: no word may have been read by another block that they have not heard of."""
+        known = functools.reduce(np.maximum, [past.lanes for past in pasts])
+        touched, own = self.shared.touched, [past.warp for past in pasts]
+        with touched.lock:
+            self.ended = True
+            reader = touched.reader
+            heard = np.where(reader == SEVERAL, known.min(1), known[np.arange(len(known)), np.maximum(reader, 0)])
+            late = touched.read > heard
+            late[:, own] = False
+            assert not late.any(), f"a race: block {self.index} ends, and nothing orders that with what others read of its shared memory"
 
 
 @dataclasses.dataclass
@@ -338,6 +368,7 @@ def launch(
     warpgroups: int,
     shared_bytes: int,
     updated: dict | None = None,
+    cluster: int = 1,
     *,
     resident: int | None = None,
 ) -> dict:
@@ -356,18 +387,26 @@ def launch(
         refs[key] = memory.start + end
         end += -(-array.nbytes // GUARD) * GUARD + GUARD
     device = Device(memory)
-    everyone = [Block(i, shared_bytes, 4 * warpgroups, device) for i in range(blocks)]
+    assert blocks % cluster == 0, f"{blocks} blocks are no clusters of {cluster}"
+    warps = 4 * warpgroups
+    clusters = [Cluster(cluster, warps, device) for _ in range(blocks // cluster)]
+    everyone = [Block(i, shared_bytes, clusters[i // cluster], device) for i in range(blocks)]
 
     places = threading.Semaphore(resident or blocks)
 
     def run_block(block: Block) -> None:
         with places:
             if not device.failed:
-                _run_all([threading.Thread(target=run, args=(block, warp), daemon=True) for warp in range(4 * warpgroups)], blocks)
+                pasts = [Past(block.index % cluster * warps + warp, cluster * warps) for warp in range(warps)]
+                _run_all([threading.Thread(target=run, args=(block, *each), daemon=True) for each in enumerate(pasts)], blocks)
+                try:
+                    if not device.failed:
+                        block.end(pasts)
+                except AssertionError as error:
+                    device.failed.append(error)
 
-    def run(block: Block, warp: int) -> None:
-        here.block, here.warp, here.mask, here.copies = block, warp, np.ones(32, bool), [[]]
-        here.past = Past(warp, 4 * warpgroups)
+    def run(block: Block, warp: int, past: Past) -> None:
+        here.block, here.warp, here.mask, here.copies, here.past = block, warp, np.ones(32, bool), [[]], past
         try:
             emit(dict(refs))
         except BaseException as error:

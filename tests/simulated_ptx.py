@@ -16,6 +16,8 @@ from simulated_gpu import BULK, COPIED, LANES, STEP_S, Arrivals, Lanes, Memory, 
 
 from pallas_kernels.gpu import ptx
 
+RANK_BITS = 20  # of an address of shared memory below the rank of its block
+
 
 def inline(code: str, *args: Lanes, results: str = "", effects: bool = True, collective: bool = False) -> tuple[Lanes, ...]:
     assert not collective or here.mask.all() or not here.mask.any(), f"not all lanes run {code}"
@@ -42,6 +44,30 @@ def _memory(name: str) -> Memory:
 
 def _load(found, code, at):
     return _memory(found[1]).load(at, int(found[2] or 1), {"b": np.int32, "f": np.float32}[found[3]])
+
+
+def _load_cluster(found, code, at):
+    """Addresses as `_in_block` makes them."""
+    out = np.zeros((32, int(found[1] or 1)), np.float32 if found[2] == "f" else np.int32)
+    rank, at = at >> RANK_BITS, at & ((1 << RANK_BITS) - 1)
+    for other in np.unique(rank[here.mask]):
+        with when(Lanes(rank == other)):
+            block = here.block.cluster.blocks[other - 1]
+            assert not block.ended, f"block {here.block.index} reads shared memory of block {block.index}, which has ended"
+            loaded = block.shared.load(at, out.shape[1], out.dtype)
+            out[here.mask] = np.stack([x.raw for x in loaded], 1)[here.mask]
+    return tuple(np.ascontiguousarray(column) for column in out.T)
+
+
+def _in_block(found, code, at, rank):
+    """The address with the block's rank, plus 1, above it: no address of a block's own."""
+    assert (rank[here.mask] >= 0).all() and (rank[here.mask] < len(here.block.cluster.blocks)).all(), f"no blocks of ranks {rank}"
+    return at + ((rank + 1) << RANK_BITS)
+
+
+def _meet_cluster(found, code):
+    assert here.mask.all(), "all lanes of a cluster meet"
+    here.block.cluster.meet()
 
 
 def _store(found, code, *args):
@@ -282,6 +308,9 @@ def _fma(found, code, a, b, c):
 
 INSTRUCTIONS = {
     r"ld\.(global|shared)(?:\.v(\d))?\.([bf])32": _load,
+    r"ld\.shared::cluster(?:\.v(\d))?\.([bf])32": _load_cluster,
+    r"mapa\.shared::cluster\.u32": _in_block,
+    r"barrier\.cluster\.arrive\.release\.aligned; barrier\.cluster\.wait\.acquire\.aligned;": _meet_cluster,
     r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,

@@ -39,7 +39,8 @@ def test_near_the_best_fixed_number_of_drafts():
     engine = Engine(model, quantspec(model), cache=policies[0].cache_config, **sizes)
     state = engine.prefill([row[:PROMPT] for row in rows], Greedy(), prompt_keys(jax.random.key(0), len(rows)), limits)
     state = dataclasses.replace(state, pending=real[:, 0])
-    counts = jax.device_get(engine.run(acceptance.WALK, state, Greedy(), limits, real)[0].counts)
+    walk = engine.call(acceptance.WALK, state, Greedy(), limits, real)
+    counts = jax.device_get(walk.compile()[0](*walk.args)[0].counts)
     rounds, drafted = (x.reshape(TEXTS, len(policies)).sum(0) for x in (counts.rounds, counts.drafted))
     for i, cost in enumerate(COSTS):
         total = rounds + cost * drafted

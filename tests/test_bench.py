@@ -161,6 +161,24 @@ def test_every_call_is_timed_on_an_input_of_its_own():
     assert 0 < timed.lower_us <= timed.median_us <= timed.upper_us
 
 
+def test_calls_in_place_keep_what_they_update():
+    inputs = [(jnp.float32(i),) for i in range(3)]
+    timed = timing.time_in_place(
+        lambda x, kept, value: (x + value, kept + 1), jnp.zeros(3), [jnp.zeros(3) for _ in inputs], inputs, repeats=2, size=1
+    )
+    assert (timed.inputs, timed.batches, timed.calls % 6) == (3, 2, 0)
+    assert 0 < timed.lower_us <= timed.median_us <= timed.upper_us
+
+
+def test_laps_hide_the_launch_of_the_next_program(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    inputs = [(jnp.zeros(4, jnp.float32),)] * 5
+    monkeypatch.setattr(timing, "LAPPED_BYTES", 1000)
+    assert [timing._laps(inputs, size) for size in (None, 16, 100, 1000)] == [13, 13, 2, 1]
+    monkeypatch.setattr(timing, "MAX_LAPS", 7)
+    assert timing._laps(inputs) == 7
+
+
 def test_read_bandwidth():
     assert timing.read_bandwidth(repeats=1) > 0.1
 
@@ -215,9 +233,12 @@ def test_json(run):
     [
         ("tiny-int4-T1-256", ["--listed", 0.4], "tiny-int4-T1-256-listed-0.4"),
         ("tiny-int8", ["--observe"], "tiny-int8-T3-ragged-observed"),
+        ("tiny-int8", ["--observe", "--append"], "tiny-int8-T3-ragged-appended-observed"),
+        ("tiny-int4-T1-256", ["--listed", 0.4, "--append"], "tiny-int4-T1-256-appended-listed-0.4"),
+        ("tiny-bf16", ["--append"], "tiny-bf16-T3-ragged-appended"),
     ],
 )
-def test_listed_groups_and_observing(run, shape, flags, name):
+def test_listed_groups_observing_and_appending(run, shape, flags, name):
     code, out, _ = run("bench", "attention", "--shape", shape, "--no-peers", "--repeats", 1, *flags, "--json")
     (row,) = json.loads(out)["rows"]
     assert code == 0 and (row["shape"], row["status"]) == (name, "measured")
@@ -276,6 +297,7 @@ def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
         (["--listed", "0.1", "--observe"], "do not go together"),
         (["--shape", "tiny", "--observe"], "tiny-bf16"),
         (["--observe", "--plot", "a.png"], "--plot"),
+        (["--append", "--plot", "a.png"], "--append"),
     ],
 )
 def test_bad_flags(run, flags, word):

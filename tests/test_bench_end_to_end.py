@@ -10,14 +10,15 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from safetensors.numpy import load_file
 
-from qspec_jax import demo, drafts
+from qspec_jax import demo, drafts, plots
 from qspec_jax.bench import decode, end_to_end
-from qspec_jax.bench.decode_rows import DecodeRow
+from qspec_jax.bench.decode_rows import DecodeRow, select_methods
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate.stream import cut, token_stream
 from qspec_jax.training import corpus
 
 CONTEXT, NEW, GAMMA = 100, 48, 2
@@ -40,14 +41,14 @@ def file() -> Path:
 
 @pytest.fixture(scope="module")
 def stream(directory, file) -> list[int]:
-    return end_to_end.token_stream(loading.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
+    return token_stream(loading.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
 
 
 @pytest.fixture(scope="module")
 def report(directory, stream) -> end_to_end.EndToEndReport:
     model = loading.load_model(directory, progress=False)
     settings = dict(max_new_tokens=NEW, texts=2, calibrate=False, progress=False)
-    return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], **settings)
+    return end_to_end.run("random", model, stream, [CONTEXT], [0.0, 1.0], [GAMMA], select_methods([], ["quantspec"]), **settings)
 
 
 def named(rows: list[DecodeRow]) -> list[tuple]:
@@ -57,16 +58,16 @@ def named(rows: list[DecodeRow]) -> list[tuple]:
 def test_a_stream_has_a_beginning_for_every_text(directory):
     tokenizer = loading.load_tokenizer(directory)
     one, other = (tokenizer(text)["input_ids"] for text in ("import os", "x = 1"))
-    assert end_to_end.token_stream(tokenizer, ["import os", "x = 1"]) == [0, *one, 0, *other]
+    assert token_stream(tokenizer, ["import os", "x = 1"]) == [0, *one, 0, *other]
     tokenizer.bos_token = None
-    assert end_to_end.token_stream(tokenizer, ["import os", "x = 1"]) == [*one, *other]
+    assert token_stream(tokenizer, ["import os", "x = 1"]) == [*one, *other]
 
 
 def test_texts_are_spread_and_do_not_overlap():
-    assert end_to_end._cut(range(35), 10, 2) == [list(range(10)), list(range(25, 35))]
-    assert [text[0] for text in end_to_end._cut(range(35), 10, 9)] == [0, 12, 25]
+    assert cut(range(35), 10, 2) == [list(range(10)), list(range(25, 35))]
+    assert [text[0] for text in cut(range(35), 10, 9)] == [0, 12, 25]
     with pytest.raises(InputError, match=r"35 tokens, and 36 .* --file"):
-        end_to_end._cut(range(35), 36, 2)
+        cut(range(35), 36, 2)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, 
     for temperature, walk in zip((0.0, 1.0), report.teacher_forced, strict=True):
         config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=temperature)
         expected = acceptance.teacher_forced(model, drafts.quantspec(model), texts, config, jax.random.key(0))
-        assert walk == end_to_end.TeacherForced(CONTEXT, temperature, GAMMA, 2, "measured", acceptance=expected)
+        assert walk == end_to_end.TeacherForced(CONTEXT, temperature, "quantspec", GAMMA, 2, "measured", acceptance=expected)
         assert expected.drafted > 0
 
 
@@ -152,6 +153,38 @@ def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
     assert {(row["status"], row["note"]) for row in report["rows"] + report["teacher_forced"]} == {("failed", "MemoryError: out of memory")}
     code, out, _ = run("bench", "end-to-end", *flags)
     assert code == 0 and "failed: MemoryError: out of memory" in out
+
+
+def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path):
+    """A row and a walk for each draft and gamma beside one baseline; each in the table with its own acceptance, and in the plot."""
+    given = {"quantspec": 0.7, "sparse:budget=0.25": 0.6}
+    measured = lambda self, *args: dataclasses.replace(report.rows[bool(self.gamma)], method=self.method.name, gamma=self.gamma)
+    walked = lambda model, draft, texts, config, key: dataclasses.replace(
+        report.teacher_forced[0].acceptance, conditional_rate=given["sparse:budget=0.25" if draft.observes else "quantspec"]
+    )
+    monkeypatch.setattr(decode._Measured, "_compile", lambda *args: None)
+    monkeypatch.setattr(decode._Measured, "row", measured)
+    monkeypatch.setattr(acceptance, "teacher_forced", walked)
+    flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--temperature", 0, "--max-new-tokens", NEW, "--no-calibrate"]
+    flags += [word for draft in given for word in ("--draft", draft)] + ["--gamma", 2, "--gamma", 3]
+    code, out, _ = run("bench", "end-to-end", *flags, "--json")
+    found = json.loads(out)
+    cases = [(draft, gamma) for draft in given for gamma in (2, 3)]
+    assert code == 0 and [(row["method"], row["gamma"]) for row in found["rows"]] == [("autoregressive", 0), *cases]
+    assert [(walk["draft"], walk["gamma"]) for walk in found["teacher_forced"]] == cases
+    assert [walk["acceptance"]["conditional_rate"] for walk in found["teacher_forced"]] == [0.7, 0.7, 0.6, 0.6]
+    code, out, _ = run("bench", "end-to-end", *flags)
+    lines = [line for line in out.splitlines() if any(f" {draft} " in line for draft in given)]
+    assert (
+        code == 0
+        and [[rate for rate in ("0.700 +-", "0.600 +-") if rate in line] for line in lines] == [["0.700 +-"]] * 2 + [["0.600 +-"]] * 2
+    )
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    assert run("bench", "end-to-end", *flags, "--plot", tmp_path / "speed.png")[0] == 0
+    labels = [f"{draft}, temperature 0, gamma {gamma}" for draft, gamma in cases]
+    assert figures[0].axes[0].get_legend_handles_labels()[1] == labels
 
 
 def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, file):

@@ -15,7 +15,7 @@ from runs import random_model, random_prompts
 
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.decoding import compiled
+from qspec_jax.decoding import compiled, round
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import DECODE, PREFILL, Engine
@@ -192,6 +192,12 @@ def test_a_flush_that_does_not_wait_for_all_readers_is_seen(monkeypatch):
 
 def test_a_cache_that_is_not_donated_is_seen():
     assert any("given back" in fault for fault in faults("int8", 1, 0, donate=False))
+
+
+def test_a_loop_that_asks_before_each_draft_is_seen(monkeypatch):
+    known = round.current_round
+    monkeypatch.setattr(round, "current_round", lambda *args: dataclasses.replace(known(*args), varies=True))
+    assert faults("int8", 1, 3) == ["no loop of 3 trips"]
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("int8", HierarchicalCache), ("full", FullCache)])

@@ -30,7 +30,7 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec
-from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
@@ -162,6 +162,49 @@ def test_groups_are_chosen_by_mass_and_age():
     ):
         found = pick(groups, **settings)
         assert found.groups[0, 0, : int(found.count[0, 0])].tolist() == expected
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2, 9, 23, 24])
+def test_heads_share_a_budget_by_mass(groups):
+    """Those with the most mass of all heads' together, beside what each reads always, and no more than four times the equal share of one;
+    as many as equal budgets come to."""
+    mass = np.random.default_rng(groups).gamma(0.2, size=(2, 3, 24)).astype(np.float32) * np.array([1, 30, 0.01], np.float32)[:, None]
+    mass[1] = 0  # a row in which all are equal
+    settings = dict(budget=0.2, newest=0.25, least_groups=2, group_size=G)
+    equal, found = (
+        select_groups(jnp.asarray(mass), jnp.array([groups, groups]), heads=heads, **settings) for heads in ("equal", "by-mass")
+    )
+    share = int(equal.count[0, 0])
+    for row in range(2):
+        lists = [found.groups[row, head, : int(found.count[row, head])].tolist() for head in range(3)]
+        assert sum(map(len, lists)) == int(equal.count[row].sum())
+        recent = min(max(1, round(0.25 * share)), max(share - 1, 1))
+        always = sorted({0, *range(max(groups - recent, 0), groups)}) if groups else []
+        assert all(listed == sorted(set(listed)) and set(always) <= set(listed) <= set(range(groups)) for listed in lists)
+        if not groups:
+            continue
+        # The same by hand: one after the other, the largest that is left, of heads that may have more.
+        expected, most = [set(always) for _ in range(3)], min(24, 4 * equal.groups.shape[2])
+        order = sorted((-mass[row, head, group], head, group) for head in range(3) for group in set(range(groups)) - set(always))
+        for _, head, group in order:
+            if sum(map(len, expected)) < 3 * share and len(expected[head]) < most:
+                expected[head].add(group)
+        assert row == 1 or [set(listed) for listed in lists] == expected
+    assert groups < 23 or len({int(count) for count in found.count[0]}) > 1
+
+
+def test_memory_is_a_decaying_average_over_rounds(model):
+    """Of the mean over a round's tokens, so that a round of one counts as one of three; a row that emitted nothing keeps what it has."""
+    draft = make_draft("sparse:memory=0.75", model)
+    old = (jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]]),)
+    masses = (jnp.array([[[[0.0, 0.8], [0, 0], [0, 0]]], [[[0.2, 0.4], [0.1, 0.2], [0.6, 0.3]]], [[[9.0, 9], [9, 9], [9, 9]]]]),)
+    count = jnp.array([1, 3, 0])
+    result = RoundResult(jnp.zeros((3, 3), jnp.int32), count, jnp.maximum(count - 1, 0), jnp.zeros(3, jnp.int32), masses)
+    (found,) = draft.commit(old, result, None)
+    expected = [[[0.75, 0.2]], [[0.375 + 0.25 * 0.3, 0.375 + 0.25 * 0.3]], [[0.0, 1.0]]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    (forgetting,) = dataclasses.replace(draft, memory=0.0).commit(old, result, None)
+    np.testing.assert_allclose(forgetting, [[[0, 0.8]], [[0.3, 0.3]], [[0, 1]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["sparse:budget=0.3", "h2o:budget=0.3"])
@@ -434,6 +477,7 @@ def small(tmp_path_factory):
         ),
         ("exact-topk:unit=token,budget=0.2", ALL),
         ("h2o:budget=0.2,least_groups=2", ALL),
+        ("sparse:budget=0.2,least_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
         ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
         (f"combine:prompt-lookup+{SECOND}", {}),
@@ -498,6 +542,10 @@ def test_a_text_chooses_a_draft():
         ("chunk-means:dense_layers=2", "dense_layers 2"),
         ("sparse:newest=1.5", "newest 1.5"),
         ("sparse:least_groups=0", "least_groups 0"),
+        ("sparse:memory=1", "memory 1"),
+        ("sparse:memory=-0.1", "memory -0.1"),
+        ("sparse:heads=some", "heads 'some'"),
+        ("h2o:memory=0.5", "memory is for sparse"),
         ("sparse:dense_layers=9", "dense_layers 9"),
         ("quantspec:cache=int2", "'int2'"),
         ("quantspec:weight_bits=5", "weight_bits 5"),

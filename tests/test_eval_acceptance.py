@@ -67,7 +67,7 @@ def test_drafts_side_by_side(run, directory, file):
     report = acceptance.AcceptanceReport(1, [], rows)
     console = Console(width=200, file=io.StringIO())
     table = acceptance.table(report)
-    assert len({column.header for column in table.columns}) == len(table.columns) == 12
+    assert len({column.header for column in table.columns}) == len(table.columns) == 13
     console.print(table)
     assert all(console.file.getvalue().count(draft) == 2 for draft in drafts)
 
@@ -120,7 +120,7 @@ def test_budgets_in_the_texts_of_drafts():
 def test_bad_drafts_are_found_before_any_is_measured(fails, file, tmp_path, monkeypatch):
     """Whatever is wrong, with their settings, for the model, or in one of the contexts."""
     measured = lambda *arguments: pytest.fail("a draft was measured")
-    monkeypatch.setattr(acceptance, "teacher_forced", measured)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", measured)
     monkeypatch.setattr(acceptance, "free_running", measured)
     short = write_checkpoint(tmp_path / "short", hf_config(vocab_size=4096, max_position_embeddings=40))
     target = write_checkpoint(tmp_path / "target", hf_config(vocab_size=4096, max_position_embeddings=512), tokenizer=demo.MODEL)
@@ -139,7 +139,7 @@ def test_a_draft_is_made_once(run, directory, file, monkeypatch):
     make = type(settings).make
     monkeypatch.setattr(type(settings), "make", lambda self, *rest: made.append(self.weight_bits) or make(self, *rest))
     measured = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0)
-    monkeypatch.setattr(acceptance, "teacher_forced", lambda *arguments: measured)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: (measured for _ in runs))
     texts = []
     monkeypatch.setattr(
         evaluate, "int4_model", lambda model, *, calibration, progress: texts.append(calibration) or quantize_linears(model)

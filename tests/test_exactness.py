@@ -44,6 +44,7 @@ QUANTSPEC = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 OTHERS = [
     "sparse:budget=0.2,least_groups=2,weight_bits=16",
+    "sparse:budget=0.2,least_groups=2,newest=0.25,memory=0.6,heads=by-mass,weight_bits=16",
     "streaming-llm:budget=12,sinks=3",
     "snapkv:budget=36,generated=5,cache=int8",
     "prompt-lookup",

@@ -28,7 +28,17 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
     return generate(model, prompts, config=config).token_ids
 
 
-@pytest.mark.parametrize("settings", [{"method": "quantspec"}, {"method": "autoregressive", "cache": "int8"}, {"method": "autoregressive"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "quantspec"},
+        {"method": "autoregressive", "cache": "int8"},
+        {"method": "autoregressive"},
+        # Lists that observation chooses, of few groups, so that they change; and 13 tokens in a verification.
+        {"draft": "sparse:budget=0.25,least_groups=2", "num_speculative_tokens": 7},
+        {"draft": "h2o:budget=0.25,least_groups=2", "num_speculative_tokens": 12},
+    ],
+)
 def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     model = loading.load_model(demo.MODEL, progress=False)
     assert model.dtype == jnp.bfloat16

@@ -84,6 +84,7 @@ def tiny():
     [
         "quantspec",
         "sparse:budget=0.2,least_groups=1",
+        "sparse:budget=0.2,least_groups=2,memory=0.5,heads=by-mass",
         "streaming-llm:budget=3,sinks=1",
         "snapkv:budget=33,generated=1",
         "combine:(prompt-lookup:longest=3,shortest=3)+quantspec",

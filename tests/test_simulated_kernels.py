@@ -6,6 +6,7 @@ Not here: flush, which is not written for warps.
 import dataclasses
 import functools
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +225,7 @@ def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLay
 def attend(q, layer, lengths, view, config, *, observe=False):
     """The simulated kernel's output and attention mass."""
     plan = attention.plan_for(q, layer, view, observe=observe, config=config)
-    return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)
+    return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)[:2]
 
 
 def exactly(q, layer, lengths, view, *, observe=False):
@@ -249,6 +250,87 @@ def test_attention(case, config, planes, data):
     out, _ = attend(q, layer, lengths, DenseView(planes), config)
     assert out.dtype == jnp.bfloat16
     assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
+
+
+CLUSTERS = {
+    # Rows of one block, and of several, which do not begin where a block of the cluster does.
+    "T1-GQA2-rows": (Case(1, 2, 1, 64, group_size=64, capacity=9, groups=(9, 0, 3)), Config(7, launches=1), 1, "gaussian"),
+    "T7-GQA4-team": (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(3, team=2, launches=1), 2, "outliers"),
+    # Two blocks of rows, of which the last is not full; more than a thread has room for.
+    "T16-GQA7": (Case(16, 7, 1, 64, group_size=64, capacity=1, groups=(1,)), Config(2, launches=1), None, "gaussian"),
+    "a team a block": (Case(1, 2, 2, 128, group_size=128, capacity=4, groups=(4,)), Config(3, team=4, launches=1), 1, "gaussian"),
+    "one block": (Case(1, 2, 2, 64, group_size=64, capacity=3, groups=(3,)), Config(1, launches=1), 1, "gaussian"),
+}
+
+
+def in_two_launches(config: Config) -> Config:
+    return dataclasses.replace(config, launches=2)
+
+
+@pytest.mark.parametrize(("case", "config", "planes", "data"), CLUSTERS.values(), ids=CLUSTERS)
+def test_attention_merged_by_a_cluster(case, config, planes, data):
+    q, layer, lengths = attention_problem(case, data)
+    if planes is None:
+        layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
+    observe = planes is not None
+    out, mass = attend(q, layer, lengths, DenseView(planes), config, observe=observe)
+    assert out.dtype == jnp.bfloat16
+    expected = exactly(q, layer, lengths, DenseView(planes), observe=observe)
+    expected, expected_mass = expected if observe else (expected, mass)
+    assert_close(out, expected)
+    np.testing.assert_allclose(mass, expected_mass, atol=5e-3 * case.heads / case.kv_heads)
+    two, _ = attend(q, layer, lengths, DenseView(planes), in_two_launches(config))
+    assert np.abs(np.asarray(two, np.float32) - np.asarray(out, np.float32)).max() <= 2**-7 * np.abs(np.asarray(two, np.float32)).max()
+
+
+APPENDED = {
+    # One new token, the first of a chunk and in the middle of one; no groups, and none but new tokens, which lie on two chunks.
+    "T1-GQA2-listed": (Case(1, 4, 2, 64, group_size=64, capacity=5, groups=(5, 0, 2)), Config(5, launches=1), 1, [0, 32, 63]),
+    "T7-GQA4-team": (Case(7, 4, 1, 128, group_size=128, capacity=1, groups=(1, 0)), Config(2, team=2), 2, [28, 0]),
+    "T16-full": (Case(16, 7, 1, 64, group_size=64, groups=(0,)), Config(2, launches=1), None, [57]),
+    # Where there is no room, the last rows are written.
+    "T2-no-room": (Case(2, 2, 2, 64, group_size=64, capacity=1, groups=(1, 0)), Config(2), 1, [129, -3]),
+}
+
+
+@pytest.mark.parametrize(("case", "config", "planes", "buffered"), APPENDED.values(), ids=APPENDED)
+def test_append_and_attend_is_the_one_after_the_other(case, config, planes, buffered):
+    B, T, N, K, H = len(case.groups), case.tokens, case.heads, case.kv_heads, case.head_dim
+    _, layer, lengths = attention_problem(case, "gaussian")
+    qkv, cos, sin, *_ = test_rope_append_gpu.problem(B, T, N, K, H)
+    cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
+    lengths = dataclasses.replace(lengths, buffered=jnp.array(buffered, jnp.int32))
+    view = random_lists(case) if planes == 1 else DenseView(planes)
+    if planes is None:
+        layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
+    old = layer if planes is None else layer.buffer
+    q, buffer = at_once(rope_append.run)(qkv, cos, sin, old, lengths.buffered)
+    plan = attention.plan_for(q, layer, view, appends=True, config=config)
+    lists = view if planes == 1 else None
+    out, _, appended = at_once(attention.run)(plan, qkv, lengths, layer, lists, (cos, sin))
+    for ours, theirs in zip(jax.tree.leaves(appended), jax.tree.leaves(buffer)):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    if max(buffered) + max(2, T) <= case.buffer_rows:
+        new = buffer if planes is None else dataclasses.replace(layer, buffer=buffer)
+        longer = dataclasses.replace(lengths, buffered=lengths.buffered + T)
+        expected, _ = attend(q, new, longer, view, config)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
+
+
+@pytest.mark.parametrize("left_out", [0, 1], ids=["before reading others", "before ending"])
+def test_blocks_of_a_cluster_that_do_not_meet_are_seen(monkeypatch, left_out):
+    case, config, planes, data = CLUSTERS["T1-GQA2-rows"]
+    q, layer, lengths = attention_problem(case, data)
+    done, calls = ptx.meet_cluster, threading.local()
+
+    def meet_cluster():
+        calls.number = getattr(calls, "number", -1) + 1  # of this warp
+        if calls.number != left_out:
+            done()
+
+    monkeypatch.setattr(ptx, "meet_cluster", meet_cluster)
+    with pytest.raises(AssertionError, match=r"a race: |which has ended"):
+        attend(q, layer, lengths, DenseView(planes), config)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The files of tuned configurations: what is stored is found again, and what is in the package can be used."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -57,6 +58,8 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
         {"splits": 4, "team": 3},
         {"splits": 4, "blocks": 16, "warpgroups": 3},  # leaves no room
         {"splits": 4, "warpgroups": 9},
+        {"splits": 4, "launches": 3},
+        {"splits": 9, "launches": 1},
         {"splits": 10**9},
         {"splits": 10**30},
         {"splits": 4, "blocks": 10**30},
@@ -105,6 +108,25 @@ def test_candidates_can_work_and_begin_with_the_default():
     for candidate in plans:
         assert candidate.slots >= 3 and candidate.shared_bytes <= mosaic_plan.SHARED_BYTES
         assert candidate.configured(candidate.config) == candidate
+
+
+def test_a_short_list_takes_one_launch_and_others_only_where_that_measured_best():
+    listed = dataclasses.replace(plan, list_width=2)
+    assert listed.default().merges and not plan.default().merges
+    assert not dataclasses.replace(listed, list_width=mosaic_plan.SHORT_LIST + 1).default().merges
+    assert not dataclasses.replace(listed, batch=mosaic_plan.SHORT_LIST).default().merges
+    plans = listed.candidates()
+    assert plans[0] == listed.default() and {candidate.merges for candidate in plans} == {True, False}
+    for candidate in plans:
+        assert candidate.with_room().shared_bytes <= mosaic_plan.SHARED_BYTES
+
+
+def test_what_a_team_found_must_have_room_where_its_ring_was():
+    wide = dataclasses.replace(plan, head_dim=256, group_size=64, planes=1, block_tiles=8)
+    config = mosaic_plan.Config(1, launches=1)
+    with pytest.raises(ValueError, match="partial results"):
+        dataclasses.replace(wide, config=config).with_room()
+    assert dataclasses.replace(wide, config=dataclasses.replace(config, launches=2)).with_room()
 
 
 @pytest.mark.parametrize("config", [mosaic_plan.Config(1, team=3), mosaic_plan.Config(1, warpgroups=5, team=2)])

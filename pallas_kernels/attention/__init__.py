@@ -31,6 +31,15 @@ def decode_attention(
     Raises ValueError where the view does not fit the layer, where its lists have other shapes than they should, where anything but all
     groups is to be observed, and where the implementation asked for does not support the device or the shapes.
     """
+    check(layer, view, observe=observe)
+    settings = dict(view=view, observe=observe)
+    return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(
+        q, layer, lengths, **settings
+    )
+
+
+def check(layer: HierarchicalLayer | TokenCodesLayer | FullLayer, view: View, *, observe: bool) -> None:
+    """Raises ValueError where a view does not fit a layer, or cannot be observed; see `decode_attention`."""
     planes = {FullLayer: (None,), TokenCodesLayer: (2,), HierarchicalLayer: (1, 2)}[type(layer)]
     if view.planes not in planes:
         fitting = " or ".join(map(str, planes))
@@ -42,7 +51,3 @@ def decode_attention(
         if view.groups.shape[:2] != heads or view.groups.ndim != 3 or view.groups.shape[2] < 1 or view.count.shape != heads:
             found = f"groups {list(view.groups.shape)} and count {list(view.count.shape)}"
             raise ValueError(f"lists of groups should have shapes [B K n], n >= 1, and [B K], with B and K {list(heads)}; not {found}")
-    settings = dict(view=view, observe=observe)
-    return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(
-        q, layer, lengths, **settings
-    )

@@ -3,6 +3,7 @@
 import functools
 import math
 
+from pallas_kernels.attention import mosaic_append, mosaic_cluster
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
@@ -19,6 +20,12 @@ def groups_to_read(plan: Plan, at: dict, row: int, kv_head):
     return ptx.minimum(ptx.maximum(count, ptx.i32(0)), ptx.i32(plan.list_width))
 
 
+def buffered_tokens(plan: Plan, at: dict, row):
+    """How many tokens of a row of the batch are in full precision, those that the kernel appends among them."""
+    (buffered,) = ptx.load_global(at["buffered"] + ptx.i64(row) * 4)
+    return buffered + plan.tokens if plan.appends else buffered
+
+
 def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
     """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
 
@@ -27,7 +34,7 @@ def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
     """
     units = []
     for b in range(plan.batch):
-        (buffered,) = ptx.load_global(at["buffered"] + 4 * b)
+        buffered = buffered_tokens(plan, at, ptx.i32(b))
         units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups_to_read(plan, at, b, kv_head)))
     total = ptx.maximum(numerics.total([x for unit in units for x in unit]), ptx.i32(1))
     firsts, seen = [ptx.i32(0)], ptx.i32(0)
@@ -35,6 +42,17 @@ def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
         seen = seen + numerics.total(unit)
         firsts.append(seen * (plan.splits - plan.batch) // total + (b + 1))
     return units, [*firsts, ptx.i32(plan.splits)]
+
+
+def copy_queries(plan: Plan, at: dict, queries, thread, batch, kv_head, row_block) -> None:
+    """Starts the copies of a block's query rows to shared memory."""
+    H, threads = plan.head_dim, 32 * WARPS * plan.config.warpgroups
+    pieces = H // 8
+    for offset in range(0, plan.block_rows * pieces, threads):
+        row, piece = (thread + offset) // pieces, thread % pieces
+        with ptx.when(row < plan.block_rows):
+            source = plan.query_row(batch, kv_head, ptx.minimum(row_block * plan.block_rows + row, ptx.i32(plan.rows - 1)))
+            ptx.copy_async(queries + row * plan.query_pitch + piece * 16, at["q"] + ptx.i64(source) * (2 * H) + ptx.i64(piece * 16))
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -48,39 +66,43 @@ def emit_block(plan: Plan, refs: dict) -> None:
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
     units, firsts = partition_work(plan, at, kv_head)
-    batch, (chunks, groups), first, last = ptx.i32(0), units[0], firsts[0], firsts[1]
+    batch, (chunks, groups), *members = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
         here = firsts[b] < split + 1
         new = (ptx.i32(b), *units[b], firsts[b], firsts[b + 1])
-        batch, chunks, groups, first, last = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, first, last)))
-    worker, workers = (split - first) * plan.teams + warp // team, (last - first) * plan.teams
+        batch, chunks, groups, *members = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, *members)))
+    worker, workers = (split - members[0]) * plan.teams + warp // team, (members[1] - members[0]) * plan.teams
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
-    buffered = ptx.load_global(at["buffered"] + ptx.i64(batch) * 4)[0]
+    buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
 
     queries = at["shared"]
-    pieces = H // 8
-    for offset in range(0, plan.block_rows * pieces, 32 * warps):
-        row, piece = (thread + offset) // pieces, thread % pieces
-        with ptx.when(row < plan.block_rows):
-            source = plan.query_row(batch, kv_head, ptx.minimum(row_block * plan.block_rows + row, ptx.i32(plan.rows - 1)))
-            ptx.copy_async(queries + row * plan.query_pitch + piece * 16, at["q"] + ptx.i64(source) * (2 * H) + ptx.i64(piece * 16))
+    if plan.appends:
+        writes = (split == members[0]) & (row_block == 0)
+        new = mosaic_append.NewTokens(plan, at, queries, thread, batch, kv_head, row_block, buffered - plan.tokens, writes)
+        loaded = new.load(32 * warps)
+    else:
+        copy_queries(plan, at, queries, thread, batch, kv_head, row_block)
     ptx.commit_copies()
 
-    shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
+    teams = queries + plan.query_bytes
+    shared = teams + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
     observed = None
     if plan.observe:
         observed = at["observed"] + ptx.i64(head * plan.groups) * (4 * plan.padded_rows) + ptx.i64(row_block * (4 * plan.block_rows))
     tile = Tile(plan, (queries, shared, observed), lane, part, barrier, buffered)
     ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
-    full = ring(FullSource(plan, at, head, lane, part, buffered), *(ptx.minimum(x, chunks) for x in (first, last)))
+    recent = FullSource(plan, at, head, lane, part, buffered, queries + plan.new_at)
+    full = ring(recent, *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
     if plan.planes is not None:
         source = QuantizedSource(plan, at, head, lane, part)
         streams.insert(0, ring(source, *(ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
     # The ring fills while the queries come and are prepared.
     streams[0].prefetch()
+    if plan.appends:
+        new.place(loaded)
     ptx.wait_for_copies(plan.slots - 1)
     ptx.synchronize(ptx.i32(0), warps)
     state = tile.empty()
@@ -95,8 +117,27 @@ def emit_block(plan: Plan, refs: dict) -> None:
         full.prefetch()
     sees = tile.causal_mask(row_block * plan.block_rows, buffered)
     fragments = tile.full_queries()
-    state = full.run(lambda slot, i, refill: tile.full_keys(slot, i, fragments, sees, refill), tile.full_values, state)
-    tile.store(at, (block * plan.teams + warp // team) * plan.block_rows, state)
+
+    def keys(slot, chunk, refill):
+        recent.add_new(slot, chunk, 0)
+        return tile.full_keys(slot, chunk, fragments, sees, refill)
+
+    def values(slot, chunk, *rest):
+        recent.add_new(slot, chunk, plan.tokens)
+        return tile.full_values(slot, chunk, *rest)
+
+    state = full.run(keys, values, state)
+    if plan.merges:
+        # In the team's ring, for which nobody has any more use.
+        columns = {"out": 0, "top": plan.head_dim, "total": plan.head_dim + 1}
+        place = lambda name, row, entry: shared + plan.team_bytes + row * plan.partial_pitch + (entry + columns[name]) * 4
+        tile.store(place, ptx.store_shared, state)
+        mosaic_cluster.merge(plan, at, teams + plan.team_bytes, thread, split, members, (batch, kv_head, row_block))
+        return
+    first_row = (block * plan.teams + warp // team) * plan.block_rows
+    width = {"out": H, "top": 1, "total": 1}
+    place = lambda name, row, entry: at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
+    tile.store(place, ptx.store_global, state)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:

@@ -39,11 +39,19 @@ def decode_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
     """See `pallas_kernels.attention.decode_attention`. Raises ValueError for a configuration that cannot work."""
     plan = plan_for(q, layer, view, observe=observe, config=config)
-    out, mass = run(plan, q, lengths, layer, view if plan.list_width else None)
+    out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
     return (out, mass) if observe else out
 
 
-def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, observe: bool = False, config: Config | None = None) -> Plan:
+def plan_for(
+    q: Array | jax.ShapeDtypeStruct,
+    layer: HierarchicalLayer | FullLayer,
+    view: View,
+    *,
+    observe: bool = False,
+    appends: bool = False,
+    config: Config | None = None,
+) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
@@ -64,6 +72,7 @@ def plan_for(q: Array, layer: HierarchicalLayer | FullLayer, view: View, *, obse
         planes=view.planes if quantized else None,
         list_width=list_width if quantized else None,
         observe=observe and quantized,
+        appends=appends,
     )
     # As many query rows in a block as leave room for the ring.
     for most in MAX_ROWS:
@@ -83,9 +92,18 @@ def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def run(
-    plan: Plan, q: Array, lengths: Lengths, layer: HierarchicalLayer | FullLayer, lists: ListedGroups | None = None
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
-    """Two launches: partial results of teams, and their merging. Also returns the attention mass, of no groups where it is not observed."""
+    plan: Plan,
+    q: Array,
+    lengths: Lengths,
+    layer: HierarchicalLayer | FullLayer,
+    lists: ListedGroups | None = None,
+    angles: tuple[Array, Array] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"], FullLayer]:
+    """Partial results of teams and their merging, in two launches or in one. Also returns the attention mass, of no groups where it is not
+    observed, and the buffer.
+
+    Where the plan appends, q are the projections [B T channels], `lengths` those before, and `angles` cosines and sines in bfloat16.
+    """
     from pallas_kernels.attention import mosaic_blocks
 
     buffer = layer.buffer if isinstance(layer, HierarchicalLayer) else layer
@@ -93,7 +111,11 @@ def run(
     sizes = {"quantized": lengths.quantized, "buffered": lengths.buffered}
     if lists is not None:
         sizes["count"] = lists.count
-    inputs = {"q": q, **sizes, "keys": buffer.keys, "values": buffer.values}
+    inputs, updated = {"q": q, **sizes}, {"keys": buffer.keys, "values": buffer.values}
+    if plan.appends:
+        inputs["cos"], inputs["sin"] = angles
+    else:
+        inputs, updated = inputs | updated, {}
     if lists is not None:
         inputs["listed"] = lists.groups
     if plan.planes is not None:
@@ -102,27 +124,31 @@ def run(
             if plan.planes == 2:
                 inputs[f"{name}_lower"] = planes.lower
     lead = (plan.kv_heads * plan.blocks_of_rows, plan.splits * plan.teams, plan.block_rows)
-    partial = {"out": (*lead, plan.head_dim), "top": lead, "total": lead}
+    numbers = lambda **shapes: {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    partial = numbers(out=(*lead, plan.head_dim), top=lead, total=lead)
+    shape = plan.batch, plan.tokens, plan.kv_heads * plan.heads_per_kv_head, plan.head_dim
+    merged = {"merged": jax.ShapeDtypeStruct(shape, q.dtype)}
+    observed = {}
     if plan.observe:
-        partial["observed"] = (plan.batch, plan.kv_heads, plan.groups, plan.padded_rows)
-    partial = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in partial.items()}
+        merged |= numbers(everything=(plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head))
+        observed = numbers(observed=(plan.batch, plan.kv_heads, plan.groups, plan.padded_rows))
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
-    name += "_listed" * (lists is not None) + "_observed" * plan.observe
+    name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends
+    emit = functools.partial(mosaic_blocks.emit_block, plan)
+    outputs = (merged if plan.merges else partial) | observed
+    cluster = plan.splits if plan.merges else 1
     blocks = lead[0] * plan.splits
-    partial = launch(
-        name, functools.partial(mosaic_blocks.emit_block, plan), inputs, partial, blocks, plan.config.warpgroups, plan.shared_bytes
-    )
-    observed = partial.pop("observed", None)
-    merged = {"merged": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    if plan.observe:
-        by_head = plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head
-        merged["everything"] = jax.ShapeDtypeStruct(by_head, jnp.float32)
-    shared = 4 * WARPS * (plan.head_dim + 1)
-    rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
-    found = launch("merge_attention", functools.partial(mosaic_blocks.emit_merge, plan), partial | sizes, merged, rows, 1, shared)
+    found = launch(name, emit, inputs, outputs, blocks, plan.config.warpgroups, plan.shared_bytes, updated, cluster)
+    if plan.appends:
+        buffer = FullLayer(found["keys"], found["values"])
+    if not plan.merges:
+        shared = 4 * WARPS * (plan.head_dim + 1)
+        rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
+        emit = functools.partial(mosaic_blocks.emit_merge, plan)
+        found |= launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
     if not plan.observe:
-        return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32)
-    return found["merged"], attention_mass(plan, observed, found["everything"], lengths.quantized)
+        return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32), buffer
+    return found["merged"], attention_mass(plan, found["observed"], found["everything"], lengths.quantized), buffer
 
 
 def attention_mass(

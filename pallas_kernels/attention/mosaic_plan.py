@@ -5,7 +5,7 @@ import itertools
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import multiprocessors
-from pallas_kernels.gpu.launch import SHARED_BYTES
+from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
@@ -13,6 +13,7 @@ WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
 WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
 LEAST_SLOTS = 2  # of a team: keys and values in turn
+SHORT_LIST = 64  # groups of all rows of the batch, at most
 ROWS = 8  # query rows of a tile
 # What a multiprocessor has, and what a thread may have at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
@@ -23,13 +24,15 @@ class Config:
     """How the work is divided.
 
     splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: how many of them are to be resident on a
-    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows.
+    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows. launches: 1
+    where the blocks of a KV head merge what they found, as a cluster; 2 where another launch does, for any number of them.
     """
 
     splits: int
     blocks: int = 1
     warpgroups: int = 1
     team: int = 1
+    launches: int = 2
 
     def __post_init__(self):
         tuning.check_counts(self)
@@ -40,7 +43,8 @@ class Plan:
     """The kernel for one set of shapes: who does what, and where it lies in shared memory.
 
     block_tiles: query tiles of a block. list_width: columns of the lists of groups to read; None: all groups are read. observe: whether
-    each group's attention mass is to be found.
+    each group's attention mass is to be found. appends: whether queries, keys and values come as they were projected, for the kernel to
+    rotate and to append.
     """
 
     batch: int
@@ -56,6 +60,7 @@ class Plan:
     blocks_of_rows: int
     list_width: int | None = None
     observe: bool = False
+    appends: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
@@ -66,6 +71,8 @@ class Plan:
             raise ValueError(f"splits is {config.splits}, should be at most {most}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
+        if config.launches > 2 or (config.launches == 1 and max(config.splits, self.batch) > MAX_CLUSTER):
+            raise ValueError(f"{config} should have 2 launches, or 1 with at most {MAX_CLUSTER} splits and rows of the batch")
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
         if any(number % config.team for number in divided):
             raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
@@ -78,10 +85,22 @@ class Plan:
         """The plan itself. Raises ValueError where its configuration leaves too few slots of the ring."""
         if self.slots < LEAST_SLOTS:
             raise ValueError(f"{self.config} leaves no room for {LEAST_SLOTS} slots of {self.slot_bytes} bytes for each team")
+        if self.merges and self.partial_bytes > self.slots * self.slot_bytes:
+            raise ValueError(f"{self.config} leaves no room for a team's partial results, {self.partial_bytes} bytes, in its slots")
         return self
 
     def default(self) -> "Plan":
-        """The configuration that did well in sweeps on an H100, with three slots of the ring where they fit."""
+        """The configuration that did well in sweeps on an H100, with three slots of the ring where they fit.
+
+        Short lists are left to one launch, with teams for a step or two each.
+        """
+        if self.list_width is not None and self.list_width * self.batch <= SHORT_LIST:
+            splits = max(1, min(MAX_CLUSTER, multiprocessors() // self.heads))
+            for warpgroups in (3, 2, 1):
+                try:
+                    return self.configured(Config(splits, warpgroups=warpgroups, team=2, launches=1)).with_room()
+                except ValueError:
+                    continue
         largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
@@ -94,17 +113,29 @@ class Plan:
         return next((plan for plan in options if plan.slots >= 3), options[-1])
 
     def candidates(self) -> list["Plan"]:
-        """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need."""
+        """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
+
+        A short list is read in a step or two, for which two slots do and few blocks may be enough.
+        """
+        configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4))]
+        if self.list_width is None:
+            configs += [dataclasses.replace(config, launches=1) for config in configs]
+        else:
+            clusters = itertools.product((MAX_CLUSTER // 2, MAX_CLUSTER), (1, 2, 3), (1, 2, 4))
+            blocks = lambda splits: -(-splits * self.heads // multiprocessors())
+            configs += [Config(splits, blocks(splits), *rest, launches=1) for splits, *rest in clusters]
         plans = []
-        for blocks, warpgroups, team in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4)):
+        for config in configs:
+            warpgroups, blocks, team = config.warpgroups, config.blocks, config.team
             try:
-                plan = self.configured(self._resident(blocks, warpgroups, team).config)
+                plan = self.configured(config).with_room()
             except ValueError:
                 continue
             tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
             needed = 80 + 4 * self.block_tiles * tiles // team
             there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
-            if plan.slots >= 3 and needed <= there:
+            slots = LEAST_SLOTS if plan.merges and self.list_width is not None else 3
+            if plan.slots >= slots and needed <= there:
                 plans.append(plan)
         return list(dict.fromkeys([self.default(), *plans]))
 
@@ -158,6 +189,24 @@ class Plan:
         return max(self.config.splits, self.batch)
 
     @property
+    def merges(self) -> bool:
+        """Whether the blocks of a KV head merge their partial results themselves."""
+        return self.config.launches == 1
+
+    @property
+    def partial_pitch(self) -> int:
+        """Bytes from one row of a team's partial results to the next in shared memory, where the blocks merge them.
+
+        Weighted values, the maximum and the sum of weights, and two more numbers; eight neighbours of four rows lie in different banks.
+        """
+        return 4 * (self.head_dim + 4)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a team's partial results in shared memory, where its ring was."""
+        return self.block_rows * self.partial_pitch
+
+    @property
     def block_rows(self) -> int:
         """Query rows of a block."""
         return self.block_tiles * ROWS
@@ -169,7 +218,13 @@ class Plan:
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse."""
+        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse; then new
+        keys and values."""
+        return self.new_at + (4 * self.tokens * self.head_dim if self.appends else 0)
+
+    @property
+    def new_at(self) -> int:
+        """Where new keys and values are, behind the queries."""
         return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
 
     @property

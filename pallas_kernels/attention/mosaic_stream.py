@@ -118,12 +118,14 @@ class QuantizedSource:
 class FullSource:
     """Copies a chunk of full-precision rows to shared memory, zeros for those beyond the length.
 
-    The 16-byte pieces of row r change places by r % 8, so that a column of pieces lies in different banks.
+    The 16-byte pieces of row r change places by r % 8, so that a column of pieces lies in different banks. Where the kernel appends, the
+    last T rows are not yet in the buffer, but the block has them in shared memory at `new`.
     """
 
-    def __init__(self, plan: Plan, at: dict, head, lane, part, length):
-        self.plan, self.at, self.head, self.length = plan, at, head, length
+    def __init__(self, plan: Plan, at: dict, head, lane, part, length, new):
+        self.plan, self.at, self.head, self.length, self.new = plan, at, head, length, new
         self.thread = part * 32 + lane
+        self.held = length - plan.tokens if plan.appends else length  # rows of the buffer itself
 
     def place(self, step):
         """The chunk of a step: they lie one after the other."""
@@ -137,12 +139,28 @@ class FullSource:
 
     def _copy(self, name: str, shared, chunk) -> None:
         plan = self.plan
-        pieces, threads = plan.head_dim // 8, 32 * plan.config.team
-        piece = self.thread % pieces
-        for first in range(0, plan.chunk * pieces, threads):
-            row = self.thread // pieces + first // pieces
-            token = chunk * plan.chunk + row
-            size = ptx.select(token < self.length, ptx.i32(16), ptx.i32(0))
+        for token, piece, at in self._pieces(shared, chunk):
+            size = ptx.select(token < self.held, ptx.i32(16), ptx.i32(0))
             place = self.head * plan.buffer_rows + ptx.minimum(token, ptx.i32(plan.buffer_rows - 1))
             source = self.at[name] + ptx.i64(place) * (2 * plan.head_dim) + ptx.i64(piece * 16)
-            ptx.copy_async(shared + row * (2 * plan.head_dim) + (piece ^ (row & 7)) * 16, source, size)
+            ptx.copy_async(at, source, size)
+
+    def _pieces(self, shared, chunk) -> list[tuple]:
+        """This lane's pieces of a chunk: their token, number in its row, and address."""
+        plan = self.plan
+        pieces, threads = plan.head_dim // 8, 32 * plan.config.team
+        piece = self.thread % pieces
+        rows = [self.thread // pieces + first // pieces for first in range(0, plan.chunk * pieces, threads)]
+        return [(chunk * plan.chunk + row, piece, shared + row * (2 * plan.head_dim) + (piece ^ (row & 7)) * 16) for row in rows]
+
+    def add_new(self, shared, chunk, first: int) -> None:
+        """Puts the new rows of a chunk, those from row `first` of `new` on, where this lane's copies left zeros, and lets the warp meet."""
+        plan = self.plan
+        if not plan.appends:
+            return
+        with ptx.when(self.held < (chunk + 1) * plan.chunk):
+            for token, piece, at in self._pieces(shared, chunk):
+                with ptx.when((self.held - 1 < token) & (token < self.length)):
+                    source = self.new + (token - self.held + first) * (2 * plan.head_dim) + piece * 16
+                    ptx.store_shared(at, *ptx.load_shared(source, 4))
+        ptx.synchronize(None, 1)

@@ -444,8 +444,12 @@ class Tile:
                     state["out"][n][i] = fragments.mma(state["out"][n][i], fragment, operands[n], "bf16")
         return state
 
-    def store(self, at: dict, first_row, state: dict) -> None:
-        """Writes the team's partial results: each warp those of its channels."""
+    def store(self, place: Callable, put: Callable, state: dict) -> None:
+        """Writes the team's partial results: each warp those of its channels, once the whole team is done with its part of the ring.
+
+        place(name, row, entry): the address of that entry of "out", or of "top" or "total" with entry 0, for a query row of the block.
+        put(address, x): writes there.
+        """
         H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
@@ -457,14 +461,15 @@ class Tile:
             sums = {name: self._shared_numbers(1 + i * self.team, self.team, operator.add) for i, name in enumerate(sums)}
         else:
             sums = {name: [[fragments.all_rows(x, operator.add) for x in pair] for pair in pairs] for name, pairs in sums.items()}
+            ptx.synchronize(None, 1)
         for n in self.tiles:
             for c in (0, 1):
-                row = ptx.i64(first_row + self.t * 2 + (n * ROWS + c))
-                to = at["out"] + row * (4 * H) + ptx.i64(self.g * 4 + self.part * (4 * H // self.team))
+                row = self.t * 2 + (n * ROWS + c)
+                to = place("out", row, self.g + self.part * (H // self.team))
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
                         x = acc[c + 2 * high]
-                        ptx.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
-                with ptx.when(self.g == 0):
-                    ptx.store_global(at["top"] + row * 4, state["top"][n][c])
-                    ptx.store_global(at["total"] + row * 4, sums["total"][n][c])
+                        put(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
+                with ptx.when((self.g == 0) & (self.part == 0)):
+                    put(place("top", row, ptx.i32(0)), state["top"][n][c])
+                    put(place("total", row, ptx.i32(0)), sums["total"][n][c])

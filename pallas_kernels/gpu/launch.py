@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
+MAX_CLUSTER = 8  # blocks, that every device with clusters can run at once
 
 
 def launch(
@@ -17,8 +18,11 @@ def launch(
     warpgroups: int,
     shared_bytes: int,
     updated: dict | None = None,
+    cluster: int = 1,
 ) -> dict:
     """Runs `emit(refs)` in that many blocks of so many warpgroups, each block with a ref "shared" of its own.
+
+    cluster: so many blocks with neighbouring numbers run at the same time, and may read each other's shared memory.
 
     Returns the outputs, and the arrays of `updated`, which the kernel writes to where they lie.
     """
@@ -35,8 +39,9 @@ def launch(
     results = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
-        grid=(blocks,),
+        grid=(blocks // cluster,),
         grid_names=("block",),
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),

@@ -30,6 +30,14 @@ def combine_bf16(combine: Callable[[Value, Value], Value], a: Value, b: Value) -
     return pair(*map(combine, bf16_entries(a), bf16_entries(b)), "bf16")
 
 
+def rotated(a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
+    """Pairs of bfloat16, those of a head's first and second half, rotated by angles with these cosines and sines (pairs too)."""
+    entries = [bf16_entries(x) for x in (a, b, cos, sin)]
+    first = pair(*(x * c - y * s for x, y, c, s in zip(*entries)), "bf16")
+    second = pair(*(y * c + x * s for x, y, c, s in zip(*entries)), "bf16")
+    return first, second
+
+
 def multiply_pairs(a: Value, b: Value) -> Value:
     """Products of two pairs of float16, entry by entry."""
     return ptx.pure("mul.rn.f16x2 $0, $1, $2;", a, b)

@@ -342,6 +342,25 @@ def wait_for_arrivals(arrival: Value, parity: Value) -> None:
     inline(code, arrival, parity)
 
 
+# Blocks of a cluster ---------------------------------------------------------------------------------------------------
+
+
+def meet_cluster() -> None:
+    """Waits for all lanes of all blocks of the cluster: what each has done to shared memory before is there for all of them after."""
+    inline("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", collective=True)
+
+
+def in_block(shared: Value, rank: Value) -> Value:
+    """The address, for `load_cluster`, of what lies at this address of shared memory in the block of that rank in the cluster."""
+    return inline("mapa.shared::cluster.u32 $0, $1, $2;", shared, rank, results="r", effects=False)[0]
+
+
+def load_cluster(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
+    """Loads 1, 2 or 4 words of 32 bits from another block's shared memory, which lives until that block ends (`in_block`)."""
+    code = f"ld.shared::cluster{_vector(words)}.{_TYPES[result]} {_list(words)}, [${words}];"
+    return inline(code, at, results=result * words)
+
+
 # Waiting for other blocks ----------------------------------------------------------------------------------------------
 
 

@@ -76,14 +76,12 @@ def _emit_part(heads: int, kv_heads: int, rows: int, head_dim: int, tokens: int,
         source = at["qkv"] + ptx.i64((place * every + head) * head_bytes) + within
         (a,), (b,) = ptx.load_global(source), ptx.load_global(source + half)
         angle = ptx.i64(place * half) + within
-        cos, sin = (numerics.bf16_entries(ptx.load_global(at[name] + angle)[0]) for name in ("cos", "sin"))
+        (cos,), (sin,) = (ptx.load_global(at[name] + angle) for name in ("cos", "sin"))
         offset = ptx.load_global(at["offset"] + ptx.i64(place // tokens) * 4)[0]
         # An offset without room moves to where there is, as the reference's does: nothing is written behind the buffer.
         offset = ptx.maximum(ptx.minimum(offset, ptx.i32(rows - max(2, tokens))), ptx.i32(0))
         row = offset + place % tokens
-        a2, b2 = numerics.bf16_entries(a), numerics.bf16_entries(b)
-        first = numerics.pair(*(x * c - y * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
-        second = numerics.pair(*(y * c + x * s for x, y, c, s in zip(a2, b2, cos, sin)), "bf16")
+        first, second = numerics.rotated(a, b, cos, sin)
         is_query, is_value = head < heads, ptx.i32(heads + kv_heads - 1) < head
         kv_head = head - ptx.select(is_value, ptx.i32(heads + kv_heads), ptx.select(is_query, ptx.i32(0), ptx.i32(heads)))
         kept = ((ptx.i64(place // tokens) * kv_heads + ptx.i64(kv_head)) * rows + ptx.i64(row)) * head_bytes

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,15 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from rich.console import Group
 
+from pallas_kernels import append_attend
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION, View
+from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax import plots
 from qspec_jax.bench import kernels
-from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem, random_view
+from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem, random_projections, random_view
 from qspec_jax.bench.kernels import KernelReport, KernelRow
 from qspec_jax.bench.peers import PEERS, Unavailable
-from qspec_jax.bench.timing import input_count, time_jax
+from qspec_jax.bench.timing import Timing, input_count, time_in_place, time_jax
 from qspec_jax.errors import InputError, named
 
 # Tokens in a row of the shortened shape that errors are measured on: the float32 reference is slow.
@@ -35,11 +37,13 @@ def select_shapes(names: Sequence[str]) -> list[Shape]:
     return kernels.select_shapes(names, LARGE, TINY)
 
 
-def reading(shapes: Sequence[Shape], *, listed: float | None, observe: bool) -> list[Shape]:
-    """The shapes, of which a share of the groups is read by lists, or whose attention mass is observed.
+def reading(shapes: Sequence[Shape], *, listed: float | None, observe: bool, append: bool = False) -> list[Shape]:
+    """The shapes, of which a share of the groups is read by lists, or whose attention mass is observed, and whose tokens are appended too.
 
     Raises InputError for a share that is none, for both at once, and for a shape that is not read that way.
     """
+    if append:
+        shapes = [dataclasses.replace(shape, name=f"{shape.name}-appended", append=True) for shape in shapes]
     if listed is None and not observe:
         return list(shapes)
     if listed is not None and observe:
@@ -53,8 +57,13 @@ def reading(shapes: Sequence[Shape], *, listed: float | None, observe: bool) -> 
     return [dataclasses.replace(shape, name=f"{shape.name}-{suffix}", listed=listed, observe=observe) for shape in shapes]
 
 
-def select_implementations(names: Sequence[str]) -> list[str]:
-    """The implementations of these names; see `kernels.select_implementations`."""
+def select_implementations(names: Sequence[str], *, append: bool = False) -> list[str]:
+    """The implementations of these names; see `kernels.select_implementations`.
+
+    append: whether tokens are to be appended too, which the reference does by the kernels one after the other and is measured by default.
+    """
+    if append and not names:
+        names = [*(append_attend.GPU_IMPLEMENTATIONS if jax.default_backend() == "gpu" else ()), "reference"]
     return kernels.select_implementations(names, GPU_IMPLEMENTATIONS)
 
 
@@ -84,10 +93,14 @@ def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20
     try:
         if reason := unsupported(shape, implementation):
             return row("unavailable", reason)
+        if shape.append:
+            function = _append_and_attend(implementation, shape.observe, config)
+            error = appended_error(function, _unnamed(shape.shortened(error_tokens)))
+            return row("measured", "", timing=time_appended(function, _unnamed(shape), repeats=repeats), relative_error=error)
         attend = _attend(implementation, shape.observe, config)
         error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
         problems = _problems(_unnamed(shape))
-        timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats)
+        timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats, size=bytes_read(shape))
     except Exception as error:  # one row of many
         return row("failed", named(error))
     return row("measured", "", timing=timing, relative_error=error)
@@ -117,8 +130,14 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
     """Why that implementation cannot run on a shape here, or None."""
     if implementation == "reference":
         return None
-    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     *problem, view = jax.eval_shape(lambda: _problem(shape, 0))
+    if shape.append:
+        if implementation not in append_attend.GPU_IMPLEMENTATIONS:
+            return "does not append; the reference is all kernels one after the other"
+        module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
+        projections = jax.eval_shape(lambda: random_projections(shape, 0))
+        return module.unsupported(*projections, *problem[1:], view=view, observe=shape.observe)
+    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     return module.unsupported(*problem, view=view, observe=shape.observe)
 
 
@@ -142,6 +161,56 @@ def _attend(implementation: str, observe: bool, config=None):
         call = functools.partial(module.decode_attention, **settings, config=config)
     # Without the barrier XLA would leave out what is made of the mass and not used.
     return (lambda *args: jax.lax.optimization_barrier(call(*args))[0]) if observe else call
+
+
+def _append_and_attend(implementation: str, observe: bool, config=None) -> Callable:
+    """`append_and_attend` by that implementation, perhaps with a configuration of its own."""
+    settings = dict(observe=observe)
+    if config is None:
+        return functools.partial(append_attend.append_and_attend, **settings, implementation=implementation)
+    module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
+    return functools.partial(module.append_and_attend, **settings, config=config)
+
+
+def time_appended(function: Callable, shape: Shape, *, repeats: int) -> Timing:
+    """Times what does as `append_and_attend` does, on a shape whose context counts the T new tokens. Every call has a buffer of its own."""
+
+    problems = _problems(shape)
+    # Constants of the program: a model adds to them once for all layers, and not before each.
+    lengths = _without(problems[0][2], shape.tokens)
+
+    def call(qkv, buffer, cos, sin, layer, view):
+        attended, new, mass = function(qkv, cos, sin, _with_buffer(layer, buffer), lengths, view)
+        return (attended, mass), _buffer(new)
+
+    qkv, *angles = random_projections(shape, 0)
+    kept, inputs = [], []
+    for _, layer, _, view in problems:
+        kept.append(jax.tree.map(jnp.copy, _buffer(layer)))
+        inputs.append((*angles, _with_buffer(layer, None), view))
+    return time_in_place(call, qkv, kept, inputs, repeats=repeats, size=bytes_read(shape))
+
+
+def appended_error(function: Callable, shape: Shape) -> float:
+    """The relative error of what does as `append_and_attend` does, against attention in float32 to what the reference appends."""
+    qkv, cos, sin = random_projections(shape, 0)
+    _, layer, lengths, view = _problem(shape, 0)
+    attended, *_ = jax.jit(function)(qkv, cos, sin, layer, _without(lengths, shape.tokens), view)
+    q, buffer = rotate_and_append(qkv, cos, sin, _buffer(layer), _without(lengths, shape.tokens).buffered, implementation="reference")
+    return _relative_error(attended, q, _with_buffer(layer, buffer), lengths, view)
+
+
+def _buffer(layer: HierarchicalLayer | FullLayer) -> FullLayer:
+    return layer if isinstance(layer, FullLayer) else layer.buffer
+
+
+def _with_buffer(layer: HierarchicalLayer | FullLayer | None, buffer: FullLayer | None) -> HierarchicalLayer | FullLayer | None:
+    """The layer with that buffer, of which a layer in full precision has nothing else."""
+    return dataclasses.replace(layer, buffer=buffer) if isinstance(layer, HierarchicalLayer) else buffer
+
+
+def _without(lengths: Lengths, tokens: int) -> Lengths:
+    return dataclasses.replace(lengths, buffered=lengths.buffered - tokens)
 
 
 @functools.cache
@@ -190,6 +259,7 @@ def _describe(shape: Shape) -> str:
     rows = f", {shape.batch} rows" if shape.batch > 1 else ""
     listed = "" if shape.listed is None else f", {shape.listed:.3g} of the groups listed"
     observed = ", mass observed" if shape.observe else ""
+    observed += ", appended" if shape.append else ""
     return f"{shape.format}, T={shape.tokens}, {shape.heads}/{shape.kv_heads} heads{rows} of {context} tokens{listed}{observed}"
 
 

@@ -22,7 +22,8 @@ class Shape:
     """One problem, in bfloat16. context: tokens cached in each row, the T query tokens among them; the batch is ragged where rows differ.
 
     planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache). listed: the share of a row's groups that are read, by lists;
-    None: all. observe: whether the attention mass is asked for.
+    None: all. observe: whether the attention mass is asked for. append: whether the T tokens come as they were projected, to be rotated and
+    appended too.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Shape:
     group_size: int = 128
     listed: float | None = None
     observe: bool = False
+    append: bool = False
 
     @property
     def batch(self) -> int:
@@ -147,6 +149,18 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
 
     rows = 2 * G + SPARE_ROWS
     return q, HierarchicalLayer(planes(G, H // 2), planes(H, G // 2), FullLayer(normal(B, K, rows, H), normal(B, K, rows, H))), lengths
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def random_projections(
+    shape: Shape, seed: int | Array
+) -> tuple[Float[Array, "B T channels"], Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """The T tokens' queries, keys and values before RoPE, and the cosines and sines of their angles."""
+    keys = jax.random.split(jax.random.key(seed))
+    lead = shape.batch, shape.tokens
+    qkv = jax.random.normal(keys[0], (*lead, (shape.heads + 2 * shape.kv_heads) * shape.head_dim), jnp.bfloat16)
+    angles = jax.random.uniform(keys[1], (*lead, shape.head_dim // 2), maxval=2 * math.pi)
+    return qkv, jnp.cos(angles).astype(jnp.bfloat16), jnp.sin(angles).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

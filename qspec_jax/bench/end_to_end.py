@@ -7,11 +7,10 @@ are walked (teacher-forced acceptance), and what is before them is the prompt of
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -19,26 +18,28 @@ from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.bench import decode
-from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, compared
+from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
-from qspec_jax.evaluate.acceptance import Acceptance
+from qspec_jax.evaluate.acceptance import Acceptance, with_error
+from qspec_jax.evaluate.stream import cut
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import Run, this_run
 
-BASELINE, SPECULATIVE = METHODS[AUTOREGRESSIVE], METHODS["quantspec"]
-Key = tuple[int, float, int]  # context, temperature, gamma
+MARKERS = "osv^D"
+Key = tuple[int, float, str, int]  # context, temperature, draft, gamma
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherForced:
-    """Teacher-forced acceptance along the texts of one context. acceptance: None unless the status is "measured"."""
+    """Teacher-forced acceptance of a draft along the texts of one context. acceptance: None unless the status is "measured"."""
 
     context: int
     temperature: float
+    draft: str
     gamma: int
     texts: int
     status: str
@@ -48,10 +49,10 @@ class TeacherForced:
 
 @dataclasses.dataclass(frozen=True)
 class EndToEndReport(Run):
-    """Decodes and acceptance. Each context and temperature has a row for the baseline and one for each gamma, and an entry of
-    teacher_forced for each gamma.
+    """Decodes and acceptance. Each context and temperature has a row for the baseline and one for each draft and gamma, and an entry of
+    teacher_forced for each draft and gamma.
 
-    calibrated: the draft's weights are rounded for the prompts of the context at hand.
+    calibrated: the drafts' weights are rounded for the prompts of the context at hand.
     """
 
     model: str
@@ -69,29 +70,34 @@ def run(
     contexts: Sequence[int],
     temperatures: Sequence[float],
     gammas: Sequence[int],
+    methods: Sequence[Method],
     *,
     max_new_tokens: int,
     texts: int,
     calibrate: bool,
     seed: int = 0,
+    directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> EndToEndReport:
-    """Measures quantspec with each gamma against the baseline, at every context and temperature.
+    """Measures every method at every context and temperature, those that draft with each gamma. The first is the baseline.
 
     stream: real text, as token ids. texts: how many of each context, fewer where the stream has no more; they are decoded one after the
-    other and walked as a batch. progress: a bar on standard error; None where that is a terminal. Raises InputError where the stream or
-    the model's positions are too few for a context; what fails later gets a row that says so.
+    other and walked as a batch. directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error;
+    None where that is a terminal. Raises InputError where the stream or the model's positions are too few for a context; what fails later
+    gets a row that says so.
     """
-    cut = {context: _cut(stream, context + max_new_tokens, texts) for context in contexts}
+    texts_of = {context: cut(stream, context + max_new_tokens, texts) for context in contexts}
     make_config = lambda temperature, gamma: GenerationConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, num_speculative_tokens=gamma
     )
-    for temperature, gamma, found in itertools.product(temperatures, gammas, cut.values()):
+    for temperature, gamma, found in itertools.product(temperatures, gammas, texts_of.values()):
         acceptance.check(model, [text[:-max_new_tokens] for text in found], make_config(temperature, gamma))
     rows, walks = [], []
-    total = len(contexts) * len(temperatures) * (1 + 2 * len(gammas))
+    walked = [(method.draft, gamma) for method in methods if method.speculative for gamma in gammas]
+    decoded = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
+    total = len(contexts) * len(temperatures) * (len(decoded) + len(walked))
     with tqdm(total=total, leave=False, disable=None if progress is None else not progress) as bar:
-        for context, found in cut.items():
+        for context, found in texts_of.items():
             bar.set_description(f"{context:,} tokens")
             prompts = [text[:-max_new_tokens] for text in found]
             calibration = prompts if calibrate else None
@@ -99,14 +105,14 @@ def run(
             int4 = functools.cache(functools.partial(int4_model, model, calibration=calibration, progress=False))
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
-                cases = [Case(BASELINE, 0, temperature), *(Case(SPECULATIVE, gamma, temperature) for gamma in gammas)]
+                cases = [Case(method, gamma, temperature) for method, gamma in decoded]
                 decodes = []
-                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed):
+                for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed, directory=directory):
                     decodes.append(row)
                     bar.update()
                 rows += compared(decodes)
-                for gamma in gammas:
-                    walks.append(_walk(model, int4, found, make_config(temperature, gamma), seed))
+                for draft, gamma in walked:
+                    walks.append(_walk(model, draft, int4, found, make_config(temperature, gamma), seed, directory))
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -119,73 +125,66 @@ def run(
     )
 
 
-def token_stream(tokenizer, texts: Iterable[str]) -> list[int]:
-    """The tokens of these texts one after the other, each behind the tokenizer's BOS token, if it has one."""
-    stream = []
-    for text in texts:
-        tokens = tokenizer(text)["input_ids"]
-        if tokenizer.bos_token_id is not None and tokens[:1] != [tokenizer.bos_token_id]:
-            stream.append(tokenizer.bos_token_id)
-        stream += tokens
-    return stream
-
-
-def _cut(stream: Sequence[int], length: int, count: int) -> list[list[int]]:
-    """Cuts `count` texts of this length from the stream, or as many as it has: evenly spread, without overlap."""
-    count = min(count, len(stream) // length)
-    if count == 0:
-        raise InputError(
-            f"the text has {len(stream):,} tokens, and {length:,} are needed for context and new tokens; give more with --file"
-        )
-    starts = np.linspace(0, len(stream) - length, count).astype(int)
-    return [list(stream[start : start + length]) for start in starts]
-
-
-def _walk(model: Llama, int4: Callable[[], Llama], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int) -> TeacherForced:
+def _walk(
+    model: Llama,
+    draft: str,
+    int4: Callable[[], Llama],
+    texts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    seed: int,
+    directory: str | Path | None,
+) -> TeacherForced:
     context = len(texts[0]) - config.max_new_tokens
-    row = TeacherForced(context, config.temperature, config.num_speculative_tokens, len(texts), "measured")
+    row = TeacherForced(context, config.temperature, draft, config.num_speculative_tokens, len(texts), "measured")
     try:
-        draft = make_draft(SPECULATIVE.draft, model, int4=int4)
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, draft, texts, config, jax.random.key(seed)))
+        made = make_draft(draft, model, int4=int4, directory=directory)
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, jax.random.key(seed)))
+    except InputError:  # a draft's settings that do not fit the model, for one
+        raise
     except Exception as error:  # one row of many
         return dataclasses.replace(row, status="failed", note=named(error))
 
 
 def table(report: EndToEndReport) -> Group:
-    """A table with a line for every context, temperature and gamma; the baseline's gamma is 0."""
+    """A table with a line for every context, temperature, method and gamma; the baseline has none."""
     walks = _walks(report)
     head = Text.assemble(
         (f"Decode of {report.model} ({report.parameters / 1e6:,.0f} M parameters) on {report.device}", "bold"), f", {report.date}\n"
     )
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    columns = ["context", "temperature", "method", "gamma", "tokens/s", "ms/token", "speed-up", "accepted", "repeated", "teacher-forced"]
-    for label in (*columns, "prefill s", "compile s", "cache GB"):
-        grid.add_column(label, justify="left" if label == "method" else "right", no_wrap=True)
+    columns = ["context", "temper-\nature", "method", "gamma", "tokens/s", "ms/token", "speed-up", "accepted", "repeated"]
+    for label in (*columns, "teacher-\nforced", "given those\nbefore", "prefill\ns", "compile\ns", "cache\nGB"):
+        is_name = label == "method"
+        grid.add_column(label, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
+    number = lambda x, form, unit="": "-" if x is None else format(x, form) + unit
     for row in report.rows:
         name = f"{row.context:,}", f"{row.temperature:g}", row.method, str(row.gamma) if row.gamma else "-"
-        walk = walks.get((row.context, row.temperature, row.gamma))
-        walked = "-" if walk is None else f"{walk.acceptance.acceptance_rate:.3f}" if walk.acceptance else walk.status
+        walk = walks.get((row.context, row.temperature, row.method, row.gamma))
+        found = None if walk is None else walk.acceptance
+        walked = number(found.acceptance_rate, ".3f") if found else "-" if walk is None else walk.status
+        given = with_error(found.conditional_rate, found.conditional_error) if found else "-"
         if row.status != "measured":
-            grid.add_row(*name, row.status, *["-"] * 4, walked, *["-"] * 3)
+            grid.add_row(*name, row.status, *["-"] * 4, walked, given, *["-"] * 3)
             continue
-        number = lambda x, form, unit="": "-" if x is None else format(x, form) + unit
         figures = [f"{row.tokens_per_second:,.1f}", f"{row.ms_per_token:,.2f}", number(row.speedup, ".2f", "x")]
-        figures += [number(row.acceptance_ratio, ".3f"), f"{row.repeated_ngrams:.1%}", walked]
+        figures += [number(row.acceptance_ratio, ".3f"), f"{row.repeated_ngrams:.1%}", walked, given]
         grid.add_row(*name, *figures, f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}", f"{row.cache_bytes / 1e9:.2f}")
     counts = {walk.context: walk.texts for walk in report.teacher_forced}
     notes = [
         f"Batch 1, {report.max_new_tokens} new tokens after each of",
         ", ".join(f"{n} texts of {context:,} tokens" for context, n in counts.items()) + ";",
-        "draft calibrated on the prompts." if report.calibrated else "draft rounded to nearest.",
+        "drafts calibrated on the prompts." if report.calibrated else "drafts rounded to nearest.",
         "speed-up: over autoregressive decoding with a cache in the model's own precision. accepted: of the drafts, free-running;",
-        "repeated: the share of that text's 8-grams which stood in it before. teacher-forced: accepted of the drafts along real text.",
+        "repeated: the share of that text's 8-grams which stood in it before. teacher-forced: accepted of the drafts along real text;",
+        "given those before: the chance that a draft is accepted there once those before it are, +- its standard error over texts.",
     ]
     failed = dict.fromkeys(row.note for row in [*report.rows, *report.teacher_forced] if row.status != "measured")
     return Group(head, grid, *(Text(f"failed: {note}") for note in failed), Text("\n" + " ".join(notes), "dim"))
 
 
 def plot(report: EndToEndReport, path: Path) -> None:
-    """Two panels against context: speed-up, and acceptance, teacher-forced and free-running; a line for every temperature and gamma.
+    """Two panels against context: speed-up, and acceptance, teacher-forced and free-running; a line for every method, temperature and
+    gamma.
 
     Raises InputError if nothing was measured, or the file cannot be written.
     """
@@ -198,16 +197,21 @@ def plot(report: EndToEndReport, path: Path) -> None:
     contexts = sorted({row.context for row in rows})
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     speed, accepted = figure.subplots(1, 2)
-    for number, (temperature, gamma) in enumerate(dict.fromkeys((row.temperature, row.gamma) for row in rows)):
-        line = [row for row in rows if (row.temperature, row.gamma) == (temperature, gamma)]
-        style = dict(color=f"C{number}", marker="o", label=f"temperature {temperature:g}, gamma {gamma}")
+    line_of = lambda row: (row.method, row.temperature, row.gamma)
+    lines = list(dict.fromkeys(map(line_of, rows)))
+    for number, (method, temperature, gamma) in enumerate(lines):
+        line = [row for row in rows if line_of(row) == (method, temperature, gamma)]
+        style = dict(color=f"C{number % 10}", marker=MARKERS[number // 10 % len(MARKERS)])
+        style["label"] = f"{method}, temperature {temperature:g}, gamma {gamma}"
         speed.plot([row.context for row in line], [row.speedup for row in line], **style)
         walked = [
-            (row.context, walk.acceptance.acceptance_rate) for row in line if (walk := walks[row.context, temperature, gamma]).acceptance
+            (row.context, found.acceptance_rate)
+            for row in line
+            if (found := walks[row.context, temperature, method, gamma].acceptance) and found.acceptance_rate is not None
         ]
         if walked:
             accepted.plot(*zip(*walked), **style)
-        accepted.plot([row.context for row in line], [row.acceptance_ratio for row in line], color=f"C{number}", linestyle=":")
+        accepted.plot([row.context for row in line], [row.acceptance_ratio for row in line], color=style["color"], linestyle=":")
     for axes in (speed, accepted):
         plots.context_axis(axes, contexts)
     speed.set(ylabel="speed-up over autoregressive", title="Speed-up", ylim=(0, None))
@@ -218,5 +222,5 @@ def plot(report: EndToEndReport, path: Path) -> None:
 
 
 def _walks(report: EndToEndReport) -> dict[Key, TeacherForced]:
-    """Teacher-forced acceptance by context, temperature and gamma."""
-    return {(walk.context, walk.temperature, walk.gamma): walk for walk in report.teacher_forced}
+    """Teacher-forced acceptance by context, temperature, draft and gamma."""
+    return {(walk.context, walk.temperature, walk.draft, walk.gamma): walk for walk in report.teacher_forced}

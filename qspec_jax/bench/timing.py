@@ -1,6 +1,7 @@
 """Time of a kernel on its device, without the host's launches, and the device's read bandwidth.
 
-A program calls the kernel once on each of several inputs, so that no input is in the L2 cache from the call before. Each call's query is
+A program calls the kernel on each of several inputs in turn, so that no input is in the L2 cache from the call before, and so often that it
+takes longer than the host's launch of the next program, also where a call takes a few microseconds. Each call's query is
 the output of the call before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs
 are enqueued without waiting. The time of a batch of one is subtracted, and with it the host's time to launch the first program and to see
 the last one end.
@@ -22,14 +23,15 @@ from qspec_jax.decoding.compiled import Compiled
 # Bytes of all inputs of a program together: many times any L2.
 ROTATED_BYTES = 1.5e9
 # Bytes that a program reads in several laps over its inputs: enough to hide the launch of the next, which has hundreds of arguments.
-LAPPED_BYTES = 2e10
+LAPPED_BYTES, MAX_LAPS = 2e10, 256
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
 
 BATCHES = "programs enqueued in batches, one block_until_ready, a batch of one subtracted"
-JAX_METHOD = f"chained calls on rotated inputs in one jitted program, {BATCHES}"
+JAX_METHOD = f"chained calls in laps over rotated inputs in one jitted program, {BATCHES}"
 LOOP_METHOD = f"calls in a compiled loop that keeps its arrays in place, {BATCHES}"
+IN_PLACE_METHOD = f"calls in laps over rotated inputs, some of which they update in place, in one jitted program, {BATCHES}"
 CALLS_METHOD = f"calls one after the other on rotated inputs in one jitted program, {BATCHES}"
 TORCH_METHOD = "chained calls on rotated inputs, enqueued in batches between two CUDA events"
 TORCH_CALLS_METHOD = "calls one after the other on rotated inputs, enqueued in batches between two CUDA events"
@@ -55,19 +57,64 @@ def input_count(size: int) -> int:
     return max(2, min(MAX_INPUTS, math.ceil(ROTATED_BYTES / size)))
 
 
-def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
-    """Times function(query, *inputs[i]), which returns an array of the query's shape and dtype."""
+def time_jax(function: Callable, query: jax.Array, inputs: Sequence[tuple], *, repeats: int, size: int | None = None) -> Timing:
+    """Times function(query, *inputs[i]), which returns an array of the query's shape and dtype.
+
+    size: bytes that a call reads; None where it reads its whole input.
+    """
     # Traced and lowered once, however many inputs there are.
     call = jax.jit(function)
+    inputs = list(inputs)
+    laps = _laps(inputs, size)
 
     @jax.jit
     def program(query, inputs):
-        for values in inputs:
-            query = call(query, *values)
-        return query
+        def lap(_, query):
+            for values in inputs:
+                # Otherwise XLA may do before the loop what does not need the query.
+                query, values = lax.optimization_barrier((query, values))
+                query = call(query, *values)
+            return query
 
-    inputs = list(inputs)
-    return _measure(_without_host(_enqueued(program, query, inputs), repeats), len(inputs), repeats, JAX_METHOD)
+        return lax.fori_loop(0, laps, lap, query)
+
+    batch = _enqueued(program, query, inputs)
+    return _measure(_without_host(batch, repeats), laps * len(inputs), repeats, JAX_METHOD, inputs=len(inputs))
+
+
+def time_in_place(function: Callable, x: jax.Array, kept: Sequence, inputs: Sequence[tuple], *, repeats: int, size: int) -> Timing:
+    """Times (any arrays, kept[i]) = function(x, kept[i], *inputs[i]), which reads `size` bytes.
+
+    What is kept is donated, and updated in place.
+    """
+    call = jax.jit(function)
+    inputs = tuple(inputs)
+    laps = _laps(inputs, size)
+
+    def lap(x, kept, outs, *inputs):
+        new, outs = [], list(outs[-1:])
+        for state, values in zip(kept, inputs):
+            x, state, values, outs[-1:] = lax.optimization_barrier((x, state, values, outs[-1:]))
+            out, state = call(x, state, *values)
+            outs.append(out)
+            new.append(state)
+        return x, tuple(new), tuple(outs[-len(inputs) :])
+
+    # All results are kept: XLA would leave out a call that nobody needs.
+    outs = tuple(jax.tree.map(jnp.zeros_like, jax.eval_shape(call, x, state, *values)[0]) for state, values in zip(kept, inputs))
+    carry = jnp.copy(x), tuple(kept), outs
+    program, _ = loop(lap, laps, one_by_one=True).compile(carry, inputs)
+    timing, _ = time_loop(program, laps, carry, inputs, repeats=repeats)
+    each = lambda us: us / len(inputs)
+    return dataclasses.replace(
+        timing,
+        median_us=each(timing.median_us),
+        lower_us=each(timing.lower_us),
+        upper_us=each(timing.upper_us),
+        calls=timing.calls * len(inputs),
+        inputs=len(inputs),
+        method=IN_PLACE_METHOD,
+    )
 
 
 def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, repeats: int) -> Timing:
@@ -81,10 +128,8 @@ def time_calls(function: Callable, x: jax.Array, inputs: Sequence[tuple], *, rep
 def calls(function: Callable, laps: int) -> Callable:
     """A program of (x, inputs) that calls function(x, *inputs[i]) for each input, one after the other, `laps` times over."""
     call = jax.jit(function)
-    # Otherwise XLA's graphs run several calls at once, as none needs another's result.
-    one_by_one = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
 
-    @functools.partial(jax.jit, compiler_options=one_by_one)
+    @functools.partial(jax.jit, compiler_options=_one_by_one())
     def program(x, inputs):
         def lap(_, carry):
             x, outs = carry[0], []
@@ -101,17 +146,29 @@ def calls(function: Callable, laps: int) -> Callable:
     return program
 
 
-def _laps(inputs: Sequence[tuple]) -> int:
-    """How often a program goes through these inputs: until it has read enough to hide the launch of the next program."""
+def _one_by_one() -> dict | None:
+    """Compiler options without which XLA's graphs run several calls at once where none needs another's result."""
+    return {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if jax.default_backend() == "gpu" else None
+
+
+def _laps(inputs: Sequence[tuple], size: int | None = None) -> int:
+    """How often a program goes through these inputs: until it has read enough to hide the launch of the next program.
+
+    size: bytes read of an input; None: all of it.
+    """
     if jax.default_backend() == "cpu":
         return 2
-    return math.ceil(LAPPED_BYTES / sum(array.nbytes for array in jax.tree.leaves(inputs)))
+    lap = sum(array.nbytes for array in jax.tree.leaves(inputs)) if size is None else size * len(inputs)
+    return min(MAX_LAPS, math.ceil(LAPPED_BYTES / lap))
 
 
-def loop(function: Callable, trips: int) -> Compiled:
-    """A program (carry, inputs) -> carry that does carry = function(*carry, *inputs) `trips` times, in place."""
+def loop(function: Callable, trips: int, *, one_by_one: bool = False) -> Compiled:
+    """A program (carry, inputs) -> carry that does carry = function(*carry, *inputs) `trips` times, in place.
+
+    one_by_one: whether calls that do not need each other's results wait for each other all the same.
+    """
     program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
-    return Compiled(program, donate_argnums=0)
+    return Compiled(program, donate_argnums=0, compiler_options=_one_by_one() if one_by_one else None)
 
 
 def loop_trips(seconds: float) -> int:

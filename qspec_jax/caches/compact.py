@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import decode_attention
+from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
-from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import AppendedCache, longer, no_tokens
+from qspec_jax.caches.cache import AppendedCache, no_tokens
 from qspec_jax.caches.registry import CacheConfig
 
 KINDS = ("full", "int8")
@@ -96,10 +95,8 @@ class CompactCache(AppendedCache):
         """See `AppendedCache.attend`. There is one way to read it, whatever the view."""
         if observe:
             raise ValueError("a compact cache has no groups whose attention could be observed")
-        old, full = self.layers[layer], self.kind == "full"
-        q, buffer = rotate_and_append(qkv, cos, sin, old if full else old.buffer, self.lengths.buffered)
-        new = buffer if full else dataclasses.replace(old, buffer=buffer)
-        return decode_attention(q, new, longer(self.lengths, q.shape[1]), FULL_PRECISION if full else BOTH_PLANES), new, None
+        view = FULL_PRECISION if self.kind == "full" else BOTH_PLANES
+        return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, view)
 
     def take_in(self, tokens: Sequence[KeysValues], count: Int[Array, "B"]) -> Self:
         """The cache once the first count[b] of these T tokens of each layer are taken in; the oldest of the ring leave for them.

@@ -5,11 +5,10 @@ import dataclasses
 import jax
 from jax import lax
 
-from pallas_kernels.attention import decode_attention
+from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
-from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, longer, no_tokens
+from qspec_jax.caches.cache import Cache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 
 
@@ -46,5 +45,4 @@ class FullCache(Cache):
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe:
             raise ValueError("a full-precision cache has no groups whose attention could be observed")
-        q, new = rotate_and_append(qkv, cos, sin, self.layers[layer], self.lengths.buffered)
-        return decode_attention(q, new, longer(self.lengths, q.shape[1]), FULL_PRECISION), new, None
+        return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, FULL_PRECISION)

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.attention import decode_attention
+from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, longer, no_tokens
+from qspec_jax.caches.cache import Cache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 
 
@@ -81,12 +80,7 @@ class HierarchicalCache(Cache):
         return tuple(map(choose, old, recent))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        old = self.layers[layer]
-        q, buffer = rotate_and_append(qkv, cos, sin, old.buffer, self.lengths.buffered)
-        new = dataclasses.replace(old, buffer=buffer)
-        found = decode_attention(q, new, longer(self.lengths, q.shape[1]), view, observe=observe)
-        attended, mass = found if observe else (found, None)
-        return attended, new, mass
+        return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, view, observe=observe)
 
     def flushed_layers(self, due):
         def once(carry):

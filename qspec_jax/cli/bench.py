@@ -31,6 +31,7 @@ from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.training import corpus
 
@@ -64,6 +65,14 @@ def bench_attention(
     observe: Annotated[
         bool, typer.Option("--observe", help="Also find the attention mass of each group, as a verification does for --draft sparse.")
     ] = False,
+    append: Annotated[
+        bool,
+        typer.Option(
+            "--append",
+            help="Also RoPE, and appending to the buffer: all launches of a layer's attention. The reference is the kernels one after the "
+            "other; other libraries are left out.",
+        ),
+    ] = False,
     peers: Annotated[bool, typer.Option(help="Measure the other libraries too.")] = True,
     repeats: Repeats = 20,
     output: Output = None,
@@ -74,12 +83,14 @@ def bench_attention(
     """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
     if tune:
         attention_tuning.check()
-    shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe)
-    implementations = attention.select_implementations(implementation or [])
+    shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe, append=append)
+    implementations = attention.select_implementations(implementation or [], append=append)
     progress = False if as_json else None
-    if plot and (listed is not None or observe):
-        raise InputError("--plot shows shapes that are read whole; leave out --listed and --observe")
+    if plot and (listed is not None or observe or append):
+        raise InputError("--plot shows shapes that are read whole, and attention alone; leave out --listed, --observe and --append")
     if tune:
+        if append:
+            raise InputError("--tune does not go with --append, which takes the configurations of attention alone")
         if observe:
             raise InputError("--tune does not go with --observe, which takes the configurations that do without it")
         if plot or "reference" in implementations:
@@ -91,7 +102,7 @@ def bench_attention(
     if plot:
         attention.check_plot(plot, output, shapes)
     with output_to(output) as write:
-        report = attention.run(shapes, implementations, peers=peers, repeats=repeats, progress=progress)
+        report = attention.run(shapes, implementations, peers=peers and not append, repeats=repeats, progress=progress)
         show(report, attention.table, output, write, as_json=as_json)
     if plot:
         attention.plot(report, plot)
@@ -351,6 +362,14 @@ def bench_end_to_end(
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="May be given several times: 0 and 1, if not given.")] = None,
     num_speculative_tokens: Gammas = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="NAME[:SETTING=VALUE,...]",
+            help="A draft to decode with, over an int8 cache; may be given several times: quantspec, if not given.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=16, help="New tokens: 640 are five flushes.")] = 640,
     texts: Annotated[int, typer.Option(min=1, help="Texts of each context, fewer where there is less text.")] = 4,
     calibrate: Annotated[bool, typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ).")] = True,
@@ -361,6 +380,7 @@ def bench_end_to_end(
 ):
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
     gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
+    methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
     if plot:
         plots.check(plot, output)
     with output_to(output) as write:
@@ -368,14 +388,16 @@ def bench_end_to_end(
         report = end_to_end.run(
             str(model),
             network,
-            end_to_end.token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
+            token_stream(tokenizer, map(read_text, file or corpus.held_out_files())),
             list(dict.fromkeys(context or [8192, 16384, 32768, 65536])),
             list(dict.fromkeys(temperature or [0.0, 1.0])),
             gammas,
+            methods,
             max_new_tokens=max_new_tokens,
             texts=texts,
             calibrate=calibrate,
             seed=seed,
+            directory=model,
             progress=False if as_json else None,
         )
         show(report, end_to_end.table, output, write, as_json=as_json)

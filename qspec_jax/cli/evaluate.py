@@ -40,9 +40,10 @@ from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_draft, parse_draft, with_budget
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, step_bytes
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
+from qspec_jax.evaluate.stream import cut, token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import this_run
@@ -84,6 +85,12 @@ def acceptance_command(
     ] = None,
     mode: Annotated[list[Mode] | None, typer.Option(help="May be given several times: both, if not given.")] = None,
     texts: Annotated[int | None, typer.Option(min=1, help="At most so many texts: all, if not given.")] = None,
+    joined: Annotated[
+        bool,
+        typer.Option(
+            "--joined", help="Join the files, and cut texts as long as a context from that, spread evenly: 4, or as many as --texts says."
+        ),
+    ] = False,
     needles: Annotated[
         Style | None,
         typer.Option(
@@ -115,11 +122,18 @@ def acceptance_command(
     if needles is None:
         if depths is not None or samples is not None:
             raise InputError(f"{'--samples' if depths is None else '--depths'} goes with --needles")
-        network, _, contents = _texts(model, file, dtype, quiet=as_json)
-        walks = [_walk_along(contents, size, 512 if max_new_tokens is None else max_new_tokens, texts) for size in sizes]
-    elif file or texts or mode or max_new_tokens is not None:
+        walked = 512 if max_new_tokens is None else max_new_tokens
+        if joined:
+            network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json)
+            stream = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))
+            walks = [acceptance.Walk(size, cut(stream, size + walked, texts or 4), walked, []) for size in sizes]
+        else:
+            network, _, contents = _texts(model, file, dtype, quiet=as_json)
+            walks = [_walk_along(contents, size, walked, texts) for size in sizes]
+    elif file or texts or mode or joined or max_new_tokens is not None:
         raise InputError(
-            "--needles makes its own prompts, and walks along their answers: it goes without --file, --texts, --mode and --max-new-tokens"
+            "--needles makes its own prompts, and walks along their answers: it goes without --file, --texts, --joined, --mode and "
+            "--max-new-tokens"
         )
     else:
         network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json)
@@ -152,18 +166,25 @@ def acceptance_command(
                 for name in with_int4:  # before others like them take as much memory
                     del drafts[name]
                 drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
-            for name, config, kind in itertools.product(chosen_drafts, configs, modes):
-                gamma, heat, key = config.num_speculative_tokens, config.temperature, jax.random.key(seed)
+            key = jax.random.key(seed)
+            asked = list(itertools.product(chosen_drafts, configs, modes))
+            forced = [(name, config) for name, config, kind in asked if kind == Mode.teacher_forced]
+            runs_of = ((network, drafts[name], walk.texts, config, key) for name, config in forced)
+            measured_in_turn = acceptance.teacher_forced_in_turn(runs_of)
+            for name, config, kind in asked:
+                gamma, heat = config.num_speculative_tokens, config.temperature
                 bar.set_description(f"{name}, {walk.context} tokens, gamma {gamma}, temperature {heat:g}, {kind}")
                 if kind == Mode.teacher_forced:
-                    measured = acceptance.teacher_forced(network, drafts[name], walk.texts, config, key)
+                    measured = next(measured_in_turn)
                 else:
                     measured = acceptance.free_running(network, drafts[name], prompts, config, key)
                 bar.update()
                 of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
                 read = step_bytes(drafts[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
-                of_walk = {"step_bytes": read, "texts": len(prompts), "right": walk.right}
+                share = cache_share(drafts[name], config.cache_config, walk.context + 1)
+                of_walk = {"step_bytes": read, "cache_share": share, "texts": len(prompts), "right": walk.right}
                 results.append(of_run | dataclasses.asdict(measured) | of_walk)
+            measured_in_turn.close()  # which lets go of drafts before others take as much memory
     here = {name: value for name, value in this_run().items() if name != "versions"}
     report = acceptance.AcceptanceReport(
         len(walks[0].texts),

@@ -183,14 +183,20 @@ class Engine:
         """Reads prompts; returns a `DecodeState`."""
         # A draft that does nothing there is left out: drafts then share the program.
         begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
-        return Call(PREFILL, (self.target, self.draft if begins else None, *padded(prompts), sampler, keys, limits), self.static)
+        return Call(
+            PREFILL, (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits), self.static
+        )
 
     def rounds_call(
         self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1, *, lazy: bool = False
     ) -> Call:
         """Runs rounds; returns a `DecodeState`, and takes the one given. lazy: compile for the draft's shapes, before it is made."""
+        return self.call(DECODE, state, sampler, limits, jnp.int32(most), jnp.int32(least_running), lazy=lazy)
+
+    def call(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array, lazy: bool = False) -> Call:
+        """A loop over rounds, a function of target, draft, sampler, state, limits and more. lazy: see `rounds_call`."""
         draft = jax.eval_shape(lambda draft: draft and draft.in_loop(), self.draft) if lazy else self.draft_in_loop
-        return Call(DECODE, (self.target, draft, sampler, state, limits, jnp.int32(most), jnp.int32(least_running)))
+        return Call(program, (self.target, draft, sampler, state, limits, *more))
 
     # What they come to --------------------------------------------------------------------------------------------------
 
@@ -207,11 +213,6 @@ class Engine:
         executable = self._executable("rounds", call, None)
         self._unseen += most * (self.gamma + 1)
         return executable(*call.args)
-
-    def run(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array) -> Any:
-        """What another loop over rounds returns, a function of target, draft, sampler, state, limits and more."""
-        call = Call(program, (self.target, self.draft_in_loop, sampler, state, limits, *more))
-        return call.compile()[0](*call.args)
 
     def compile_prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> None:
         """Makes what `prefill` needs, so that compiling is timed apart from running."""

@@ -75,6 +75,7 @@ class CurrentRound:
     sampler: Sampler
     limits: Limits
     gamma: int = dataclasses.field(metadata={"static": True})
+    varies: bool = dataclasses.field(metadata={"static": True})
 
     def choose(self, i, logits, drafts, eligible):
         since = None
@@ -94,7 +95,7 @@ class CurrentRound:
         return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys))
 
     def limited(self, eligible, gamma):
-        return dataclasses.replace(self, eligible=eligible, gamma=gamma)
+        return dataclasses.replace(self, eligible=eligible, gamma=gamma, varies=True)
 
     def advanced(self, tokens, count):
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
@@ -129,8 +130,9 @@ def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running:
     eligible = eligible_drafts(most, state.cache.draft_room, limits.max_new_tokens - state.emitted)
     eligible = jnp.where(running, eligible, 0)
     lengths = state.cache.lengths
+    varies = state.adaptive is not None or limits.least_confidence is not None
     return CurrentRound(
-        lengths, state.pending, lengths.total, eligible, state.keys, state.emitted, state.seen, sampler, limits, state.gamma
+        lengths, state.pending, lengths.total, eligible, state.keys, state.emitted, state.seen, sampler, limits, state.gamma, varies
     )
 
 

@@ -68,6 +68,9 @@ class CombinedDraft(Draft):
     def commit(self, state, result, cache):
         return self.first.commit(state[0], result, cache), self.second.commit(state[1], result, cache)
 
+    def in_prefill(self):
+        return CombinedDraft(self.first.in_prefill(), self.second.in_prefill())
+
     def in_loop(self):
         first = self.first.in_loop()
         return CombinedDraft(first, _with_head_of(first, self.first, self.second).in_loop())

@@ -86,13 +86,15 @@ class Round(Protocol):
     """What a draft is told of the round that it proposes for; `qspec_jax.decoding.round.CurrentRound`.
 
     pending: each row's last token, whose keys and values are not cached yet. position: that token's. gamma: the most drafts of any row.
-    eligible: how many drafts each row may use.
+    eligible: how many drafts each row may use. varies: whether that is often less than gamma in all rows, or becomes less while they are
+    made.
     """
 
     pending: Int[Array, "B"]
     position: Int[Array, "B"]
     eligible: Int[Array, "B"]
     gamma: int
+    varies: bool
 
     def choose(self, i: Array, logits: Float[Array, "B V"], drafts: Int[Array, "B gamma"], eligible: Array) -> tuple[Array, Array, Array]:
         """Draft i of each row, what the sampler knows of its distribution, and how many drafts the row may use now.
@@ -171,6 +173,11 @@ class Draft(abc.ABC):
     def in_turn(self) -> tuple["Draft", ...]:
         """The drafts that a round asks one after the other, until one has a proposal: itself, unless it is made of others."""
         return (self,)
+
+    def in_prefill(self) -> Self:
+        """The draft as `begin` runs behind prefill: with any values of the settings that `begin` does not ask for, so that drafts that
+        differ in those alone share a program."""
+        return self
 
     def in_loop(self) -> Self:
         """The draft as the decode loop runs it. It is made once for a decode, after prefill, during which memory peaks."""
@@ -262,8 +269,8 @@ def propose_by_steps(
 ) -> tuple[Proposal, AppendedCache]:
     """Drafts by single-token steps of a model over a cache, which comes back rolled back.
 
-    Stops early when no row may use another draft; the columns behind are zero. first: the model's logits after the pending token, if the
-    cache holds that already.
+    Where the number of drafts varies it stops once no row may use another; the columns behind are zero then. first: the model's logits
+    after the pending token, if the cache holds that already.
     """
     B, gamma, lengths = round.pending.shape[0], round.gamma, cache.lengths
 
@@ -287,7 +294,13 @@ def propose_by_steps(
     carry = (jnp.int32(0), round.pending, drafts, distributions, round.eligible, cache)
     if first is not None:
         carry = chosen(carry, first, cache)
-    _, _, drafts, distributions, eligible, cache = lax.while_loop(lambda carry: carry[0] < carry[4].max(), one, carry)
+    if round.varies:
+        carry = lax.while_loop(lambda carry: carry[0] < carry[4].max(), one, carry)
+    else:
+        # A GPU is launched ahead through a known number of trips. Behind a condition it would stand still in each of them until the host
+        # has read it, which costs more than the few drafts that no row may use.
+        carry = lax.fori_loop(0 if first is None else 1, gamma, lambda _, carry: one(carry), carry)
+    _, _, drafts, distributions, eligible, cache = carry
     return Proposal(drafts, distributions, eligible), cache.rollback(lengths)
 
 

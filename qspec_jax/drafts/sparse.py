@@ -7,6 +7,7 @@ verification reads everything anyway, and the mass is a by-product of it (Sparse
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups, View
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -26,6 +26,8 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
 TINY_MASS = 1e-30  # less than any group gets that is attended to
+HEADS = ("equal", "by-mass")
+MOST_OF_A_HEAD = 4  # where heads share a budget by mass, one reads at most so many times its equal share: the slowest sets the pace
 
 
 @jax.tree_util.register_dataclass
@@ -33,17 +35,19 @@ TINY_MASS = 1e-30  # less than any group gets that is attended to
 class SparseDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over listed groups of the target's cache.
 
-    Its state has for each layer the attention mass [B, K, C] that each group got from the tokens that the last round kept; before the first
-    round, from the last tokens of the prompt.
+    Its state has for each layer the attention mass [B, K, C] that each group got from a token, the mean over those that the last round
+    kept; before the first round, over the last tokens of the prompt. With memory it is the decaying average of those means over rounds. A
+    round counts the same whatever it emitted: rounds differ in length by what was accepted, which says nothing of how far back to look.
 
-    budget: how much of a row's groups is read, and at least `least_groups`. newest: the share of those that are the newest. dense_layers:
-    the first so many layers read every group.
+    budget, newest, least_groups, dense_layers, memory, heads: see `SparseSettings`.
     """
 
     budget: float = dataclasses.field(metadata={"static": True})
     newest: float = dataclasses.field(metadata={"static": True})
     least_groups: int = dataclasses.field(metadata={"static": True})
     dense_layers: int = dataclasses.field(metadata={"static": True})
+    memory: float = dataclasses.field(metadata={"static": True})
+    heads: str = dataclasses.field(metadata={"static": True})
 
     name: ClassVar[str] = "sparse"
     observes = True
@@ -59,11 +63,23 @@ class SparseDraft(SelfSpeculativeDraft):
         state = []
         for layer, queries in zip(prompt.cache.layers, prompt.queries, strict=True):
             _, mass = decode_attention(queries, layer, prompt.cache.lengths, BOTH_PLANES, observe=True)
-            state.append(newer + jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2))
+            seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
+            state.append(newer + seen / real.sum(1)[:, None, None])
         return tuple(state)
 
+    def in_prefill(self):
+        # What is chosen has no part in `begin`.
+        return dataclasses.replace(self, budget=1, newest=0, least_groups=1, dense_layers=0, memory=0, heads="equal")
+
     def step_in_round(self, state, cache):
-        views = tuple(self.view_of(i, mass, cache.lengths, cache.group_size) for i, mass in enumerate(state))
+        dense = state[: self.dense_layers] if state[0].shape[2] else state
+        views = (UPPER_PLANE,) * len(dense)
+        if chosen_in := state[len(dense) :]:
+            # The lengths are those after the last round's flush. All layers at once: a sort for each would take as long as a draft's layer.
+            groups, settings = cache.lengths.quantized // cache.group_size, dict(least_groups=self.least_groups, heads=self.heads)
+            select = functools.partial(select_groups, groups=groups, group_size=cache.group_size, budget=self.budget, newest=self.newest)
+            lists = jax.vmap(functools.partial(select, **settings))(jnp.stack(chosen_in))
+            views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
         return ViewedModel(self.step.model, views)
 
     def reads(self, layer, quantized, buffered, group_size):
@@ -74,22 +90,26 @@ class SparseDraft(SelfSpeculativeDraft):
         return Reads(1, min(groups, asked) * group_size, buffered, listed=True)
 
     def commit(self, state, result, cache):
-        keep = (result.count > 0)[:, None, None]
-        return tuple(jnp.where(keep, mass.sum(2), old) for mass, old in zip(result.masses, state))
-
-    def view_of(self, layer: int, mass: Float[Array, "B K C"], lengths: Lengths, group_size: int) -> View:
-        """What a layer reads in a round. lengths: the cache's, after the last round's flush."""
-        if layer < self.dense_layers or mass.shape[2] == 0:
-            return UPPER_PLANE
-        groups, settings = lengths.quantized // group_size, dict(newest=self.newest, least_groups=self.least_groups)
-        return select_groups(mass, groups, budget=self.budget, group_size=group_size, **settings)
+        count = result.count[:, None, None]
+        averaged = lambda mass, old: self.memory * old + (1 - self.memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)
+        return tuple(jnp.where(count > 0, averaged(mass, old), old) for mass, old in zip(result.masses, state))
 
 
 def select_groups(
-    mass: Float[Array, "B K C"], groups: Int[Array, "B"], *, budget: float, group_size: int, newest: float, least_groups: int
+    mass: Float[Array, "B K C"],
+    groups: Int[Array, "B"],
+    *,
+    budget: float,
+    group_size: int,
+    newest: float,
+    least_groups: int,
+    heads: str = "equal",
 ) -> ListedGroups:
-    """The groups to read in a row that has groups[b] of them: the first, the newest, and those with the most mass, in ascending order."""
-    C = mass.shape[2]
+    """The groups to read in a row that has groups[b] of them: the first, the newest, and those with the most mass, in ascending order.
+
+    heads: "equal", or "by-mass": the KV heads read as many together, but each has those of all their groups with the most mass.
+    """
+    B, K, C = mass.shape
     least = min(least_groups, C)
     most = min(C, max(least, math.ceil(parts_asked(budget, C, group_size)) + 1))  # + 1: the product may be rounded otherwise there
     count = jnp.maximum(least, jnp.ceil(parts_asked(budget, groups, group_size)).astype(jnp.int32))
@@ -99,10 +119,18 @@ def select_groups(
     always = (number == 0) | (number >= (groups - recent)[:, None])
     rank = jnp.where(always[:, None], jnp.inf, jnp.nan_to_num(mass))
     rank = jnp.where((number < groups[:, None])[:, None], rank, -jnp.inf)
-    _, chosen = jax.lax.top_k(rank, most)
-    count = jnp.broadcast_to(count[:, None], mass.shape[:2])
+    width = most if heads == "equal" else min(C, MOST_OF_A_HEAD * most)
+    found, chosen = jax.lax.top_k(rank, width)
+    if heads == "equal":
+        count = jnp.broadcast_to(count[:, None], (B, K))
+    else:
+        # Of equals top_k takes the first, so that each head has a beginning of what it found.
+        _, taken = jax.lax.top_k(found.reshape(B, K * width), K * most)
+        counted = jnp.arange(K * most) < K * count[:, None]
+        count = ((taken // width)[:, None] == jnp.arange(K)[:, None]) & counted[:, None]
+        count = count.sum(-1)
     # Ascending, as memory is read best; what is not to be read goes behind.
-    chosen = jnp.sort(jnp.where(jnp.arange(most) < count[..., None], chosen, C), -1)
+    chosen = jnp.sort(jnp.where(jnp.arange(width) < count[..., None], chosen, C), -1)
     return ListedGroups(jnp.minimum(chosen, C - 1).astype(jnp.int32), count.astype(jnp.int32))
 
 
@@ -110,9 +138,12 @@ def select_groups(
 class SparseSettings(SelfSpeculativeSettings):
     """The settings of the draft.
 
-    budget: how much of the cached groups a draft reads, a share in (0, 1] or a number of tokens. newest: which share
-    of those are the newest, in [0, 1]; the others are those with the most attention mass. least_groups: so many are read however short the
-    context is. dense_layers: the first so many layers read all groups. For the shared ones see `SelfSpeculativeSettings`.
+    budget: how much of the cached groups a draft reads, a share in (0, 1] or a number of tokens. newest: which share of those are the
+    newest, in [0, 1]; the others are those with the most attention mass. least_groups: so many are read however short the context is.
+    dense_layers: the first so many layers read all groups. memory: how much of a group's mass is what earlier rounds saw, from 0 to less
+    than 1: after each round so much of the average stays, and the round's is the rest. heads: "equal" gives each KV head the budget;
+    "by-mass" gives it to the KV heads of a layer together, of which each reads the first group, the newest, and those of its others that
+    are among the layer's with the most mass, at most four times its equal share. For the shared ones see `SelfSpeculativeSettings`.
     """
 
     kind: ClassVar[type[SparseDraft]] = SparseDraft
@@ -121,6 +152,8 @@ class SparseSettings(SelfSpeculativeSettings):
     newest: float = 0.5
     least_groups: int = 4
     dense_layers: int = 0
+    memory: float = 0.0
+    heads: str = "equal"
 
     def __post_init__(self):
         super().__post_init__()
@@ -129,9 +162,13 @@ class SparseSettings(SelfSpeculativeSettings):
             raise InputError(f"draft newest {self.newest} should be a share of the budget, from 0 to 1")
         if self.least_groups < 1:
             raise InputError(f"draft least_groups {self.least_groups} should be at least 1")
+        if not 0 <= self.memory < 1:
+            raise InputError(f"draft memory {self.memory:g} should be at least 0 and less than 1")
+        if self.heads not in HEADS:
+            raise InputError(f"draft heads {self.heads!r} should be {' or '.join(HEADS)}")
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SparseDraft:
         """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does."""
         check_fits(model, self.budget, self.dense_layers)
-        settings = dict(budget=self.budget, newest=self.newest, least_groups=self.least_groups, dense_layers=self.dense_layers)
-        return self.kind(**self.stepped(model, int4, UPPER_PLANE), **settings)
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(SparseSettings) if not field.kw_only}
+        return self.kind(**self.stepped(model, int4, UPPER_PLANE), **own)

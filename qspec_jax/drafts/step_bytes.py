@@ -20,12 +20,33 @@ def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, most_item_bytes
     """
     if not isinstance(draft, ModelDraft):
         return None
-    c, total = draft.step.model.config, weight_bytes(draft.step.model, most_item_bytes=most_item_bytes)
+    of_weights = weight_bytes(draft.step.model, most_item_bytes=most_item_bytes)
+    return of_weights + sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
+
+
+def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
+    """What a draft's step reads of keys and values, as a share of the bytes of its model's whole upper plane and buffer, where the target's
+    cache would hold so many tokens with the one that it appends. None for a draft that is no `ModelDraft`."""
+    if not isinstance(draft, ModelDraft):
+        return None
+    shape = _shape(draft, cache)
+    quantized = int(cache.schedule_for(draft.step.model.config.head_dim).quantized_length(tokens))
+    everything = bytes_of_tokens(Reads(1, quantized, tokens - quantized), **shape)
+    read = [bytes_of_tokens(reads, **shape) for reads in _reads(draft, cache, tokens)]
+    return sum(read) / (everything * len(read))
+
+
+def _reads(draft: ModelDraft, cache: CacheConfig, tokens: int) -> list[Reads]:
+    """What a step reads of each layer."""
+    c = draft.step.model.config
     G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))
-    for layer in range(c.num_layers):
-        reads = draft.reads(layer, quantized, tokens - quantized, G)
-        total += bytes_of_tokens(reads, kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=G)
-    return total
+    return [draft.reads(layer, quantized, tokens - quantized, G) for layer in range(c.num_layers)]
+
+
+def _shape(draft: ModelDraft, cache: CacheConfig) -> dict[str, int]:
+    """The shape of a layer's keys and values, for `bytes_of_tokens`."""
+    c = draft.step.model.config
+    return dict(kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=cache.group_size_for(c.head_dim))
 
 
 def bytes_of_tokens(reads: Reads, *, kv_heads: int, head_dim: int, group_size: int) -> int:

@@ -1,7 +1,10 @@
 """How many drafts the target accepts: free-running, while it generates, and teacher-forced, along real texts; with a table and a plot."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
 
 NGRAM = 8
+COMPILED_AHEAD = 4  # measurements whose programs are made side by side
 STYLES = {"teacher-forced": "-", "free-running": ":"}
 MODES = tuple(STYLES)
 
@@ -93,32 +97,79 @@ def teacher_forced(
     would have emitted, so that the next round drafts in the real context. cache: by default the config's. Raises InputError for a text with
     no room for a prompt.
     """
-    new, gamma = config.max_new_tokens, config.num_speculative_tokens
-    if min(map(len, texts)) <= new:
-        raise InputError(f"every text should have more than the {new} tokens to walk")
-    config = dataclasses.replace(config, ignore_eos=True)
-    prompts = [list(text[:-new]) for text in texts]
-    check(model, prompts, config)
-    real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
-    engine, (sampler, keys, limits) = _set_up(model, draft, prompts, config, key, cache)
-    state = engine.prefill(prompts, sampler, keys, limits)
-    state = dataclasses.replace(state, pending=real[:, 0])
-    state, rejected, covered = engine.run(WALK, state, sampler, limits, real)
-    counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
-    accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
-    rate, error = ratio(counts.accepted, counts.accepted + rejected)
-    return Acceptance(
-        accepted / drafted if drafted else None,
-        1 + accepted / rounds,
-        rate,
-        accepted,
-        drafted,
-        rounds,
-        new * len(texts),
-        repeated_ngrams(real[:, :new].tolist()),
-        error,
-        None if covered is None else float(covered.sum() / (counts.accepted + counts.rounds).sum()),
-    )
+    return _Forced(model, draft, texts, config, key, cache).measured()
+
+
+Run = tuple[Llama, Draft, Sequence[Sequence[int]], GenerationConfig, Key[Array, ""]]
+
+
+def teacher_forced_in_turn(runs: Iterable[Run]) -> Iterator[Acceptance]:
+    """`teacher_forced` of each of these arguments, one after the other, while the programs of the next ones are compiled beside it."""
+    runs, coming = iter(runs), deque()
+    with ThreadPoolExecutor(COMPILED_AHEAD) as pool:
+        while True:
+            for run in itertools.islice(runs, COMPILED_AHEAD - len(coming)):
+                forced = _Forced(*run)
+                coming.append((forced, pool.submit(forced.compile)))
+            if not coming:
+                return
+            forced, compiled = coming.popleft()
+            compiled.result()
+            yield forced.measured()
+
+
+class _Forced:
+    """One measurement of `teacher_forced`, whose programs may be compiled before it is made."""
+
+    def __init__(
+        self,
+        model: Llama,
+        draft: Draft,
+        texts: Sequence[Sequence[int]],
+        config: GenerationConfig,
+        key: Key[Array, ""],
+        cache: CacheChoice | None = None,
+    ):
+        new, gamma = config.max_new_tokens, config.num_speculative_tokens
+        if min(map(len, texts)) <= new:
+            raise InputError(f"every text should have more than the {new} tokens to walk")
+        config = dataclasses.replace(config, ignore_eos=True)
+        prompts = [list(text[:-new]) for text in texts]
+        check(model, prompts, config)
+        self.new = new
+        self.real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
+        self.engine, settings = _set_up(model, draft, prompts, config, key, cache)
+        self.sampler, _, self.limits = settings
+        self.prefill = self.engine.prefill_call(prompts, *settings)
+        self.programs = None
+
+    def compile(self) -> None:
+        """Makes the programs, from shapes alone, so that nothing waits for the device."""
+        walk = self.engine.call(WALK, self.prefill.shapes(), self.sampler, self.limits, self.real, lazy=True)
+        self.programs = self.prefill.compile()[0], walk.compile()[0]
+
+    def measured(self) -> Acceptance:
+        if self.programs is None:
+            self.compile()
+        prefill, walk = self.programs
+        state = prefill(*self.prefill.args)
+        state = dataclasses.replace(state, pending=self.real[:, 0])
+        state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
+        counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
+        accepted, drafted, rounds = (int(count.sum()) for count in (counts.accepted, counts.drafted, counts.rounds))
+        rate, error = ratio(counts.accepted, counts.accepted + rejected)
+        return Acceptance(
+            accepted / drafted if drafted else None,
+            1 + accepted / rounds,
+            rate,
+            accepted,
+            drafted,
+            rounds,
+            self.new * len(self.real),
+            repeated_ngrams(self.real[:, : self.new].tolist()),
+            error,
+            None if covered is None else float(covered.sum() / (counts.accepted + counts.rounds).sum()),
+        )
 
 
 def check_draft(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
@@ -258,8 +309,9 @@ class AcceptanceReport:
     date: of the run; scheme, group_size: of the target's cache; calibration: whether INT4 weights were calibrated for the texts.
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
-    one step of the draft reads behind that context, each number as two bytes at most, None for a draft that is no `ModelDraft`
-    (prompt-lookup, combine); texts, right: how many at this context, see `Walk`.
+    one step of the draft reads behind that context, each number as two bytes at most; cache_share: what share its keys and values are of
+    the bytes of a whole upper plane and buffer; both None for a draft that is no `ModelDraft` (prompt-lookup, combine); texts, right: how
+    many at this context, see `Walk`.
     """
 
     texts: int
@@ -278,7 +330,9 @@ class AcceptanceReport:
 def table(report: AcceptanceReport) -> Table:
     """A table with a line for every draft, context, gamma, temperature and mode."""
     grid = Table(
-        title="Acceptance", caption="+-: standard error over texts. covered: share of the target's attention on what a draft reads."
+        title="Acceptance",
+        caption="+-: standard error over texts. covered: share of the target's attention on what a draft reads.\n"
+        "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer.",
     )
     columns = (
         "draft",
@@ -290,6 +344,7 @@ def table(report: AcceptanceReport) -> Table:
         "given those\nbefore",
         "covered",
         "MB a\ndraft",
+        "of the\ncache",
         "tokens\na round",
         "drafted",
         "repeated\n8-grams",
@@ -297,18 +352,22 @@ def table(report: AcceptanceReport) -> Table:
     for label in columns:
         grid.add_column(label, justify="left" if label in ("draft", "mode") else "right", overflow="fold", no_wrap=label == "mode")
     for row in report.results:
-        given = formatted(row["conditional_rate"], ".3f")
-        if row.get("conditional_error") is not None:
-            given += f" +- {row['conditional_error']:.3f}"
+        given = with_error(row["conditional_rate"], row.get("conditional_error"))
         size = None if row.get("step_bytes") is None else row["step_bytes"] / 1e6
         name = row["draft"], formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
-        rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f"), formatted(size, ".2f")
-        grid.add_row(*name, *rates, f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
+        rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f")
+        read = formatted(size, ".2f"), formatted(row.get("cache_share"), ".1%")
+        grid.add_row(*name, *rates, *read, f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
     for context, right, texts in dict.fromkeys(
         (row["context"], row["right"], row["texts"]) for row in report.results if row.get("right") is not None
     ):
         grid.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
     return grid
+
+
+def with_error(rate: float | None, error: float | None) -> str:
+    """A rate and its standard error for a table, as far as they are known."""
+    return formatted(rate, ".3f") + ("" if error is None else f" +- {error:.3f}")
 
 
 def formatted(value: float | None, form: str) -> str:

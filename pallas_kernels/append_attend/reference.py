@@ -1,0 +1,31 @@
+"""The two operations one after the other, each by whichever of its kernels can run."""
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import View
+from pallas_kernels.rope_append import rotate_and_append
+
+
+def append_and_attend(
+    qkv: Float[Array, "B T channels"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
+    lengths: Lengths,
+    view: View,
+    *,
+    observe: bool = False,
+) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
+    """See `pallas_kernels.append_attend.append_and_attend`."""
+    full = isinstance(layer, FullLayer)
+    q, buffer = rotate_and_append(qkv, cos, sin, layer if full else layer.buffer, lengths.buffered)
+    new = buffer if full else dataclasses.replace(layer, buffer=buffer)
+    longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
+    found = decode_attention(q, new, longer, view, observe=observe)
+    attended, mass = found if observe else (found, None)
+    return attended, new, mass

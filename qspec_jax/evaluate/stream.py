@@ -1,0 +1,32 @@
+"""Texts of any length from several files: one stream of tokens, and what is cut from it."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from qspec_jax.errors import InputError
+
+
+def token_stream(tokenizer, texts: Iterable[str]) -> list[int]:
+    """The tokens of these texts one after the other, each behind the tokenizer's BOS token, if it has one."""
+    stream = []
+    for text in texts:
+        tokens = tokenizer(text)["input_ids"]
+        if tokenizer.bos_token_id is not None and tokens[:1] != [tokenizer.bos_token_id]:
+            stream.append(tokenizer.bos_token_id)
+        stream += tokens
+    return stream
+
+
+def cut(stream: Sequence[int], length: int, count: int) -> list[list[int]]:
+    """Cuts `count` texts of this length from the stream, or as many as it has: evenly spread, without overlap.
+
+    Raises InputError for a stream that is shorter.
+    """
+    count = min(count, len(stream) // length)
+    if count == 0:
+        raise InputError(
+            f"the text has {len(stream):,} tokens, and {length:,} are needed for context and new tokens; give more with --file"
+        )
+    starts = np.linspace(0, len(stream) - length, count).astype(int)
+    return [list(stream[start : start + length]) for start in starts]
