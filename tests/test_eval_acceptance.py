@@ -12,11 +12,13 @@ from rich.console import Console
 from runs import random_model, random_prompts
 
 from qspec_jax import demo, plots
+from qspec_jax.checkpoints import loading
 from qspec_jax.cli import evaluate
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
 from qspec_jax.evaluate import acceptance
+from qspec_jax.evaluate.stream import cut, token_stream
 from qspec_jax.quantization.weights import quantize_linears
 
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
@@ -87,6 +89,7 @@ def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
     ]
     for dense, all, few in (rows[:3], rows[3:]):
         assert dense["conditional_rate"] == all["conditional_rate"] and dense["step_bytes"] == all["step_bytes"] > few["step_bytes"]
+        assert dense["cache_share"] == all["cache_share"] == 1 > few["cache_share"] > 0.1
         assert dense["covered"] is None and all["covered"] == pytest.approx(1, abs=1e-5) and 0 < few["covered"] < 1
         assert dense["conditional_error"] is None and dense["texts"] == 1
     assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
@@ -156,6 +159,36 @@ def test_a_draft_is_made_once(run, directory, file, monkeypatch):
     assert [row["context"] for row in report["results"]] == [20] * 6 + [30] * 6
     made.clear()
     assert run(*base, "--no-calibrate")[0] == 0 and made == [4, 4, 16] and texts[2:] == [None]
+
+
+def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatch):
+    """Longer than either file, and each behind its BOS token; so many of them."""
+    measured, texts = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0), []
+    take = lambda runs: (texts.append(run[2]) or measured for run in runs)
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", take)
+    size = len(loading.load_tokenizer(directory)(file.read_text())["input_ids"])
+    base = ["eval", "acceptance", "--model", directory, "--file", file, "--file", file, "--joined", "--no-calibrate", "--temperature", 0]
+    base += ["--mode", "teacher-forced", "--max-new-tokens", 4]
+    code, out, _ = run(*base, "--context", 20, "--texts", 3, "--json")
+    assert code == 0 and json.loads(out)["texts"] == 3 and [len(text) for text in texts[0]] == [24] * 3
+    stream = token_stream(loading.load_tokenizer(directory), [file.read_text()] * 2)
+    assert texts[0] == [list(text) for text in cut(stream, 24, 3)]
+    fails([*base, "--context", 2 * size], "--file")
+    fails([*base[:4], "--joined", "--needles", "names"], "--joined")
+
+
+@pytest.mark.slow
+def test_measurements_compiled_ahead_are_as_alone():
+    """More of them than are compiled ahead, of several drafts and temperatures."""
+    model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
+    drafts = [make_draft(f"sparse:budget={budget},weight_bits=16", model) for budget in (0.1, 0.5, 1)]
+    runs = [
+        (model, draft, texts, GenerationConfig(max_new_tokens=8, group_size=4, temperature=heat), jax.random.key(1))
+        for draft in drafts
+        for heat in (0.0, 1.0)
+    ]
+    assert len(runs) > acceptance.COMPILED_AHEAD
+    assert list(acceptance.teacher_forced_in_turn(runs)) == [acceptance.teacher_forced(*run) for run in runs]
 
 
 def test_errors_are_over_texts():

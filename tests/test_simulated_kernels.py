@@ -25,6 +25,7 @@ import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
+from pallas_kernels.attention import mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
@@ -353,6 +354,20 @@ def test_attention_to_listed_groups(case, config, data):
     # What is not listed is not read.
     again, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
     np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
+
+
+def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
+    # Two words a lane, and two rows, of which a warp learns its own only as it divides the work.
+    case = Case(1, 1, 1, 64, group_size=64, capacity=36, groups=(36, 34))
+    q, layer, lengths = attention_problem(case, "gaussian")
+    view, config = random_lists(case), Config(2, warpgroups=2, launches=1)
+    plan = attention.plan_for(q, layer, view, config=config)
+    assert plan.list_words == 2 and int(view.count.max()) > 33
+    kept, _ = attend(q, layer, lengths, view, config)
+    assert_close(kept, exactly(q, layer, lengths, view))
+    monkeypatch.setattr(mosaic_plan, "LIST_WORDS", 1)
+    assert plan.list_words == 0
+    np.testing.assert_array_equal(np.asarray(attend(q, layer, lengths, view, config)[0]), np.asarray(kept))
 
 
 @pytest.mark.parametrize("name", ["T1-rows", pytest.param("T7-GQA4-steps", marks=pytest.mark.slow)])

@@ -65,6 +65,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     split, rest = block % plan.splits, block // plan.splits
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
+    # Of a single row, which is known to be that one, the list is on its way together with the lengths.
+    listed = QuantizedSource.load_list(plan, at, kv_head, lane) if plan.batch == 1 else None
     units, firsts = partition_work(plan, at, kv_head)
     batch, (chunks, groups), *members = ptx.i32(0), units[0], firsts[0], firsts[1]
     for b in range(1, plan.batch):
@@ -75,6 +77,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
     buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
+    listed = QuantizedSource.load_list(plan, at, head, lane) if listed is None else listed
 
     queries = at["shared"]
     if plan.appends:
@@ -97,7 +100,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     full = ring(recent, *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
     if plan.planes is not None:
-        source = QuantizedSource(plan, at, head, lane, part)
+        source = QuantizedSource(plan, at, head, lane, part, listed)
         streams.insert(0, ring(source, *(ptx.maximum(x - chunks, ptx.i32(0)) for x in (first, last))))
     # The ring fills while the queries come and are prepared.
     streams[0].prefetch()

@@ -14,6 +14,7 @@ TEAMS = 8  # of a block: each has a named barrier
 WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
 LEAST_SLOTS = 2  # of a team: keys and values in turn
 SHORT_LIST = 64  # groups of all rows of the batch, at most
+LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # What a multiprocessor has, and what a thread may have at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
@@ -158,6 +159,12 @@ class Plan:
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
         listed = {} if self.list_width is None else {"list_width": 1 << (self.list_width - 1).bit_length()}
         return {name: getattr(self, name) for name in names} | listed
+
+    @property
+    def list_words(self) -> int:
+        """Words of the list of groups that each lane keeps, so that a warp has all of it; 0 where a list is too long."""
+        words = -(-(self.list_width or 0) // 32)
+        return words if words <= LIST_WORDS else 0
 
     @property
     def rows(self) -> int:

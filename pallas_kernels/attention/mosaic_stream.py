@@ -64,12 +64,18 @@ class Pipeline:
 class QuantizedSource:
     """Copies the keys or values of a group to shared memory: the planes, then scales and zeros.
 
-    head: the number of the KV head among those of all rows of the batch.
+    head: the number of the KV head among those of all rows of the batch. listed: what `load_list` gave for it.
     """
 
-    def __init__(self, plan: Plan, at: dict, head, lane, part):
-        self.plan, self.at, self.head = plan, at, head
+    def __init__(self, plan: Plan, at: dict, head, lane, part, listed: list):
+        self.plan, self.at, self.head, self.listed = plan, at, head, listed
         self.lane, self.thread = lane, part * 32 + lane
+
+    @staticmethod
+    def load_list(plan: Plan, at: dict, head, lane) -> list:
+        """Starts the loads of this lane's words of the list of groups, for the whole warp to have it; none where the list is too long."""
+        columns = [ptx.minimum(lane + 32 * i, ptx.i32(plan.list_width - 1)) for i in range(plan.list_words)]
+        return [ptx.load_global(at["listed"] + ptx.i64(head * plan.list_width + column) * 4)[0] for column in columns]
 
     def place(self, step):
         """Where the group of a step lies in the cache, as a number among the groups of all KV heads; of any step, also beyond the last.
@@ -79,7 +85,13 @@ class QuantizedSource:
         plan, group = self.plan, step
         if plan.list_width is not None:
             column = ptx.minimum(step, ptx.i32(plan.list_width - 1))
-            (group,) = ptx.load_global(self.at["listed"] + ptx.i64(self.head * plan.list_width + column) * 4)
+            if self.listed:
+                word = self.listed[0]
+                for i, other in enumerate(self.listed[1:], 1):
+                    word = ptx.select(column < 32 * i, word, other)
+                group = ptx.of_lane(word, column & 31)
+            else:
+                (group,) = ptx.load_global(self.at["listed"] + ptx.i64(self.head * plan.list_width + column) * 4)
             # Whatever stands in a list, nothing is read that is not of this KV head.
             group = ptx.minimum(ptx.maximum(group, ptx.i32(0)), ptx.i32(plan.groups - 1))
         return self.head * plan.groups + group

@@ -155,6 +155,11 @@ def uniform(x: Value) -> Value:
     return shuffle("idx", x, 0)
 
 
+def of_lane(x: Value, lane: Value) -> Value:
+    """Gives all lanes x of that lane, on which they agree."""
+    return inline("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results="r", effects=False, collective=True)[0]
+
+
 def block_index() -> Value:
     """The number of this block in the launch."""
     return Value(utils.block_idx())

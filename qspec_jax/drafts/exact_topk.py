@@ -40,6 +40,9 @@ class ExactTopKDraft(SelfSpeculativeDraft):
         check_has_groups(prompt.cache, "exact-topk")
         return ()
 
+    def in_prefill(self):
+        return dataclasses.replace(self, budget=1, whole_groups=True, dense_layers=0)
+
     def step_in_round(self, state, cache):
         size = cache.group_size if self.whole_groups else 1
         parts = cache.lengths.quantized // size
