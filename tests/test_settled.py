@@ -88,6 +88,7 @@ def test_sparse_is_left_out_where_it_has_no_kernels():
         (setting(kind="cpu"), "no costs are stored for 'cpu'"),
         (setting(kind="NVIDIA GH200 480GB"), "no costs are stored for 'NVIDIA GH200 480GB'"),
         (setting(dtype="float32"), "not of float32"),
+        (dataclasses.replace(setting(), lacking=(("mosaic_gpu", "needs a newer jax"),)), "of mosaic_gpu, which needs a newer jax"),
         (setting(dataclasses.replace(LLAMA_8B, head_dim=96)), "a head_dim of 96"),
         (setting(cache=CacheConfig(group_size=8)), "groups of 8 tokens"),
     ],
@@ -140,7 +141,11 @@ def test_the_cost_of_a_draft_with_weights_is_that_of_its_outline():
         last = planned.drafts_of(TINY, text)[-1]
         costs = {relative_cost(setting(TINY), each, context=4096, gamma=4) for each in (real.in_turn()[-1], last.draft)}
         assert len(costs) == 1 and 0 < costs.pop() < 2
-    assert relative_cost(setting(TINY), make_draft("prompt-lookup", model), context=4096, gamma=4) is None
+    without = ("prompt-lookup", "exact-topk")  # no model, an oracle
+    made = [make_draft(text, model, int4=random_int4(model)) for text in without]
+    assert [relative_cost(setting(TINY), each, context=4096, gamma=4) for each in made] == [None, None]
+    other = dataclasses.replace(setting(TINY), lacking=(("triton", "needs jax-triton"),))
+    assert relative_cost(other, make_draft("quantspec", model, int4=random_int4(model)), context=4096, gamma=4)
 
 
 @pytest.fixture
