@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -22,6 +24,7 @@ from qspec_jax.planning.timing import FITTED, Cost, Efficiencies
 from qspec_jax.quantization.outline import outline
 
 FULL, G = CacheConfig("full"), 128
+DOCS = Path(__file__).parent.parent / "docs" / "plan.md"
 LLAMA_8B, H100 = architecture("llama-3.1-8b"), DEVICES["h100"]
 
 
@@ -228,3 +231,21 @@ def tables() -> list[str]:
     others = ["| | | predicted / measured | |", "|---|---|---|---|"]
     others += [f"| {one.what} | {one.unit} | {one} | {mark(one.used)} |" for one in compared_others()]
     return ["\n".join(lines) + "\n" for lines in (decodes, others)]
+
+
+def with_tables(text: str) -> str:
+    """The text of docs/plan.md with these tables in place of those that stand there, known by their first two lines."""
+    for table in tables():
+        head = table[: table.index("\n", table.index("\n") + 1) + 1]
+        before, _, behind = text.partition(head)
+        text = before + table + behind[re.match(r"(\|.*\n)*", behind).end() :]
+    return text
+
+
+if __name__ == "__main__":
+    # After rows have changed: the coefficients as they are fitted now, for `qspec_jax.planning.timing`, and with them the tables.
+    found = fitted()
+    for name, value in dataclasses.asdict(FITTED).items():
+        if name != "launch_small" and abs(getattr(found, name) / value - 1) > 0.01:
+            print(f"{name}: {value} should be {getattr(found, name):.3g}")
+    DOCS.write_text(with_tables(DOCS.read_text()))

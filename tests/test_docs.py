@@ -71,7 +71,7 @@ def options_of(command) -> set[str]:
 
 def check_drafts(arguments: list[str]) -> None:
     for option, value in itertools.pairwise(arguments):
-        if option == "--draft" and not value.startswith("NAME"):
+        if option == "--draft" and value != registry.AUTO and not value.startswith("NAME"):
             registry.parse_draft(value)
 
 
@@ -209,7 +209,7 @@ def test_the_table_of_drafts_is_that_of_the_registry():
     shown = lambda default: f"{default:g}" if isinstance(default, int | float) else default or "DIR"
     fields = lambda settings: [] if settings is CombinedSettings else dataclasses.fields(settings)
     expected = {name: {field.name: shown(field.default) for field in fields(settings)} for name, settings in registry.DRAFTS.items()}
-    assert found == expected | {registry.NONE: {}}
+    assert found == expected | {registry.NONE: {}, registry.AUTO: {}}
 
 
 def test_imports_run_one_way():

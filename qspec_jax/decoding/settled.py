@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
+from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import DRAFT_COST
 from qspec_jax.drafts.draft import Draft
@@ -72,4 +73,6 @@ def with_costs(
 
 
 def _setting(model: Llama, config: GenerationConfig) -> Setting:
-    return Setting(model.config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind)
+    reasons = {"mosaic_gpu": dispatch.no_mosaic_gpu(), "triton": dispatch.no_triton()}
+    lacking = tuple((kernels, why) for kernels, why in reasons.items() if why)
+    return Setting(model.config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind, lacking)

@@ -33,18 +33,22 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a decode runs: a model's shape and dtype (its name), the target's cache, and what JAX calls the kind of device."""
+    """Where a decode runs: a model's shape and dtype (its name), the target's cache, and what JAX calls the kind of device. lacking: pairs
+    of kernels (see `Device.kernels`) that cannot run there, and why, such as that they need a newer jax."""
 
     model: LlamaConfig
     dtype: str
     cache: CacheConfig
     device_kind: str
+    lacking: tuple[tuple[str, str], ...] = ()
 
     def costed(self) -> Device | str:
         """The device whose stored figures hold, or why none do."""
         device = stored_device(self.device_kind)
         if device is None:
             return f"no costs are stored for {self.device_kind!r}"
+        if why := dict(self.lacking).get(device.kernels):
+            return f"stored costs are those of {device.kernels}, which {why}"
         if self.dtype != "bfloat16":
             return f"stored costs are those of bfloat16, not of {self.dtype}"
         if self.model.head_dim not in HEAD_DIMS:
@@ -98,12 +102,16 @@ def _shown(row: PlannedRow) -> str:
 
 def relative_cost(setting: Setting, draft: Draft, *, context: int, gamma: int) -> float | None:
     """What a step of a draft takes, where verifying a round of gamma drafts takes 1, for a row alone that holds `context` tokens. None
-    where no stored cost holds, and for a draft without a model.
+    where no stored cost holds, for a draft without a model, and for an oracle.
 
     Of drafts that a round asks in turn it is the last one's, which has a model if any has.
     """
-    device, asked = setting.costed(), [outlined_draft(each) for each in draft.in_turn()]
-    if isinstance(device, str) or asked[-1].model is None:
+    device = setting.costed()
+    if isinstance(device, str):
+        return None
+    asked = [outlined_draft(each) for each in draft.in_turn()]
+    last = asked[-1].model
+    if last is None or last.oracle:
         return None
     where = dict(context=context, batch=1)
     step = timing.draft_cost(device, asked[-1], setting.model, setting.cache, **where)

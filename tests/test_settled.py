@@ -1,0 +1,298 @@
+"""`--draft auto` and the cost of a draft for `--adaptive`: by stored costs, the target never changed, and what a run is known by."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned
+import pytest
+
+from qspec_jax.bench.architectures import architecture, random_int4, random_model
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.cli import batch as batch_command
+from qspec_jax.decoding.batch import BatchStats, Request, run_batch
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import DRAFT_COST, make_limits
+from qspec_jax.decoding.settled import with_costs, with_draft
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.planning import choice
+from qspec_jax.planning.choice import CANDIDATES, GAMMAS, Setting, choose, relative_cost
+from qspec_jax.planning.devices import DEVICES, stored_device
+from qspec_jax.planning.plan import plan
+
+LLAMA_7B, LLAMA_8B, TINY = map(architecture, ("llama-2-7b", "llama-3.1-8b", "tiny"))
+H200, H100 = DEVICES["h200"].kind, DEVICES["h100"].kind
+INT8 = CacheConfig()
+
+
+def setting(model=LLAMA_8B, kind=H200, dtype="bfloat16", cache=INT8) -> Setting:
+    return Setting(model, dtype, cache, kind)
+
+
+# The choice
+
+
+@pytest.mark.parametrize(("name", "batch", "context"), [("h200", 1, 4736), ("h200", 1, 131712), ("h100", 8, 33408), ("h200", 32, 4736)])
+@pytest.mark.parametrize("model", [LLAMA_7B, LLAMA_8B], ids=["7b", "8b"])
+def test_it_is_what_the_plan_finds_fastest(name, batch, context, model):
+    found = choose(setting(model, DEVICES[name].kind), context=context, batch=batch)
+    rows = plan("", model, DEVICES[name], [context], [batch], drafts=CANDIDATES, gammas=GAMMAS).rows
+    rows = [row for row in rows if row.cache == "int8"]
+    best = min(rows, key=lambda row: row.ms_per_token)
+    assert (found.draft, found.gamma) == (best.draft, best.gamma)
+    for draft in ("none", *CANDIDATES):  # each with what is expected of it
+        least = min(row.ms_per_token for row in rows if row.draft == draft)
+        assert f"{draft} {least:.3g}" in found.reason
+    assert "\n" not in found.reason and found.reason.count("ASSUMED") == len(CANDIDATES)
+
+
+def test_each_of_them_is_chosen_somewhere():
+    """Sparse at long context, dense at a short one, none where INT4 weights have no kernel."""
+    found = [choose(setting(LLAMA_7B), context=context, batch=batch) for context, batch in ((1 << 17, 1), (4736, 1), (1000, 32))]
+    assert [each.draft for each in found] == ["sparse", "quantspec", "none"]
+    assert all(6 <= each.gamma <= 12 for each in found[:2]) and found[2].gamma == 0
+
+
+def test_no_device_is_asked(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a device was asked")
+
+    expected = choose(setting(), context=40000, batch=1)
+    for name in ("devices", "local_devices", "default_backend"):
+        monkeypatch.setattr(jax, name, refuse)
+    assert choose(setting(), context=40000, batch=1) == expected
+
+
+def test_the_number_of_drafts_that_is_given_stays():
+    for gamma in (1, 5, 15):
+        found = choose(setting(), context=131072, batch=1, gamma=gamma)
+        assert (found.draft, found.gamma) == ("sparse", gamma)
+    assert (found := choose(setting(), context=131072, batch=1, gamma=0)).draft == "none" and found.gamma == 0
+
+
+def test_sparse_is_left_out_where_it_has_no_kernels():
+    kinds = setting(kind="NVIDIA A100-SXM4-80GB"), setting(cache=CacheConfig("full"))
+    for where, said in zip(kinds, ("sparse has no kernels there", "sparse needs the int8 cache"), strict=True):
+        found = choose(where, context=131072, batch=1)
+        assert found.draft in ("quantspec", "none") and found.reason.endswith(said)
+    assert "stored costs of the A100 for 'NVIDIA A100-SXM4-80GB', ESTIMATES," in choose(kinds[0], context=4096, batch=1).reason
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (setting(kind="cpu"), "no costs are stored for 'cpu'"),
+        (setting(kind="NVIDIA GH200 480GB"), "no costs are stored for 'NVIDIA GH200 480GB'"),
+        (setting(dtype="float32"), "not of float32"),
+        (dataclasses.replace(setting(), lacking=(("mosaic_gpu", "needs a newer jax"),)), "of mosaic_gpu, which needs a newer jax"),
+        (setting(dataclasses.replace(LLAMA_8B, head_dim=96)), "a head_dim of 96"),
+        (setting(cache=CacheConfig(group_size=8)), "groups of 8 tokens"),
+    ],
+    ids=lambda value: None,
+)
+def test_without_stored_costs_it_is_the_default(where, said):
+    found = choose(where, context=131072, batch=1)
+    assert (found.draft, found.gamma) == (GenerationConfig.draft, GAMMA) and "unchosen" in found.reason and said in found.reason
+    assert choose(where, context=131072, batch=1, gamma=7).gamma == 7
+    assert relative_cost(where, planned.drafts_of(LLAMA_8B, "quantspec")[0].draft, context=4096, gamma=4) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (H100, "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        (H200, "h200"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("cpu", None),
+    ],
+)
+def test_devices_by_what_jax_calls_them(kind, name):
+    assert stored_device(kind) == (name and DEVICES[name])
+
+
+# The cost of a draft, for adaptive speculation
+
+
+@pytest.mark.parametrize("draft", ["quantspec", "sparse"])
+def test_a_drafts_cost_is_the_plans(draft):
+    (outlined,) = planned.drafts_of(LLAMA_7B, draft)
+    for context, gamma in ((4096, 4), (65536, 8)):
+        (row,) = plan("", LLAMA_7B, DEVICES["h200"], [context], [1], drafts=[draft], gammas=[gamma]).rows[2:]
+        cost = relative_cost(setting(LLAMA_7B), outlined.draft, context=context, gamma=gamma)
+        assert cost == pytest.approx(row.step_ms / row.target_ms)
+    # A dense draft reads as much more at a longer context as a verification does; a sparse one hardly more.
+    short, long = (relative_cost(setting(LLAMA_7B), outlined.draft, context=context, gamma=6) for context in (4096, 1 << 17))
+    assert (short < long) == (draft == "quantspec")
+
+
+def test_the_cost_of_a_draft_with_weights_is_that_of_its_outline():
+    model = random_model(TINY)
+    for text in ("quantspec", "quantspec:weight_bits=16", "sparse", "combine:prompt-lookup+quantspec"):
+        real = make_draft(text, model, int4=random_int4(model))
+        last = planned.drafts_of(TINY, text)[-1]
+        costs = {relative_cost(setting(TINY), each, context=4096, gamma=4) for each in (real.in_turn()[-1], last.draft)}
+        assert len(costs) == 1 and 0 < costs.pop() < 2
+    without = ("prompt-lookup", "exact-topk")  # no model, an oracle
+    made = [make_draft(text, model, int4=random_int4(model)) for text in without]
+    assert [relative_cost(setting(TINY), each, context=4096, gamma=4) for each in made] == [None, None]
+    other = dataclasses.replace(setting(TINY), lacking=(("triton", "needs jax-triton"),))
+    assert relative_cost(other, make_draft("quantspec", model, int4=random_int4(model)), context=4096, gamma=4)
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """As if stored costs held for any model, and this were an H200; returns what makes it another device."""
+    to = lambda name: monkeypatch.setattr(Setting, "costed", lambda self: DEVICES[name])
+    to("h200")
+    return to
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(TINY)
+
+
+def test_costs_go_by_each_rows_own_length(model, on_h200):
+    draft = make_draft("quantspec", model, int4=random_int4(model))
+    config = GenerationConfig(adaptive=True, max_new_tokens=100)
+    configs = [config, config, dataclasses.replace(config, draft_cost=0.7), GenerationConfig()]
+    found = with_costs(model, configs, [1 << 16, 100, 100, 100], draft)
+    expected = [relative_cost(setting(TINY), draft, context=context, gamma=4) for context in ((1 << 16) + 100, 200)]
+    assert [each.draft_cost for each in found] == [*expected, 0.7, None] and expected[0] != expected[1]
+    assert np.asarray(make_limits(model, *found).draft_cost) == pytest.approx([*expected, 0.7, 0])
+    assert with_costs(model, configs[:1], [100], None)[0].draft_cost == DRAFT_COST
+
+
+def test_a_cost_that_nobody_knows_is_the_constant(model):
+    (found,) = with_costs(model, [GenerationConfig(adaptive=True)], [100], make_draft("quantspec", model, int4=random_int4(model)))
+    assert found.draft_cost == DRAFT_COST  # on this CPU
+    assert make_limits(model, GenerationConfig(adaptive=True)).draft_cost == jnp.float32(DRAFT_COST)
+    assert make_limits(model, GenerationConfig()).draft_cost is None
+
+
+# What is settled
+
+
+def test_what_auto_leaves_open():
+    assert GenerationConfig().num_speculative_tokens == GenerationConfig(draft="sparse").num_speculative_tokens == GAMMA
+    config = GenerationConfig(draft="auto")
+    assert config.num_speculative_tokens is None and config.cache_config == INT8
+    assert GenerationConfig(draft="auto", num_speculative_tokens=6).num_speculative_tokens == 6
+    for text in ("auto:budget=0.1", "combine:auto+prompt-lookup"):
+        with pytest.raises(InputError, match=r"auto has no settings|auto chooses one for generate and batch"):
+            GenerationConfig(draft=text)
+
+
+@pytest.mark.parametrize("given", [{}, {"cache": "full"}, {"group_size": 64}, {"cache": "int8", "num_speculative_tokens": 3}], ids=str)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, caplog):
+    config = GenerationConfig(draft="auto", **given)
+    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+        found = with_draft(model, [config], [5000], batch=batch)
+    (settled,) = found
+    assert settled.cache_config == config.cache_config and settled.draft != "auto"
+    gamma = given.get("num_speculative_tokens")
+    expected = choose(setting(TINY, "cpu", cache=config.cache_config), context=5256, batch=batch, gamma=gamma)
+    assert (settled.draft, settled.num_speculative_tokens) == (expected.draft, gamma or expected.gamma)
+    assert caplog.messages == [expected.reason]
+    # Settled once, it stays.
+    assert with_draft(model, found, [5000], batch=1) == found
+
+
+def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
+    asked = []
+    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choose(setting(), **sizes))
+    configs = [GenerationConfig(draft="auto", max_new_tokens=new, num_speculative_tokens=gamma) for new, gamma in ((10, None), (900, 2))]
+    found = with_draft(model, configs, [1000, 200], batch=2)
+    assert asked == [dict(context=1100, batch=2, gamma=None)]
+    assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
+
+
+def test_a_draft_beside_auto_is_refused(model):
+    config, draft = GenerationConfig(draft="auto", max_new_tokens=4), make_draft("prompt-lookup", model)
+    with pytest.raises(InputError, match="draft 'auto' chooses a draft, and another is given"):
+        generate(model, [[1, 2]], config=config, draft=draft)
+    with pytest.raises(InputError, match="draft 'auto' chooses a draft, and another is given"):
+        run_batch(model, [Request([1, 2], config, jax.random.key(0))], draft=draft)
+
+
+# Whole decodes
+
+
+@pytest.mark.slow
+def test_generate_and_batch_decode_with_what_was_chosen(model, monkeypatch, on_h200):
+    """The very tokens of the draft that is named, sampled ones too."""
+    chosen = choice.Choice("sparse:least_groups=1", 3, "because")
+    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: chosen)
+    auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)
+    named = dataclasses.replace(auto, draft=chosen.draft, num_speculative_tokens=3)
+    prompts, key = [list(range(30)), [5, 6, 7]], jax.random.key(1)
+    one, other = (generate(model, prompts, config=config, key=key) for config in (auto, named))
+    assert one.token_ids == other.token_ids and one.stats.rows == other.stats.rows and one.stats.num_draft_tokens > 0
+    requests = lambda config: [Request(prompt, config, key) for prompt in prompts]
+    one, other = (sorted(run_batch(model, requests(config), batch_size=2), key=lambda each: each.index) for config in (auto, named))
+    assert one == other
+
+
+def test_the_command_says_what_it_chose(run, directory, caplog):
+    settings = ["--max-new-tokens", 4, "--draft", "auto", "--json"]
+    code, out, _ = run("generate", "--model", directory, "--prompt", "ab", *settings)
+    assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] > 0
+    assert caplog.messages == ["draft auto: quantspec with 4 drafts a round, unchosen: no costs are stored for 'cpu'"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["generate", "--prompt", "a", "--draft", "auto", "--sensitive-layers", 1], "--sensitive-layers is for --draft quantspec"),
+        (["generate", "--prompt", "a", "--draft", "auto:budget=1"], "auto has no settings"),
+        (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto chooses one for generate and batch"),
+        (["eval", "acceptance", "--draft", "auto"], "auto chooses one for generate and batch"),
+    ],
+)
+def test_where_auto_is_refused(fails, directory, command, said):
+    fails([*command, "--model", directory], said)
+
+
+def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, monkeypatch):
+    """A batch that was killed goes on where the same draft is chosen, or named, and is refused where another is."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (3, 40, 9)))
+    ran = []
+
+    def killed(network, tokenizer, draft, todo, *_, **__):
+        ran.append([line.request.config for line in todo])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch_command, "_run", killed)
+    command = lambda *more: run("batch", source, output, "--model", directory, "--max-new-tokens", 8, *more)
+    assert command("--draft", "auto", "--adaptive")[0] == 130
+    (config,) = {(each.draft, each.num_speculative_tokens) for each in ran[0]}
+    assert config[0] != "auto" and len({each.draft_cost for each in ran[0]}) > 1
+    named = ["--draft", config[0], "--gamma", config[1], "--adaptive"]
+    assert command("--draft", "auto", "--adaptive")[0] == command(*named)[0] == 130
+    # Another device has other costs, so that other drafts may be made.
+    on_h200("a100")
+    code, _, err = command(*named)
+    assert code == 2 and "is of other prompts, settings or another model" in err
+    on_h200("h200")
+    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: choice.Choice("quantspec", 1, "because"))
+    code, _, err = command("--draft", "auto", "--adaptive")
+    assert code == 2 and "is of other prompts, settings or another model" in err
+    # The choice is by all lines, also those that are done.
+    monkeypatch.undo()
+    asked = []
+    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choice.Choice("none", 0, "because"))
+    monkeypatch.setattr(batch_command, "_run", lambda *_, **__: BatchStats())
+    other = tmp_path / "other.jsonl"
+    assert run("batch", source, other, "--model", directory, "--max-new-tokens", 8, "--draft", "auto")[0] == 0
+    assert [sizes["batch"] for sizes in asked] == [3]
