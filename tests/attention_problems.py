@@ -55,10 +55,8 @@ def random_problem(case: Case, dtype: str, data: str = "gaussian") -> tuple[jax.
     lift = 0
     if data == "far below":  # every logit about -2000
         q, lift = q + 5, -2000 / 5 / np.sqrt(H)
-    if data == "rising":  # every group's logits about 6 above those of the group before
-        q, lift = q + 5, 6 / 5 / np.sqrt(H) * np.arange(case.capacity)[:, None]
 
-    def planes(codes: tuple[int, ...], loud: np.ndarray, lift: float | np.ndarray = 0) -> Planes:
+    def planes(codes: tuple[int, ...], loud: np.ndarray, lift: float = 0) -> Planes:
         lead = (B, K, case.capacity)
         upper, lower = r.integers(0, 256, (2, *lead, *codes), np.uint8)
         scale = r.uniform(0.1, 0.4, (*lead, loud.shape[-1])) * loud
@@ -67,7 +65,7 @@ def random_problem(case: Case, dtype: str, data: str = "gaussian") -> tuple[jax.
 
     keys, values = planes((G, H // 2), channel, lift), planes((H, G // 2), token[: case.capacity])
     recent = r.standard_normal((2, B, K, case.buffer_rows, H))
-    buffer = FullLayer(jnp.asarray(recent[0] * channel + np.max(lift), dtype), jnp.asarray(recent[1] + 0.5, dtype))
+    buffer = FullLayer(jnp.asarray(recent[0] * channel + lift, dtype), jnp.asarray(recent[1] + 0.5, dtype))
     return jnp.asarray(q, dtype), HierarchicalLayer(keys, values, buffer)
 
 

@@ -115,11 +115,6 @@ def loop(lower: Lanes, upper: Lanes, carry, body: Callable):
     return carry
 
 
-def replace_if(condition: Lanes, values, replace: Callable):
-    """Never where no lane runs, as `loop`."""
-    return replace() if here.mask.any() and scalar(condition) else values
-
-
 def while_loop(condition: Callable, carry, body: Callable):
     """Not at all where no lane runs, as `loop`."""
     while here.mask.any() and scalar(condition(carry)):
@@ -321,17 +316,11 @@ class Block:
         self.shared.allowed[:] = True
         self.arrivals: dict[int, Arrivals] = {}
         self.barriers: dict[int, Arrivals] = {}
-        self.votes: dict[tuple[int, int], bool] = {}  # of a barrier in a phase
 
-    def meet(self, barrier: int, warps: int, condition: bool = False) -> bool:
-        """Returns whether the condition holds for one of those who meet."""
+    def meet(self, barrier: int, warps: int) -> None:
         found = self.barriers.setdefault(barrier, Arrivals(warps))
         assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
-        phase = found.phase
-        with found.changed:
-            self.votes[barrier, phase] = self.votes.get((barrier, phase), False) or condition
         _meet(found, self.device, f"barrier {barrier}")
-        return self.votes[barrier, phase]
 
     def end(self, pasts: list[Past]) -> None:
         """Ends, as its warps have, with these pasts: no word may have been read by another block that they have not heard of."""

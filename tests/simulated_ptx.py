@@ -12,7 +12,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from simulated_gpu import BULK, COPIED, LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, replace_if, scalar, when, while_loop
+from simulated_gpu import BULK, COPIED, LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels.gpu import ptx
 
@@ -207,18 +207,6 @@ def _meet(found, code, barrier):
         here.block.meet(scalar(Lanes(barrier)), int(found[1]) // 32)
 
 
-def _meet_any(found, code, *args):
-    if here.mask.any():
-        *barrier, condition = args
-        condition = bool((condition[here.mask] != 0).any())
-        if barrier:
-            condition = here.block.meet(scalar(Lanes(barrier[0])), int(found[1]) // 32, condition)
-        else:
-            here.past.meet()
-        return constant(condition, np.int32)
-    return constant(0, np.int32)
-
-
 def _meet_in_warp(found, code):
     if here.mask.any():
         here.past.meet()
@@ -357,7 +345,6 @@ INSTRUCTIONS = {
     r"\{ \.reg \.pred done; again: mbarrier\.try_wait\.parity": _wait,
     r"bar\.warp\.sync": _meet_in_warp,
     r"bar\.sync \$0, (\d+)": _meet,
-    r"\{ \.reg \.pred any; .* (?:bar\.red\.or\.pred any, \$1, (\d+)|vote\.sync\.any)": _meet_any,
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
     r"shfl\.sync\.idx\.b32 \$0, \$1, \$2": lambda found, code, x, lane: np.full(32, x[scalar(Lanes(lane))]) if here.mask.any() else x,
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
@@ -394,7 +381,6 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "when": when,
         "fail_where": fail_where,
         "loop": loop,
-        "replace_if": replace_if,
         "while_loop": while_loop,
         "i32": i32,
         "f32": lambda x: Lanes(constant(x, np.float32)),

@@ -388,26 +388,6 @@ def test_blocks_of_a_cluster_that_do_not_meet_are_seen(monkeypatch, left_out):
         attend(q, layer, lengths, DenseView(planes), config)
 
 
-@pytest.mark.parametrize("name", ["T1-steps", "T7-GQA4-steps", pytest.param("T7-GQA4-warpgroup", marks=pytest.mark.slow)])
-def test_attention_weighs_again_where_logits_exceed_the_maximum(monkeypatch, name):
-    case, config = TEAMS[name]
-    q, layer, lengths = attention_problem(case, "rising")
-    again, replace_if = [], ptx.replace_if
-
-    def counted(condition, *args):
-        again.append(bool(condition.raw[0]))
-        return replace_if(condition, *args)
-
-    monkeypatch.setattr(ptx, "replace_if", counted)
-    out, mass = attend(q, layer, lengths, DenseView(2), config, observe=True)
-    expected_out, expected = exactly(q, layer, lengths, DenseView(2), observe=True)
-    assert_close(out, expected_out)
-    np.testing.assert_allclose(mass, expected, atol=5e-3 * case.heads / case.kv_heads)
-    # Not only in the first step of each team, nor in every step.
-    warps = 4 * config.warpgroups * config.splits * case.kv_heads
-    assert warps < sum(again) < len(again)
-
-
 @pytest.mark.parametrize(
     ("case", "config", "data"),
     [

@@ -95,7 +95,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     if plan.observe:
         observed = at["observed"] + ptx.i64(head * plan.groups) * (4 * plan.padded_rows) + ptx.i64(row_block * (4 * plan.block_rows))
     tile = Tile(plan, (queries, shared, observed), lane, part, barrier, buffered)
-    ring = functools.partial(Pipeline, plan, shared + plan.team_bytes)
+    ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
     recent = FullSource(plan, at, head, lane, part, buffered, queries + plan.new_at)
     full = ring(recent, *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]

@@ -91,7 +91,7 @@ class Plan:
         return self
 
     def default(self) -> "Plan":
-        """The configuration that did well in sweeps on an H100 and an H200, with three slots of the ring where they fit.
+        """The configuration that did well in sweeps on an H100, with three slots of the ring where they fit.
 
         Short lists are left to one launch, with teams for a step or two each.
         """
@@ -105,7 +105,7 @@ class Plan:
         largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
-            2: [(1, 3, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
+            2: [(1, 1, 4), (1, 1, 2), (1, 1, 1)],
             None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
         }
         many = [(1, 2 if self.planes is None else 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]

@@ -10,8 +10,8 @@ from pallas_kernels.gpu import ptx
 class Pipeline:
     """Streams the keys and values of steps lower to upper - 1 through the ring, in turn, as many ahead as it has slots for."""
 
-    def __init__(self, plan: Plan, ring, source, lower, upper):
-        self.plan, self.ring = plan, ring
+    def __init__(self, plan: Plan, ring, meet: Callable, source, lower, upper):
+        self.plan, self.ring, self.meet = plan, ring, meet
         self.source, self.lower, self.upper = source, lower, upper
 
     def prefetch(self) -> None:
@@ -25,7 +25,7 @@ class Pipeline:
     def run(self, keys: Callable, values: Callable, state):
         """Runs all steps, logits = keys(address, step, refill) and state = values(address, step, state, logits, refill); returns the state.
 
-        What a warp copied itself is there when these begin, the rest once the team has met in them. After that they call `refill`.
+        What a warp copied itself is there when these begin. The rest is there once they call `refill`, which waits for the whole team.
         """
         last = self.plan.slots - 1
         advance = lambda slot: ptx.select(slot == last, ptx.i32(0), slot + 1)
@@ -55,6 +55,8 @@ class Pipeline:
         return self.ring + slot * self.plan.slot_bytes
 
     def _refill(self, unit: int, step, place, slot) -> None:
+        if self.plan.config.team > 1:
+            self.meet()
         # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
         self._issue(unit, step, place, ptx.select(slot == 0, ptx.i32(self.plan.slots - 1), slot - 1))
 

@@ -20,14 +20,8 @@ EXPONENTS = 0x00800080  # 1 in the place of the exponents of a pair of bfloat16
 # Queries and scales in float16: their largest lies at 2^SIZE, unless that takes a factor of more than 2^(SIZE - LEAST).
 SIZE, LEAST = 6, -40
 STEP_BYTES = 512  # of an operand that a team shares: four words a lane
-# Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has. The maximum is the one that a team
-# knows; it learns another only where the weights of a lane's tokens add up to more than 2^MOST. Times scales all stay below 2^16.
-HEADROOM, MOST = 4, 9
-
-
-def sums_of(state: dict) -> list[str]:
-    """What of a `Tile`'s state are sums over tokens that each lane has of its own."""
-    return [name for name in ("total", "offset") if name in state]
+# Softmax weights are 2^HEADROOM times exp(logit - maximum), for few to fall below what float16 has; times scales they stay below 2^15.
+HEADROOM = 8
 
 
 class Tile:
@@ -53,7 +47,6 @@ class Tile:
         self.tiles = range(plan.block_tiles)
         self.team = plan.config.team
         self.meet = functools.partial(ptx.synchronize, barrier, self.team)
-        self.meet_any = functools.partial(ptx.synchronize_any, barrier, self.team)
         # A code is read as 1024 more, and the lower plane is stored plus 8; its unit is a sixteenth of the scale.
         self.excess, self.unit = (1024.0, 1.0) if plan.planes == 1 else (1032.0, 1 / 16)
 
@@ -95,9 +88,9 @@ class Tile:
         flat = [functools.reduce(combine, xs) for xs in zip(*loaded)]
         return [flat[2 * n : 2 * n + 2] for n in self.tiles]
 
-    def _shared_pair(self, first: int, n, combine: Callable) -> list:
+    def _shared_pair(self, first: int, n: int, combine: Callable) -> list:
         """Those of tile n, combined over the team's arrays from array `first` on."""
-        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + n * 8, 2, "f") for i in range(self.team))
+        loaded = (ptx.load_shared(self._numbers_at(ptx.i32(first + i)) + 8 * n, 2, "f") for i in range(self.team))
         return [functools.reduce(combine, xs) for xs in zip(*loaded)]
 
     # The quantized region. A lane reads the same words of every row: word k of row r holds entries e = 4 (words t + k) .. e + 3 of the
@@ -213,9 +206,8 @@ class Tile:
 
         return (lambda n, k: shared + (n * steps + k) * STEP_BYTES) if self.plan.whole_warpgroup else operand
 
-    def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, Callable]:
-        """Logits [n][tile] of this warp's tokens, and a function that gives their units [n] and what is to be added to them [n], in these
-        units: it looks in shared memory, for a warp has no registers to keep the numbers.
+    def quantized_keys(self, slot, group, refill: Callable) -> tuple[list, list, list]:
+        """Logits [n][tile] of this warp's tokens, their units [n], and what is to be added to them [n], in these units.
 
         Tokens are in the order of the values' rows: word k of the first half, then of the second.
         """
@@ -248,8 +240,8 @@ class Tile:
                     with ptx.when(self.g == 0):
                         ptx.store_shared(self._numbers_at(ptx.i32(0)) + n * 8, *start)
             self._publish()
-            self.meet()
             refill()
+            start = self._shared_numbers(0, 1, operator.add)
             operand = self._shared_operand(self.shared, steps)
         mine = words // self.team
         first = slot + (((self.g >> 1) * words + self.part * mine) * 4 + (self.g & 1)) * row_bytes + self.t * (H // 8)
@@ -259,47 +251,39 @@ class Tile:
             acc = self._contract([(row, row + 2 * row_bytes) for row in rows], row_bytes, G * row_bytes, operand)
             for n in self.tiles:
                 logits[n] += [acc[0][n], acc[1][n]]
-
-        def numbers() -> tuple[list, list]:
-            units = [[factors[1] * (inverse * self.unit) for factors in self._factors(ptx.i32(n))] for n in self.tiles]
-            return units, start if self.team == 1 else self._shared_numbers(0, 1, operator.add)
-
-        return logits, numbers
+        units = [[factors[1] * (inverse * self.unit) for factors in self._factors(ptx.i32(n))] for n in self.tiles]
+        return logits, units, start
 
     def _factors(self, n) -> tuple:
         """The factors that queries 2 t and 2 t + 1 were multiplied by, and their inverses."""
         words = ptx.load_shared(self.factors + (self.t * 2 + n * ROWS) * 8, 4, "f")
         return words[:2], words[2:]
 
-    def quantized_values(self, slot, group, state: dict, logits: tuple[list, Callable], refill: Callable) -> dict:
+    def quantized_values(self, slot, group, state: dict, logits: tuple[list, list, list], refill: Callable) -> dict:
         """The state after this group."""
         plan = self.plan
         G, H = plan.group_size, plan.head_dim
         row_bytes, words = G // 2, G // 32
         mine = words // self.team
         parameters = slot + plan.planes * H * row_bytes
-        factor, inverse = self._normalized(self._pairs(parameters, G, words))
-
-        def hand_over(weights: list, sums: list) -> tuple[list, list, list]:
-            """Sums of weights times zeros [n], the excess [n], and the weights as operands where no team shares them."""
-            zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
-            scale = self._half_scales(self._pairs(parameters + self.part * (8 * mine), G, mine), factor)
-            offsets = [[numerics.dot(p, zeros, c, ptx.f32(0.0)) for c in (0, 1)] for p in weights]
-            scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
-            if self.team == 1:
-                return offsets, list(excess), list(scaled)
+        scale = self._pairs(parameters, G, words)
+        factor, inverse = self._normalized(scale)
+        if self.team > 1:
+            scale = self._pairs(parameters + self.part * (8 * mine), G, mine)
+        scale = self._half_scales(scale, factor)
+        zeros = self._zeros_of_tokens(parameters + 2 * G, mine)
+        state, alphas, weights, sums = self._softmax(state, *logits, refill)
+        state["offset"] = [[numerics.dot(p, zeros, c, old) for c, old in enumerate(pair)] for p, pair in zip(weights, state["offset"])]
+        scaled, excess = zip(*(self._scaled(self._weights_of_words(p, mine), scale) for p in weights))
+        operand = lambda n, k: scaled[n][k]
+        if self.team > 1:
             for n in self.tiles:
                 self._share_operand(self.weights, n, self.part * mine, words, scaled[n])
             self._share_numbers(1 + self.team, excess)
             if plan.observe:
                 self._share_over_rows(1 + 2 * self.team, sums, operator.add)
             self._publish()
-            return offsets, [], []
-
-        state, sums, (offsets, excess, scaled) = self._weigh(state, *logits, hand_over, refill)
-        state["offset"] = [[old + x for old, x in zip(*pairs)] for pairs in zip(state["offset"], offsets)]
-        operand = lambda n, k: scaled[n][k]
-        if self.team > 1:
+            self.meet()
             excess = self._shared_numbers(1 + self.team, self.team, operator.add)
             operand = self._shared_operand(self.weights, words)
         if plan.observe:
@@ -307,7 +291,7 @@ class Tile:
         unit = inverse * self.unit
         for n in self.tiles:
             below = [x * (unit * -1.0) for x in excess[n]]
-            state["out"][n] = [tuple(x + below[c % 2] for c, x in enumerate(acc)) for acc in state["out"][n]]
+            state["out"][n] = [tuple(numerics.fma(x, alphas[n][c % 2], below[c % 2]) for c, x in enumerate(acc)) for acc in state["out"][n]]
         channels = range(H // 16 // self.team)
         first = slot + (self.part * (16 * len(channels)) + self.g) * row_bytes + self.t * (G // 8)
         for i in channels[::2]:
@@ -328,17 +312,13 @@ class Tile:
         """
         to = self.observed + ptx.i64(group) * (4 * self.plan.padded_rows) + ptx.i64(self.t * 8)
         if self.team == 1:
-            sums = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
-        for first in range(0, len(self.tiles), self.team):
-            run = tops[first : first + self.team]
-            n, top = self.part + first, run[0]
-            for i, pair in enumerate(run[1:], 1):
-                top = [ptx.select(self.part == i, new, old) for new, old in zip(pair, top)]
-            # The first row of lanes.
-            with ptx.when((n < len(self.tiles)) & (self.g == 0)):
-                found = sums[first] if self.team == 1 else self._shared_pair(1 + 2 * self.team, n, operator.add)
-                logarithms = [old + numerics.log2(x) for old, x in zip(top, found)]
-                ptx.store_global_words(to + ptx.i64(n) * (4 * ROWS), *map(ptx.as_bits, logarithms))
+            whole = [[fragments.all_rows(x, operator.add) for x in pair] for pair in sums]
+        for n, pair in enumerate(tops):
+            # The first row of lanes of one warp.
+            with ptx.when((self.part == n % self.team) & (self.g == 0)):
+                found = self._shared_pair(1 + 2 * self.team, n, operator.add) if self.team > 1 else whole[n]
+                logarithms = [top + numerics.log2(x) for top, x in zip(pair, found)]
+                ptx.store_global_words(to + n * (4 * ROWS), *map(ptx.as_bits, logarithms))
         # Products follow, which all lanes run together.
         ptx.synchronize(None, 1)
 
@@ -357,59 +337,40 @@ class Tile:
         """Softmax weights [tile] as an operand [word][half]."""
         return [[self._operand(x, "f16") for x in p[2 * k : 2 * k + 2]] for k in range(words)]
 
-    def _weigh(self, state: dict, logits: list, numbers: Callable, hand_over: Callable, refill: Callable) -> tuple[dict, list, tuple]:
-        """Makes logits softmax weights, and meets the team.
+    def _softmax(self, state: dict, logits: list, units: list, start: list | None, refill: Callable) -> tuple[dict, list, list, list]:
+        """Brings all of the state but `out` up to date; returns it, the factors [n] that `out` is to be multiplied by, weights
+        [n][tile], and their sums over this lane's tokens [n].
 
-        logits: [n][tile]. numbers(): numbers [n] for two queries, units and what is added to each logit before its unit multiplies it, or
-        None.
-        hand_over(weights [n][tile], their sums over this lane's tokens [n]): called before the team meets, and again where the weights were
-        not those to take. Returns the state, which has the sums in it but nothing that is weighted, and what its maxima and all else are
-        now relative to; the sums; and what `hand_over` returned last.
+        logits: [n][tile]. units, start: numbers [n] for two queries; start is added to each logit before its unit multiplies it.
         """
         base = math.log2(math.e) / math.sqrt(self.plan.head_dim)
-
-        def units_and_added() -> tuple[list, Callable]:
-            units, start = numbers()
-            units = [[x * base for x in pair] for pair in units]
-            return units, lambda n, c, x: x if start is None else numerics.fma(start[n][c], units[n][c], x)
-
-        def weigh(tops: list) -> tuple[list, tuple]:
-            units, more = units_and_added()
-            weights, sums = [], []
-            for n, tiles in enumerate(logits):
-                down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(tops[n])]
-                p = [tuple(numerics.exp2(numerics.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
-                weights.append(p)
-                sums.append([numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)])
-            return sums, hand_over(weights, sums)
-
-        def with_new_maxima() -> tuple[dict, tuple]:
-            peak = lambda tiles, c: functools.reduce(ptx.maximum, [x for s in tiles for x in s[c::2]])
-            units, more = units_and_added()
-            peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
-            if self.team > 1:
-                self._share_over_rows(1, peaks, ptx.maximum)
-                self.meet()
-                peaks = self._shared_numbers(1, self.team, ptx.maximum)
-            else:
-                peaks = [[fragments.all_rows(x, ptx.maximum) for x in pair] for pair in peaks]
-            tops = [[ptx.maximum(*both) for both in zip(*pairs)] for pairs in zip(state["top"], peaks)]
-            alphas = [[numerics.exp2(old - x) for old, x in zip(*pairs)] for pairs in zip(state["top"], tops)]
-            scaled = {name: [[x * a for x, a in zip(*both)] for both in zip(state[name], alphas)] for name in sums_of(state)}
-            out = [[tuple(x * a[c % 2] for c, x in enumerate(acc)) for acc in tiles] for tiles, a in zip(state["out"], alphas)]
-            found = weigh(tops)
-            if self.team > 1:
-                self.meet()
-            return {"out": out, "top": tops} | scaled, found
-
-        found = weigh(state["top"])
-        # Sums are no less than 0, and as bits in the same order. Before the first step they are infinite.
-        largest = functools.reduce(ptx.maximum, [x for pair in found[0] for x in pair])
-        exceeded = self.meet_any(ptx.as_bits(ptx.f32(2.0**MOST)) < ptx.as_bits(largest))
-        refill()
-        state, (sums, handed) = ptx.replace_if(exceeded, (state, found), with_new_maxima)
-        state["total"] = [[old + x for old, x in zip(*pairs)] for pairs in zip(state["total"], sums)]
-        return state, sums, handed
+        units = [[x * base for x in pair] for pair in units]
+        added = start and [[x * unit for x, unit in zip(*pairs)] for pairs in zip(start, units)]
+        more = lambda n, c, x: x if added is None else x + added[n][c]
+        peak = lambda tiles, c: functools.reduce(ptx.maximum, [x for s in tiles for x in s[c::2]])
+        peaks = [[more(n, c, peak(tiles, c) * units[n][c]) for c in (0, 1)] for n, tiles in enumerate(logits)]
+        if self.team > 1:
+            self._share_over_rows(1, peaks, ptx.maximum)
+            refill()
+            peaks = self._shared_numbers(1, self.team, ptx.maximum)
+        else:
+            refill()
+            peaks = [[fragments.all_rows(x, ptx.maximum) for x in pair] for pair in peaks]
+        new = {name: [] for name in state} | {"out": list(state["out"])}
+        alphas, weights, sums = [], [], []
+        for n, tiles in enumerate(logits):
+            top = [ptx.maximum(old, x) for old, x in zip(state["top"][n], peaks[n])]
+            alpha = [numerics.exp2(old - x) for old, x in zip(state["top"][n], top)]
+            down = [more(n, c, ptx.f32(float(HEADROOM)) - x) for c, x in enumerate(top)]
+            p = [tuple(numerics.exp2(numerics.fma(x, units[n][c % 2], down[c % 2])) for c, x in enumerate(s)) for s in tiles]
+            sums.append([numerics.total([x for s in p for x in s[c::2]]) for c in (0, 1)])
+            new["top"].append(top)
+            new["total"].append([numerics.fma(old, a, x) for old, a, x in zip(state["total"][n], alpha, sums[n])])
+            if "offset" in state:
+                new["offset"].append([old * a for old, a in zip(state["offset"][n], alpha)])
+            alphas.append(alpha)
+            weights.append(p)
+        return new, alphas, weights, sums
 
     # The full-precision rows, 16 tokens or channels a step.
 
@@ -440,10 +401,8 @@ class Tile:
         start, swizzled = slot + row * (2 * H), (piece ^ (self.lane & 7)) * 16
         return lambda a, b: fragments.load_matrices(start + a * (32 * H) + (swizzled ^ (b * 32)), transposed=transposed)
 
-    def full_keys(self, slot, chunk, queries: Callable, sees: Callable, refill: Callable) -> tuple[list, Callable]:
-        """As `quantized_keys`, logits of a chunk: -inf for those that a query does not see."""
-        if self.team > 1:
-            self.meet()
+    def full_keys(self, slot, chunk, queries: Callable, sees: Callable, refill: Callable) -> tuple[list, list, None]:
+        """Logits [n][tile] of this warp's tokens of a chunk, -inf for those that a query does not see; and their units [n]."""
         refill()
         plan = self.plan
         mine = plan.chunk // 16 // self.team
@@ -459,26 +418,22 @@ class Tile:
             hidden = ptx.f32(-math.inf)
             for n in self.tiles:
                 logits[n].append(tuple(ptx.select(sees(n, c % 2, token + 8 * (c // 2)), x, hidden) for c, x in enumerate(acc[n])))
-        return logits, lambda: ([[ptx.f32(1.0)] * 2 for _ in self.tiles], None)
+        return logits, [[ptx.f32(1.0)] * 2 for _ in self.tiles], None
 
-    def full_values(self, slot, chunk, state: dict, logits: tuple[list, Callable], refill: Callable) -> dict:
+    def full_values(self, slot, chunk, state: dict, logits: tuple[list, list, None], refill: Callable) -> dict:
         """The state after this chunk."""
         plan = self.plan
         steps = plan.chunk // 16
         mine, channels = steps // self.team, plan.head_dim // 16 // self.team
-
-        def hand_over(weights: list, _: list) -> list:
-            weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
-            if self.team == 1:
-                return weights
+        state, alphas, weights, _ = self._softmax(state, *logits, refill)
+        state["out"] = [[tuple(x * alpha[c % 2] for c, x in enumerate(acc)) for acc in out] for out, alpha in zip(state["out"], alphas)]
+        weights = [[self._operand(p, "bf16") for p in tiles] for tiles in weights]
+        operand = lambda n, a: weights[n][a]
+        if self.team > 1:
             for n in self.tiles:
                 for a, words in enumerate(weights[n]):
                     ptx.store_shared(self._full_operand_at(n, self.part * mine + a, steps), *words)
-            return []
-
-        state, _, weights = self._weigh(state, *logits, hand_over, refill)
-        operand = lambda n, a: weights[n][a]
-        if self.team > 1:
+            self.meet()
             operand = lambda n, a: ptx.load_shared(self._full_operand_at(n, a, steps), 2)
         load = self._matrices(slot, (self.lane & 7) + (self.lane >> 4) * 8, (self.lane >> 3) & 1, transposed=True)
         for a in range(steps):
@@ -496,7 +451,7 @@ class Tile:
         put(address, x): writes there.
         """
         H = self.plan.head_dim
-        sums = {name: state[name] for name in sums_of(state)}
+        sums = {name: state[name] for name in ("total", "offset") if name in state}
         if self.team > 1:
             # They take the place of the maxima and the excess.
             self.meet()

@@ -198,17 +198,6 @@ def while_loop(condition: Callable, carry, body: Callable):
     return jax.tree.unflatten(structure, map(Value, while_op.results))
 
 
-def replace_if(condition: Value, values, replace: Callable):
-    """The values, a pytree of Values, or replace() of the same structure where the condition holds, on which all lanes agree."""
-    leaves, structure = jax.tree.flatten(values)
-    if_op = scf.IfOp(condition.raw, [x.raw.type for x in leaves], has_else=True)
-    with ir.InsertionPoint(if_op.then_block):
-        scf.YieldOp([x.raw for x in jax.tree.leaves(replace())])
-    with ir.InsertionPoint(if_op.else_block):
-        scf.YieldOp([x.raw for x in leaves])
-    return jax.tree.unflatten(structure, map(Value, if_op.results))
-
-
 def when(condition: Value):
     """A context: what is emitted inside it runs in the lanes where the condition holds."""
     return utils.when(condition.raw)
@@ -335,14 +324,6 @@ def synchronize(barrier: Value, warps: int) -> None:
         inline("bar.warp.sync -1;", collective=True)
     else:
         inline(f"bar.sync $0, {32 * warps};", barrier, collective=True)
-
-
-def synchronize_any(barrier: Value, warps: int, condition: Value) -> Value:
-    """Waits as `synchronize` does; says to all who wait whether the condition holds in one of their lanes."""
-    vote = "vote.sync.any.pred any, any, -1" if warps == 1 else f"bar.red.or.pred any, $1, {32 * warps}, any"
-    args = [select(condition, i32(1), i32(0))] if warps == 1 else [barrier, select(condition, i32(1), i32(0))]
-    code = f"{{ .reg .pred any; setp.ne.b32 any, ${len(args)}, 0; {vote}; selp.b32 $0, 1, 0, any; }}"
-    return inline(code, *args, results="r", collective=True)[0] != 0
 
 
 def arrivals_init(arrival: Value, arrivals: int) -> None:
