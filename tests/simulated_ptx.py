@@ -70,19 +70,6 @@ def _meet_cluster(found, code):
     here.block.cluster.meet()
 
 
-def _load_half(found, code, at):
-    shared, out = here.block.shared, np.zeros(32, np.int32)
-    places = shared.places(at, 2)
-    shared.touched.reads(places[:, :1] // 4, LANES[here.mask])
-    out[here.mask] = shared.bytes[places].view(np.uint16)[:, 0]
-    return out
-
-
-def _load_where(found, code, at, condition):
-    with when(Lanes(condition != 0)):
-        return here.block.shared.load(at, 4, np.int32)
-
-
 def _store(found, code, *args):
     *values, at = (args[1], args[0]) if code.rstrip(";").endswith("$1") else args
     _memory(found[1]).store(at, np.stack([x.view(np.int32) for x in values], 1))
@@ -128,10 +115,6 @@ def _copy(to, source, width, sizes):
     within = (to - shared.start)[:, None] + np.arange(width)
     assert within.size == 0 or (within.min() >= 0 and within.max() < len(shared.bytes))
     shared.bytes[within] = np.where(read, memory.bytes[places], 0)
-
-
-def _prefetch(found, code, at):
-    here.block.device.memory.places(at, 1)
 
 
 def _words(to, width):
@@ -328,14 +311,11 @@ INSTRUCTIONS = {
     r"ld\.shared::cluster(?:\.v(\d))?\.([bf])32": _load_cluster,
     r"mapa\.shared::cluster\.u32": _in_block,
     r"barrier\.cluster\.arrive\.release\.aligned; barrier\.cluster\.wait\.acquire\.aligned;": _meet_cluster,
-    r"ld\.shared\.u16": _load_half,
-    r"\{ \.reg \.pred there; .* ld\.shared\.v4": _load_where,
     r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
     r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
     r"cp\.async\.bulk\.": _copy_bulk,
-    r"prefetch\.global": _prefetch,
     r"cp\.async\.commit_group": _commit,
     r"cp\.async\.wait_group (\d+)": _wait_for_copies,
     r"mbarrier\.init\.shared\.b64 \[\$0\], (\d+)": _init,

@@ -17,7 +17,7 @@ import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
-from simulated_gpu import here, launch, scalar
+from simulated_gpu import launch
 from simulated_ptx import simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
@@ -32,7 +32,7 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, PRODUCER_WARPS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
 from pallas_kernels.rope_append import reference as rope_append_reference
 
 
@@ -106,61 +106,6 @@ def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
         assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
 
 
-@pytest.mark.slow
-def test_weights_ahead_are_copied_and_change_nothing(monkeypatch):
-    x, attended, o, weight, gate, up, down, following_weight, following = test_fused_layer_gpu.problem(256, 512, 256, (32, 16, 16), 1)
-    ahead = [o, gate, up]
-    plan = lambda ahead: fused_layer.plan_for(1, o, gate, down, following, test_fused_layer_gpu.EPS, ahead)
-    weights, copied = [[o], [gate, up], [down], following], set()
-    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 3)
-
-    def run(plan, weights):
-        return at_once(fused_layer.run)(plan, x, attended, [weight, following_weight], weights, fused_layer.empty_handoff(plan))
-
-    expected = run(plan([]), weights)
-    weight_row = mosaic_block.weight_row
-    noting = lambda stage, number, at, name, tile, output: (
-        copied.add((number, scalar(tile))) or weight_row(stage, number, at, name, tile, output)
-    )
-    monkeypatch.setattr(mosaic_block, "weight_row", noting)
-    # All tiles of the first stage, and of the second as many as there are slots left.
-    assert plan(ahead).slots == 11 and plan(ahead).tiles_ahead == {4: 6, 5: 3}
-    for ours, theirs in zip(run(plan(ahead), [*weights, [o], [gate, up]]), expected):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-    assert {tile for number, tile in copied if number == 4} == set(range(16))
-    assert {tile for number, tile in copied if number == 5} == {*range(3), *range(10, 13), *range(21, 24)}
-
-
-@pytest.mark.slow
-def test_what_a_stage_reads_beside_weights_is_brought_to_the_l2(monkeypatch):
-    x, attended, o, weight, gate, up, down, following_weight, following = test_fused_layer_gpu.problem(256, 512, 768, (32, 16, 16), 2)
-    plan = dataclasses.replace(fused_layer.plan_for(2, o, gate, down, following, 1e-5), blocks=3)
-    brought = []
-    monkeypatch.setattr(ptx, "prefetch", lambda source: brought.extend(source.raw[here.mask]))
-    handoff, norms = fused_layer.empty_handoff(plan), [weight, following_weight]
-    at_once(fused_layer.run)(plan, x, attended, norms, [[o], [gate, up], [down], following], handoff)
-    # Stage 1 reads the residual stream, what stage 0 adds and a norm's weight; stage 2 its inputs; stage 3 as stage 1, and what 2 adds.
-    rows = {1: [(256, 2), (256, 2), (256, 1)], 2: [(768, 2)], 3: [(256, 2), (256, 2), (256, 2), (256, 1)]}
-    assert len(brought) == sum(2 * width * count // 32 for arrays in rows.values() for width, count in arrays)
-    times = np.unique(brought, return_counts=True)[1]
-    assert (times == 2).sum() == 2 * 2 * 256 * 2 // 32  # the residual stream and what stage 0 adds; everything else once
-
-
-def test_weights_ahead_of_another_format_or_shape_are_left_alone(monkeypatch):
-    args = test_fused_layer_gpu.problem(256, 512, 256, (32, 16, 16), 1)
-    o, gate, up = args[2], args[4], args[5]
-    plans = []
-    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 3)
-    monkeypatch.setattr(
-        fused_layer, "run", lambda plan, x, attended, norms, weights, handoff: plans.append((plan, weights)) or (x, x, handoff)
-    )
-    for ahead in [o, gate, up], [], [gate, gate, up], [jnp.zeros(o.shape, jnp.bfloat16), gate, up]:
-        fused_layer.between_attentions(*args, eps=1e-5, ahead=ahead)
-    (plan, weights), *others = plans
-    assert len(plan.ahead) == 2 and len(weights) == 6
-    assert all(not plan.ahead and len(weights) == 4 for plan, weights in others)
-
-
 def assert_empty(handoff: jax.Array) -> None:
     assert handoff[0] == 0
     np.testing.assert_array_equal(np.asarray(handoff[COUNTER_WORDS:]), ptx.ABSENT)
@@ -173,8 +118,9 @@ def test_a_launch_leaves_an_empty_handoff_buffer():
     def emit(refs: dict) -> None:
         mosaic_block.make_handoff(plan, ptx.address(refs["next"]), ptx.block_index(), ptx.thread_index())
 
-    outputs = {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}
-    found = launch("make_handoff", emit, {}, outputs, 3, PRODUCER_WARPS // 4, 128)
+    found = launch(
+        "make_handoff", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, fused_layer.WARPGROUPS, 128
+    )
     assert found["next"].size == fused_layer.empty_handoff(plan).size
     assert_empty(found["next"])
 

@@ -25,7 +25,6 @@ def between_attentions(
     *,
     eps: float,
     biases: Mapping[str, Float[Array, "out"]] | None = None,
-    ahead: Sequence[Weight] = (),
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
@@ -39,9 +38,6 @@ def between_attentions(
     handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. What it holds is
     the kernel's affair: callers pass it on and never look into it.
 
-    ahead: `o`, `gate` and `up` of the next call, of which the kernel may read some into the GPU's cache while memory is idle.
-    No result depends on them.
-
     On a GPU, what the kernel does not support is done by the reference, a composition of kernels.
     Raises ValueError where `following` or its norm is missing without the other, where a bias is for no such projection, and where the
     implementation asked for does not support the device or the arguments.
@@ -51,6 +47,6 @@ def between_attentions(
     if others := set(biases or ()) - set(BIASED):
         raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
     args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
-    settings = {"eps": eps, "biases": dict(biases or {}), "ahead": ahead}
+    settings = {"eps": eps, "biases": dict(biases or {})}
     module = choose("fused_layer", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, **settings)
     return module.between_attentions(*args, **settings)

@@ -40,9 +40,8 @@ def unsupported(
     *,
     eps: float,
     biases: Mapping[str, Array] | None = None,
-    ahead: Sequence[Weight] = (),
 ) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None. Whatever is `ahead`, it can."""
+    """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
     if not all(isinstance(weight, Int4Weight) for weight in (o, gate, up, down, *following)):
@@ -67,27 +66,16 @@ def unsupported(
     return None
 
 
-def plan_for(
-    rows: int,
-    o: Int4Weight,
-    gate: Int4Weight,
-    down: Int4Weight,
-    following: Sequence[Int4Weight],
-    eps: float,
-    ahead: Sequence[Int4Weight] = (),
-) -> Plan:
-    stages = [*first_stages(o, gate), Stage(groups_of(down), down.shape[:1])]
+def plan_for(rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float) -> Plan:
+    groups = lambda weight: weight.codes.shape[1]
+    stages = [
+        Stage(groups(o), o.shape[:1]),
+        Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
+        Stage(groups(down), down.shape[:1]),
+    ]
     if following:
-        stages.append(Stage(groups_of(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
-    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, first_stages(*ahead[:2]) if ahead else ())
-
-
-def first_stages(o: Int4Weight, gate: Int4Weight) -> tuple[Stage, Stage]:
-    return Stage(groups_of(o), o.shape[:1]), Stage(groups_of(gate), gate.shape[:1] * 2, normed=True, gated=True)
-
-
-def groups_of(weight: Int4Weight) -> int:
-    return weight.codes.shape[1]
+        stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps)
 
 
 def between_attentions(
@@ -104,16 +92,12 @@ def between_attentions(
     *,
     eps: float,
     biases: Mapping[str, Array] | None = None,
-    ahead: Sequence[Weight] = (),
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
     """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
     rows = math.prod(x.shape[:-1])
-    # Weights of another format or shape are left to the next launch.
-    alike = len(ahead) == 3 and all(isinstance(a, Int4Weight) and a.codes.shape == b.codes.shape for a, b in zip(ahead, (o, gate, up)))
-    plan = plan_for(rows, o, gate, down, following, eps, ahead if alike else ())
+    plan = plan_for(rows, o, gate, down, following, eps)
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
-    weights += [ahead[:1], ahead[1:]][: len(plan.tiles_ahead)]
     flat = lambda a: a.reshape(rows, -1)
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
@@ -141,8 +125,7 @@ def run(
 ) -> tuple[Array, Array, Array]:
     """One launch: the residual stream, the last stage's outputs, and the next launch's handoff buffer.
 
-    norms: one for each stage that has one. weights: those of every stage, and of those ahead that are copied from. handoff: used up; the
-    last result takes its place.
+    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place.
     """
     from pallas_kernels.matmul import mosaic_block
 

@@ -25,7 +25,6 @@ def between_attentions(
     *,
     eps: float,
     biases: Mapping[str, Float[Array, "out"]],
-    ahead: Sequence[Weight] = (),
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """See `pallas_kernels.fused_layer.between_attentions`."""
     of = lambda *names: [biases[name] for name in names if name in biases]

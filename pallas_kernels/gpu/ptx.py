@@ -247,21 +247,6 @@ def load_shared(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
     return tuple(out)
 
 
-def load_shared_where(condition: Value, at: Value) -> tuple[Value, ...]:
-    """Loads four words of 32 bits in the lanes where the condition holds, 0 in the others; `at` is a multiple of 16.
-
-    Shared memory serves 8 lanes at a time, and those that load nothing take none of its time.
-    """
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
-    code = f"{{ .reg .pred there; setp.ne.s32 there, $5, 0; {zeros} @there ld.shared.v4.b32 {_list(4)}, [$4]; }}"
-    return inline(code, at, select(condition, i32(1), i32(0)), results="rrrr")
-
-
-def load_shared_half(at: Value) -> Value:
-    """Loads 16 bits, an i32 whose other bits are 0; `at` is a multiple of 2."""
-    return inline("ld.shared.u16 $0, [$1];", at, results="r")[0]
-
-
 def store_global(at: Value, x: Value) -> None:
     """Stores 32 bits."""
     inline(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
@@ -308,11 +293,6 @@ def copy_bulk(shared: Value, source: Value, size: Value, arrival: Value) -> None
     """
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     inline(code, shared, source, size, arrival)
-
-
-def prefetch(source: Value) -> None:
-    """Brings the 32 bytes around an address in global memory to the L2, without waiting. Nothing that is read changes by it."""
-    inline("prefetch.global.L2 [$0];", source)
 
 
 # Barriers of a block ---------------------------------------------------------------------------------------------------

@@ -49,8 +49,6 @@ INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
-SECTOR = 32  # bytes that the L2 reads from memory at once
-TILES_BEFORE = 2  # the last of a share, before which what the next stage reads is brought to the L2
 WORDS_AT_ONCE = 4  # of a handoff buffer that a thread fills
 LOG2_E = 1.4426950408889634
 
@@ -72,32 +70,22 @@ def emit_block(plan: Plan, refs: dict) -> None:
         sums.start(MATH_WARPS, EPILOGUE_WARPS)
         if hands_over:
             tickets.start(1, warps)
-    meet = lambda: ptx.synchronize(ptx.i32(0), warps)
-    shares = lambda *drawing: Tickets(plan, tickets, lane, *drawing) if hands_over else OwnShare(plan, block)
+    if hands_over:
+        make_handoff(plan, at["next_handoff"], block, thread)
+    ptx.synchronize(ptx.i32(0), warps)
+    # The first lane of the producer warps draws tickets for all warps.
+    drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
     with ptx.when(warp < MATH_WARPS):
-        meet()
-        do_math(plan, at, shares(), ring, sums, warp, thread)
+        do_math(plan, at, drawn(), ring, sums, warp, thread)
     with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
-        drawing = ()
-        if hands_over:
-            # The first lane of the producer warps draws tickets for all warps; the first is on its way while the barriers are made.
-            counter = TicketCounter(at["handoff"], ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0)))
-            drawing = counter, counter.draw()
-        meet()
-        produce(plan, at, shares(*drawing), ring, warp - MATH_WARPS, lane, block)
-        if hands_over:
-            make_handoff(plan, at["next_handoff"], block, thread - 32 * MATH_WARPS)
+        produce(plan, at, drawn(at.get("handoff")), ring, warp - MATH_WARPS, lane)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
-        meet()
-        write_outputs(plan, at, shares(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
+        write_outputs(plan, at, drawn(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
 def make_handoff(plan: Plan, handoff, block, thread) -> None:
-    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it. thread: of the producer warps.
-
-    They do it when they have nothing left to copy: that is no work that anybody waits for, and the next launch finds the buffer in the L2.
-    """
-    threads = 32 * PRODUCER_WARPS
+    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it."""
+    threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
     pieces = plan.handoff_words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
@@ -135,37 +123,27 @@ class OwnShare:
         return work(self.share, carry)
 
 
-@dataclasses.dataclass(frozen=True)
-class TicketCounter:
-    """An address in global memory where tickets are counted, and 1 in the lane of a block that draws them, 0 in all others."""
-
-    at: ptx.Value
-    draws: ptx.Value
-
-    def draw(self):
-        """The next ticket in the lane that draws, 0 in the others."""
-        return ptx.take_ticket(self.at, self.draws)
-
-
 class Tickets:
     """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
 
-    counter, first: for the producer warps, where tickets are drawn, and the first of them. One lane draws for the block, the next ticket
-    whenever it passes one on, so that nobody waits for the counter.
+    counter: for the producer warps, the address in global memory where tickets are counted. The first lane of the first of them draws for
+    the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
     """
 
-    def __init__(self, plan: Plan, ring: "Ring", lane, counter: "TicketCounter | None" = None, *first):
-        self.plan, self.ring, self.lane, self.counter = plan, ring, lane, counter
-        self.state = self.following(ptx.i32(0), ptx.i32(0), *first)
+    def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
+        self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
+        self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
+        drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
+        self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
 
     def following(self, slot, parity, *drawn) -> tuple:
         """The next ticket, and the state from which `following` comes to the one after it."""
         if drawn:
-            with ptx.when(self.counter.draws == 1):
+            with ptx.when(self.draws == 1):
                 ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
                 ptx.store_shared(self.ring.slot(slot), *drawn)
                 ptx.arrive(self.ring.filled(slot))
-            drawn = (self.counter.draw(),)
+            drawn = (ptx.take_ticket(self.counter, self.draws),)
         ptx.wait_for_arrivals(self.ring.filled(slot), parity)
         ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
         emptied = ptx.once_loaded(self.ring.emptied(slot), [ticket])
@@ -229,25 +207,19 @@ class Ring:
 # Producer warps --------------------------------------------------------------------------------------------------------
 
 
-def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane, block) -> None:
-    """Fills the ring with all passes of all stages, and then with the passes of `plan.tiles_ahead`."""
+def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
+    """Fills the ring, with all passes of all stages."""
     carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
     for number in range(len(plan.stages)):
         work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
-    for number, tiles in plan.tiles_ahead.items():
-        lower, upper = Share(plan, block).tiles(plan.all_stages[number])
-        one_tile = lambda tile, carry, number=number: produce_ahead(plan, number, at, tile, ring, warp, lane, carry)
-        carry = ptx.loop(lower, ptx.minimum(upper, lower + tiles), carry, one_tile)
-    if plan.tiles_ahead:  # nobody else waits for these, and a block that ended would leave its shared memory to others
-        _, _, *earlier = carry
-        for _ in range(COPIES):
-            ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-            earlier = ring.following(*earlier)
 
 
 def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """Fills the ring with the share's passes of a stage. carry: see `produce_pass`."""
+    """Fills the ring with the share's passes of a stage.
+
+    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
+    """
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
     together = plan.together(stage)
@@ -255,45 +227,22 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
     def one_turn(turn, carry):
         def one_pass(number_of_pass, carry):
             for which in range(together):
-                left, tile = groups_left(stage, number_of_pass), lower + turn * together + which
+                slot, parity, *earlier = carry
+                ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+                ptx.wait_for_arrivals(ring.emptied(slot), parity)
+                left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
+                tile = lower + turn * together + which
                 if together > 1:  # a tile that is not the block's has no groups
                     left = ptx.select(tile < upper, left, ptx.i32(0))
                     tile = ptx.minimum(tile, upper - 1)
-                carry = produce_pass(stage, number, at, tile, number_of_pass, left, ring, warp, lane, carry)
+                source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
+                copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
+                carry = *ring.following(slot, parity), *ring.following(*earlier)
             return carry
 
         return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
 
     return ptx.loop(ptx.i32(0), share.turns(stage), carry, one_turn)
-
-
-def produce_ahead(plan: Plan, number: int, at: dict, tile, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """Copies a tile that the next launch reads, and that nobody here does: it is then in the L2. carry: see `produce_pass`."""
-    stage = plan.all_stages[number]
-
-    def one_pass(number_of_pass, carry):
-        left = groups_left(stage, number_of_pass)
-        return produce_pass(stage, number, at, tile, number_of_pass, left, ring, warp, lane, carry)
-
-    return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
-
-
-def groups_left(stage: Stage, number_of_pass):
-    """How many groups a pass of a stage has."""
-    return ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
-
-
-def produce_pass(stage: Stage, number: int, at: dict, tile, number_of_pass, left, ring: Ring, warp, lane, carry: tuple) -> tuple:
-    """Fills a slot of the ring with a pass of a tile, of which `left` groups are there.
-
-    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
-    """
-    slot, parity, *earlier = carry
-    ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
-    ptx.wait_for_arrivals(ring.emptied(slot), parity)
-    source = lambda name, output: weight_row(stage, number, at, name, tile, output)
-    copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
-    return *ring.following(slot, parity), *ring.following(*earlier)
 
 
 def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> None:
@@ -433,7 +382,7 @@ class Activations:
     def fetch_residual(self, number: int, pieces: list) -> list:
         """The residual stream before the stage, and the norm's weight, in these pieces."""
         stage = self.plan.stages[number]
-        earlier = self.plan.normed_before(number)
+        earlier = [i for i in range(number) if self.plan.stages[i].normed]
         residual = self.load(self.at["residual"], stage, pieces, read_all)
         for before in earlier:
             residual = self.sums_of(residual, self.inputs(before, pieces))
@@ -478,17 +427,13 @@ class Activations:
     def operands(self, place, n: int) -> tuple:
         """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
 
-        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there are 0.
+        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
         """
         g, t = self.lane >> 2, self.lane & 3
         group = place * PASS + self.warp
-        column, columns = g + 2 * ROWS * n, 2 * self.plan.rows
-        at = self.x + ptx.minimum(column, ptx.i32(columns - 1)) * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves_at = [at + half * (GROUP_SIZE // 2) for half in (0, 1)]
-        if columns < 2 * ROWS * (n + 1):
-            halves = [ptx.load_shared_where(column < columns, half_at) for half_at in halves_at]
-        else:
-            halves = [ptx.load_shared(half_at, STEPS) for half_at in halves_at]
+        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
+        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
+        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
         return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
@@ -498,13 +443,14 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
-    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + warp * 2
+    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (warp >> 1) * 4
+    shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
         """The codes, and the scales and zeros, of the warp's group."""
         start = ring.slot(slot)
         codes = [ptx.load_shared(start + codes_at + more * CODE_PITCH, STEPS) for more in (0, 8)]
-        one = lambda row: ptx.as_float(ptx.load_shared_half(start + parameters_at + row * PARAMETER_PITCH) << 16)
+        one = lambda row: ptx.as_float((ptx.load_shared(start + parameters_at + row * PARAMETER_PITCH, 1)[0] << shift) & 0xFFFF0000)
         return codes, [(one(row), one(TILE + row)) for row in (0, 8)]
 
     def one_turn(turn, carry):
@@ -584,8 +530,6 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
 
     def step(tile, carry):
         slot, parity = carry
-        with ptx.when(tile == ptx.maximum(lower, upper - TILES_BEFORE)):
-            bring_inputs(plan, number + 1, at, share, thread)
         ptx.wait_for_arrivals(sums.filled(slot), parity)
         for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
@@ -597,28 +541,6 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
         return sums.following(slot, parity)
 
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
-
-
-def bring_inputs(plan: Plan, number: int, at: dict, share: Share, thread) -> None:
-    """Brings the share's part of what a stage reads beside weights to the L2: inputs, and for a norm the residual stream and its weight.
-
-    All of it has been in memory since the launch before, or was handed over so long ago that weights have taken its place in the L2. Then
-    the first to look for a word of the inputs would wait for the memory, behind weights, and all others for him.
-    """
-    if number == len(plan.stages):
-        return
-    row_bytes = lambda number: 2 * GROUP_SIZE * plan.stages[number].groups
-    arrays = [(outputs_of(plan, at, number - 1), plan.rows * row_bytes(number))]
-    if plan.stages[number].normed:
-        earlier = plan.normed_before(number)
-        arrays += [(outputs_of(plan, at, before - 1), plan.rows * row_bytes(before)) for before in earlier]
-        arrays += [(at["residual"], plan.rows * row_bytes(number)), (at[f"norm{len(earlier)}"], row_bytes(number))]
-    for array, size in arrays:
-        sectors = size // SECTOR
-        for first in range(0, sectors, 32 * EPILOGUE_WARPS * plan.blocks):
-            sector = thread * plan.blocks + share.number + first
-            with ptx.when(sector < sectors):
-                ptx.prefetch(array + ptx.i64(sector) * SECTOR)
 
 
 def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:

@@ -63,8 +63,7 @@ class Stage:
 class Plan:
     """The stages of one launch, and where everything lies in shared memory.
 
-    room: passes whose activations there is place for in a block. eps: the norms' epsilon. ahead: the first stages of the launch that will
-    follow, of whose weights this one may bring some to the L2.
+    room: passes whose activations there is place for in a block. eps: the norms' epsilon.
 
     A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. In any
     other stage a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
@@ -75,48 +74,21 @@ class Plan:
     blocks: int
     room: int
     eps: float = 0.0
-    ahead: tuple[Stage, ...] = ()
 
     @classmethod
-    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0, ahead: tuple[Stage, ...] = ()) -> "Plan":
+    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
         """A plan with as many stages resident as leave enough slots; those with a norm always are."""
         least = max((stage.passes for stage in stages if stage.normed), default=0)
         for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
             others = any(stage.passes > most for stage in stages)
-            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, ahead)
+            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps)
             if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
 
     @property
-    def all_stages(self) -> tuple[Stage, ...]:
-        """This launch's stages, and those ahead."""
-        return self.stages + self.ahead
-
-    @property
-    def tiles_ahead(self) -> dict[int, int]:
-        """How many tiles of each share of a stage ahead are copied, by the stage's number in `all_stages`.
-
-        They get those slots of the ring that the last stage leaves: while blocks wait for the last stage's inputs, nothing else is left to
-        copy, and slots of that stage are emptied only when it is nearly over.
-        """
-        last, found = self.stages[-1], {}
-        free = self.slots - math.ceil(last.tiles / self.blocks) * last.passes
-        for number, stage in enumerate(self.ahead, len(self.stages)):
-            tiles = min(math.ceil(stage.tiles / self.blocks), free // stage.passes)
-            if tiles <= 0:
-                break
-            found[number] = tiles
-            free -= tiles * stage.passes
-        return found
-
-    @property
     def row_tiles(self) -> int:
         return math.ceil(self.rows / ROWS)
-
-    def normed_before(self, number: int) -> list[int]:
-        """The numbers of the stages with a norm before a stage."""
-        return [i for i in range(number) if self.stages[i].normed]
 
     def resident(self, stage: Stage) -> bool:
         return stage.passes <= self.room

@@ -125,15 +125,14 @@ class Block(nnx.Module):
         """
         own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
         o, gate, up, down = _weights(*own.values())
-        norm, following_norm, projections, ahead = self.post_attention_norm, None, [], []
+        norm, following_norm, projections = self.post_attention_norm, None, []
         if following:
             following_norm = following.input_norm.weight.get_value()
             projections = _weights(following.q_proj, following.k_proj, following.v_proj)
-            ahead = _weights(following.o_proj, following.gate_proj, following.up_proj)
         attended = attended.reshape(*attended.shape[:2], -1)
         args = x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, projections, carry
         biases = {name: layer.bias.get_value() for name, layer in own.items() if layer.bias is not None}
-        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases, ahead=ahead)
+        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases)
         return x, following._finish_qkv(y) if following else y, carry
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
