@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import target_logits
 
-from pallas_kernels import attention, flush
+from pallas_kernels import append_attend, attention, flush, rope_append
 from qspec_jax import GenerationConfig, demo
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.compiled import Compiled
@@ -46,8 +46,8 @@ def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     tokens = loading.load_tokenizer(demo.MODEL)(text)["input_ids"]
     prompts = [tokens[:1500], tokens[1500:2300], tokens[2300:2340]]
     with_kernels = generated(model, prompts, **settings)
-    monkeypatch.setattr(attention, "GPU_IMPLEMENTATIONS", ())
-    monkeypatch.setattr(flush, "GPU_IMPLEMENTATIONS", ())
+    for operation in (append_attend, attention, flush, rope_append):
+        monkeypatch.setattr(operation, "GPU_IMPLEMENTATIONS", ())
     reference = generated(model, prompts, **settings)
     scheme = None if settings == {"method": "autoregressive"} else "int8_first"
     for rows in (with_kernels, reference):
