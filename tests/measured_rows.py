@@ -43,6 +43,7 @@ _WHOLE = "results.md, Whole decodes, simulated acceptance"
 _TRAINED = "results.md, Whole decodes, a trained model"
 _HALVES = f"{_WHOLE}, the two halves alone"
 _CHANCE = f"{_WHOLE}, at a chance of 0.92"
+_SPARSE = "results.md, Sparse drafts on an H200"
 
 DECODES = [
     Decode(_WHOLE, "llama-2-7b", "h100", 4096, 6, 0.917, 5.65, 2.79, 2.03, 1.90, 6.11),
@@ -54,6 +55,8 @@ DECODES = [
     Decode(_WHOLE, "llama-3.1-8b", "h100", 32768, 6, 0.898, 6.93, 3.38, 2.05, 2.36, 6.97),
     Decode(_WHOLE, "llama-3.1-8b", "h100", 65536, 6, 0.855, 8.32, 4.04, 2.06, 2.80, 7.85),
     Decode(_WHOLE, "llama-3.1-8b", "h100", 131072, 6, 0.915, 11.08, 4.77, 2.32, 3.59, 9.27, used=True),
+    Decode(_SPARSE, "llama-3.1-8b", "h200", 131072, 7, 0.742, 7.846, 3.297, 2.38, 1.674, 8.162, draft="sparse:budget=0.03"),
+    Decode(_SPARSE, "llama-3.1-8b", "h200", 131072, 7, 0.742, 7.846, 3.382, 2.32, 1.767, 8.122, draft="sparse:budget=0.06"),
     # Speed-ups; their baselines are those of the table above, which the times were derived with.
     Decode(_CHANCE, "llama-2-7b", "h100", 32768, 5, 0.73, 10.51, 10.51 / 1.93, 1.93),
     Decode(_CHANCE, "llama-2-7b", "h100", 65536, 4, 0.78, 16.09, 16.09 / 2.12, 2.12),
