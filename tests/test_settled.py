@@ -96,7 +96,7 @@ def test_sparse_is_left_out_where_it_has_no_kernels():
 )
 def test_without_stored_costs_it_is_the_default(where, said):
     found = choose(where, context=131072, batch=1)
-    assert (found.draft, found.gamma) == (GenerationConfig.draft, GAMMA) and "unchosen" in found.reason and said in found.reason
+    assert (found.draft, found.gamma) == (GenerationConfig.draft, GAMMA) and "the default, as" in found.reason and said in found.reason
     assert choose(where, context=131072, batch=1, gamma=7).gamma == 7
     assert relative_cost(where, planned.drafts_of(LLAMA_8B, "quantspec")[0].draft, context=4096, gamma=4) is None
 
@@ -188,7 +188,7 @@ def test_what_auto_leaves_open():
     assert config.num_speculative_tokens is None and config.cache_config == INT8
     assert GenerationConfig(draft="auto", num_speculative_tokens=6).num_speculative_tokens == 6
     for text in ("auto:budget=0.1", "combine:auto+prompt-lookup"):
-        with pytest.raises(InputError, match=r"auto has no settings|auto chooses one for generate and batch"):
+        with pytest.raises(InputError, match=r"auto has no settings|auto stands alone, for generate and batch"):
             GenerationConfig(draft=text)
 
 
@@ -247,7 +247,7 @@ def test_the_command_says_what_it_chose(run, directory, caplog):
     settings = ["--max-new-tokens", 4, "--draft", "auto", "--json"]
     code, out, _ = run("generate", "--model", directory, "--prompt", "ab", *settings)
     assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] > 0
-    assert caplog.messages == ["draft auto: quantspec with 4 drafts a round, unchosen: no costs are stored for 'cpu'"]
+    assert caplog.messages == ["draft auto: quantspec with 4 drafts a round, the default, as no costs are stored for 'cpu'"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ class NewTokens:
     writes: ptx.Value
 
     def load(self, threads: int) -> list[tuple]:
-        """Starts the loads, of two neighbours and the two that are half a head further a thread and turn; returns what `place` takes."""
+        """Starts the loads: in each turn a thread loads two neighbouring channels and the two half a head further, with which RoPE pairs
+        them. Returns what `place` takes."""
         plan = self.plan
         pairs = plan.head_dim // 4
         everything = (plan.block_rows + 2 * plan.tokens) * pairs

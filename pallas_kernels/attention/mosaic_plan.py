@@ -97,7 +97,7 @@ class Plan:
         largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
-            2: [(1, 3, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
+            2: [*([(1, 3, 4)] if self.block_tiles == 2 else []), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
             None: [(1, 1, 1), (1, 1, 2), (1, 1, 4)],
         }
         many = [(1, 2 if self.planes is None else 3, 4), (2, 1, 4), (1, 1, 4), (1, 1, 2)]
@@ -110,7 +110,7 @@ class Plan:
     def candidates(self) -> list["Plan"]:
         """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
 
-        A short list is read in a step or two, for which two slots do and few blocks may be enough.
+        A list is read in a step or two of each team where it is short: two slots may do, and few blocks.
         """
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4))]
         if self.list_width is None:

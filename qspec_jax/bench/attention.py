@@ -248,7 +248,7 @@ def table(found: KernelReport) -> Group:
         "Decode attention",
         _describe,
         [
-            "Peers read a bfloat16 cache of the same context. MB: what must be read of the cache.",
+            "Peers, where there are any, read a bfloat16 cache of the same context. MB: what must be read of the cache.",
             f"error: norm, against the reference in float32, on at most {ERROR_TOKENS:,} tokens.",
         ],
     )

@@ -381,6 +381,8 @@ def bench_end_to_end(
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
     gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
     methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
+    if not any(method.speculative for method in methods):
+        raise InputError("--draft none is the baseline, which is always measured; name a draft")
     if plot:
         plots.check(plot, output)
     with output_to(output) as write:

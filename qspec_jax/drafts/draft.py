@@ -86,8 +86,8 @@ class Round(Protocol):
     """What a draft is told of the round that it proposes for; `qspec_jax.decoding.round.CurrentRound`.
 
     pending: each row's last token, whose keys and values are not cached yet. position: that token's. gamma: the most drafts of any row.
-    eligible: how many drafts each row may use. varies: whether that is often less than gamma in all rows, or becomes less while they are
-    made.
+    eligible: how many drafts each row may use. varies: whether rows may draft fewer than gamma for other reasons than a flush or the end of
+    a row (adaptive drafting, a least confidence, a draft within a draft); if not, all gamma steps are made.
     """
 
     pending: Int[Array, "B"]

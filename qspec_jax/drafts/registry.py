@@ -50,14 +50,18 @@ def parse_draft(text: str) -> DraftSettings | None:
     """
     name, settings = _taken_apart(text)
     if name == AUTO:
-        said = f"{AUTO} has no settings" if settings else f"{AUTO} chooses one for generate and batch; here one has to be named"
+        said = (
+            f"{AUTO} has no settings"
+            if settings
+            else f"{AUTO} stands alone, for generate and batch; in combine, and for other commands, name a draft"
+        )
         raise InputError(f"draft {text!r}: {said}")
     if name == NONE:
         if settings:
             raise InputError(f"draft {text!r}: {NONE} has no settings")
         return None
     if name not in DRAFTS:
-        raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}")
+        raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}; generate and batch also take {AUTO}")
     if DRAFTS[name] is CombinedSettings:
         return CombinedSettings(*_two_drafts(text))
     # Those that drafts share stand behind a draft's own.

@@ -68,7 +68,7 @@ class SparseDraft(SelfSpeculativeDraft):
         return tuple(state)
 
     def in_prefill(self):
-        # What is chosen has no part in `begin`.
+        # `begin` uses none of these settings.
         return dataclasses.replace(self, budget=1, newest=0, least_groups=1, dense_layers=0, memory=0, heads="equal")
 
     def step_in_round(self, state, cache):
@@ -124,7 +124,7 @@ def select_groups(
     if heads == "equal":
         count = jnp.broadcast_to(count[:, None], (B, K))
     else:
-        # Of equals top_k takes the first, so that each head has a beginning of what it found.
+        # top_k prefers the first of equals: what is taken of a head is the beginning of its sorted list, and its length says all.
         _, taken = jax.lax.top_k(found.reshape(B, K * width), K * most)
         counted = jnp.arange(K * most) < K * count[:, None]
         count = ((taken // width)[:, None] == jnp.arange(K)[:, None]) & counted[:, None]

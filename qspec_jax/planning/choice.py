@@ -33,8 +33,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a decode runs: a model's shape and dtype (its name), the target's cache, and what JAX calls the kind of device. lacking: pairs
-    of kernels (see `Device.kernels`) that cannot run there, and why, such as that they need a newer jax."""
+    """Where a decode runs, which is no setting of a draft: a model's shape and dtype (its name), the target's cache, and what JAX calls the
+    kind of device. lacking: pairs of kernels (see `Device.kernels`) that cannot run there, and why, such as that they need a newer jax."""
 
     model: LlamaConfig
     dtype: str
@@ -71,8 +71,9 @@ def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = No
     device = setting.costed()
     if isinstance(device, str):
         draft, usual = UNKNOWN
+        why = "the default" if gamma is None else "as many as asked for"
         gamma = usual if gamma is None else gamma
-        return Choice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, unchosen: {device}")
+        return Choice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
     planner = Planner(setting.model, device, 0, {}, {})
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
     for text in CANDIDATES:
@@ -83,8 +84,9 @@ def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = No
         found = planner.drafted(text, drafts, setting.cache, context, batch, GAMMAS if gamma is None else [gamma])
         rows.append(min(found, key=lambda row: row.ms_per_token))
     best = min(rows, key=lambda row: row.ms_per_token)
-    estimated = "" if device.measured else ", ESTIMATES,"
-    named = "" if device.kind == setting.device_kind else f" for {setting.device_kind!r}"
+    same = device.kind == setting.device_kind
+    estimated = "" if device.measured and same else ", ESTIMATES,"
+    named = "" if same else f" for {setting.device_kind!r}"
     where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
     compared = ", ".join(_shown(row) for row in rows)
     reason = f"draft {AUTO}: {_chosen(best)}, by {where}; expected ms a token: {compared}"

@@ -52,7 +52,8 @@ class Efficiencies:
     full, int4, int8: attention, for each token and KV head, besides its bytes, by what is read. tile: for each further tile of query
     rows; tile_exposed: in place of it on a device that reads faster than an H100, where reading hides less of it. int4_default,
     int8_default: in place of int4 and int8 on a device other than the H100 without a tuned configuration. int4_triton, int8_triton,
-    tile_triton: the same of the Triton kernels. observed: finding what each token of each group was attended to by, for each tile.
+    tile_triton: the same of the Triton kernels. observed: finding each group's mass, for each quantized token and
+    tile of query rows.
     int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
     round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
     prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
