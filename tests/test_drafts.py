@@ -184,13 +184,25 @@ def test_heads_share_a_budget_by_mass(groups):
         if not groups:
             continue
         # The same by hand: one after the other, the largest that is left, of heads that may have more.
-        expected, most = [set(always) for _ in range(3)], min(24, 4 * equal.groups.shape[2])
+        expected, most = [set(always) for _ in range(3)], min(24, 4 * share)
         order = sorted((-mass[row, head, group], head, group) for head in range(3) for group in set(range(groups)) - set(always))
         for _, head, group in order:
             if sum(map(len, expected)) < 3 * share and len(expected[head]) < most:
                 expected[head].add(group)
         assert row == 1 or [set(listed) for listed in lists] == expected
     assert groups < 23 or len({int(count) for count in found.count[0]}) > 1
+
+
+def test_what_a_head_reads_does_not_depend_on_longer_rows():
+    """On the cache's capacity, which the longest row of a batch sets. One head has nearly all the mass."""
+    mass = np.random.default_rng(0).gamma(0.2, size=(1, 8, 128)).astype(np.float32)
+    mass[:, 0] *= 1000
+    settings = dict(budget=0.06, newest=0.0, least_groups=1, group_size=G, heads="by-mass")
+    alone, beside = (
+        select_groups(jnp.pad(jnp.asarray(mass), ((0, 0), (0, 0), (0, room))), jnp.array([128]), **settings) for room in (0, 896)
+    )
+    np.testing.assert_array_equal(alone.count, beside.count)
+    assert int(alone.count[0, 0]) == 4 * 8  # an equal share is ceil(0.06 * 128)
 
 
 def test_memory_is_a_decaying_average_over_rounds(model):

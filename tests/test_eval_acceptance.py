@@ -174,6 +174,7 @@ def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatc
     stream = token_stream(loading.load_tokenizer(directory), [file.read_text()] * 2)
     assert texts[0] == [list(text) for text in cut(stream, 24, 3)]
     fails([*base, "--context", 2 * size], "--file")
+    fails([*base, "--context", -4], "prompt_tokens -4")
     fails([*base[:4], "--joined", "--needles", "names"], "--joined")
 
 

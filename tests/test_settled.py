@@ -141,9 +141,14 @@ def test_the_cost_of_a_draft_with_weights_is_that_of_its_outline():
         last = planned.drafts_of(TINY, text)[-1]
         costs = {relative_cost(setting(TINY), each, context=4096, gamma=4) for each in (real.in_turn()[-1], last.draft)}
         assert len(costs) == 1 and 0 < costs.pop() < 2
-    without = ("prompt-lookup", "exact-topk")  # no model, an oracle
+    without = ("prompt-lookup", "exact-topk", "combine:quantspec+exact-topk", "combine:exact-topk+quantspec")  # no model, an oracle
     made = [make_draft(text, model, int4=random_int4(model)) for text in without]
-    assert [relative_cost(setting(TINY), each, context=4096, gamma=4) for each in made] == [None, None]
+    assert [relative_cost(setting(TINY), each, context=4096, gamma=4) for each in made] == [None] * 4
+    first, alone = (
+        relative_cost(setting(TINY), make_draft(text, model, int4=random_int4(model)), context=4096, gamma=4)
+        for text in ("combine:quantspec+prompt-lookup", "quantspec")
+    )
+    assert first == alone
     other = dataclasses.replace(setting(TINY), lacking=(("triton", "needs jax-triton"),))
     assert relative_cost(other, make_draft("quantspec", model, int4=random_int4(model)), context=4096, gamma=4)
 
@@ -170,6 +175,9 @@ def test_costs_go_by_each_rows_own_length(model, on_h200):
     assert [each.draft_cost for each in found] == [*expected, 0.7, None] and expected[0] != expected[1]
     assert np.asarray(make_limits(model, *found).draft_cost) == pytest.approx([*expected, 0.7, 0])
     assert with_costs(model, configs[:1], [100], None)[0].draft_cost == DRAFT_COST
+    # No more drafts than a round is made for count, whatever is asked.
+    few, many = (dataclasses.replace(config, num_speculative_tokens=gamma, max_new_tokens=64) for gamma in (64, 5000))
+    assert len({each.draft_cost for each in with_costs(model, [few, many], [100, 100], draft)}) == 1
 
 
 def test_a_cost_that_nobody_knows_is_the_constant(model):
@@ -255,8 +263,8 @@ def test_the_command_says_what_it_chose(run, directory, caplog):
     [
         (["generate", "--prompt", "a", "--draft", "auto", "--sensitive-layers", 1], "--sensitive-layers is for --draft quantspec"),
         (["generate", "--prompt", "a", "--draft", "auto:budget=1"], "auto has no settings"),
-        (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto chooses one for generate and batch"),
-        (["eval", "acceptance", "--draft", "auto"], "auto chooses one for generate and batch"),
+        (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto stands alone, for generate and batch"),
+        (["eval", "acceptance", "--draft", "auto"], "auto stands alone, for generate and batch"),
     ],
 )
 def test_where_auto_is_refused(fails, directory, command, said):

@@ -43,7 +43,7 @@ from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_dr
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
-from qspec_jax.evaluate.stream import cut, token_stream
+from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import this_run
@@ -124,6 +124,8 @@ def acceptance_command(
             raise InputError(f"{'--samples' if depths is None else '--depths'} goes with --needles")
         walked = 512 if max_new_tokens is None else max_new_tokens
         if joined:
+            for size in sizes:
+                check_lengths(size, walked)
             network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=as_json)
             stream = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))
             walks = [acceptance.Walk(size, cut(stream, size + walked, texts or 4), walked, []) for size in sizes]

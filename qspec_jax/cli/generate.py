@@ -1,6 +1,7 @@
 """The command `qspec generate`."""
 
 import dataclasses
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +35,8 @@ from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
+
+log = logging.getLogger(__name__)
 
 # Rounds between two looks at the decode loop, where they only move a progress bar.
 ROUNDS_PER_UPDATE = 16
@@ -76,6 +79,8 @@ def generate_command(
         network, tokenizer = load(model, dtype, quiet=as_json)
         tokens = checked_prompts(network, prompts, config, tokenizer)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
+        if calibrate and not config.speculative:
+            log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
         made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
         draft = make_draft(settings, network, **made) if config.speculative else None

@@ -12,6 +12,7 @@ import jax
 
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import most_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE
@@ -37,7 +38,10 @@ def with_draft(
         raise InputError(f"draft {AUTO!r} chooses a draft, and another is given; name that in the config")
     longest = max(tokens + config.max_new_tokens for tokens, config in zip(prompt_tokens, configs, strict=True))
     given = {config.num_speculative_tokens for config in configs}
-    found = choose(_setting(model, configs[0]), context=longest, batch=batch, gamma=given.pop() if len(given) == 1 else None)
+    gamma = given.pop() if len(given) == 1 else None
+    if gamma:  # as many as rounds are made for, whatever is asked
+        gamma = max(most_drafts(model, dataclasses.replace(config, draft=GenerationConfig.draft)) for config in configs)
+    found = choose(_setting(model, configs[0]), context=longest, batch=batch, gamma=gamma)
     log.info(found.reason)
 
     def chosen(config: GenerationConfig) -> GenerationConfig:
@@ -67,7 +71,7 @@ def with_costs(
     def costed(config: GenerationConfig, tokens: int) -> GenerationConfig:
         if not config.adaptive or config.draft_cost is not None:
             return config
-        return dataclasses.replace(config, draft_cost=cost(tokens + config.max_new_tokens, config.num_speculative_tokens))
+        return dataclasses.replace(config, draft_cost=cost(tokens + config.max_new_tokens, most_drafts(model, config)))
 
     return list(map(costed, configs, prompt_tokens))
 

@@ -124,6 +124,8 @@ def select_groups(
     if heads == "equal":
         count = jnp.broadcast_to(count[:, None], (B, K))
     else:
+        # By the row's own count, not by a width that other rows have a part in.
+        found = jnp.where(jnp.arange(width) < MOST_OF_A_HEAD * count[:, None, None], found, -jnp.inf)
         # top_k prefers the first of equals: what is taken of a head is the beginning of its sorted list, and its length says all.
         _, taken = jax.lax.top_k(found.reshape(B, K * width), K * most)
         counted = jnp.arange(K * most) < K * count[:, None]

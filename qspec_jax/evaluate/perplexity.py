@@ -32,6 +32,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.stream import check_lengths
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
@@ -385,9 +386,7 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
 
     Raises InputError where none has.
     """
-    if prompt_tokens < 1 or max_new_tokens < 1:
-        what, value = ("prompt_tokens", prompt_tokens) if prompt_tokens < 1 else ("max_new_tokens", max_new_tokens)
-        raise InputError(f"{what} {value} should be at least 1")
+    check_lengths(prompt_tokens, max_new_tokens)
     length = prompt_tokens + max_new_tokens
     chosen = [text[:length] for text in texts.values() if len(text) >= length]
     if not chosen:

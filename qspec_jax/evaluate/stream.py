@@ -18,6 +18,13 @@ def token_stream(tokenizer, texts: Iterable[str]) -> list[int]:
     return stream
 
 
+def check_lengths(prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises InputError for a text whose prompt, or whose tokens after it, are none."""
+    for what, value in (("prompt_tokens", prompt_tokens), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise InputError(f"{what} {value} should be at least 1")
+
+
 def cut(stream: Sequence[int], length: int, count: int) -> list[list[int]]:
     """Cuts `count` texts of this length from the stream, or as many as it has: evenly spread, without overlap.
 

@@ -106,17 +106,17 @@ def relative_cost(setting: Setting, draft: Draft, *, context: int, gamma: int) -
     """What a step of a draft takes, where verifying a round of gamma drafts takes 1, for a row alone that holds `context` tokens. None
     where no stored cost holds, for a draft without a model, and for an oracle.
 
-    Of drafts that a round asks in turn it is the last one's, which has a model if any has.
+    Of drafts that a round asks in turn it is that of the last one with a model; None if an oracle is among them.
     """
     device = setting.costed()
     if isinstance(device, str):
         return None
     asked = [outlined_draft(each) for each in draft.in_turn()]
-    last = asked[-1].model
-    if last is None or last.oracle:
+    models = [each for each in asked if each.model is not None]
+    if not models or any(each.model.oracle for each in models):
         return None
     where = dict(context=context, batch=1)
-    step = timing.draft_cost(device, asked[-1], setting.model, setting.cache, **where)
+    step = timing.draft_cost(device, models[-1], setting.model, setting.cache, **where)
     observe = any(each.observes for each in asked)
     target = timing.target_cost(device, setting.model, setting.cache, **where, tokens=gamma + 1, observe=observe)
     return step.seconds(device) / target.seconds(device)

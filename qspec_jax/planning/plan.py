@@ -178,8 +178,9 @@ def plan(
     model, int4 = outline(config), functools.cache(lambda: outline(config, int4=True))
     made: dict[str, tuple[OutlinedDraft, ...] | InputError | None] = {}
     for text in texts:
+        settings = registry.parse_draft(text)
         try:
-            made[text] = outlined(registry.parse_draft(text), model, int4)
+            made[text] = outlined(settings, model, int4)
         except InputError as error:
             if drafts:
                 raise InputError(f"draft {text}: {error}") from None
