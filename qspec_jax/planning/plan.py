@@ -178,12 +178,11 @@ def plan(
     model, int4 = outline(config), functools.cache(lambda: outline(config, int4=True))
     made: dict[str, tuple[OutlinedDraft, ...] | InputError | None] = {}
     for text in texts:
-        settings = registry.parse_draft(text)
         try:
-            made[text] = outlined(settings, model, int4)
+            made[text] = outlined(registry.parse_draft(text), model, int4)
         except InputError as error:
-            if drafts:
-                raise InputError(f"draft {text}: {error}") from None
+            if drafts:  # some errors name the draft themselves
+                raise InputError(str(error) if str(error).startswith("draft ") else f"draft {text}: {error}") from None
             made[text] = error  # such as that it wants a checkpoint
     _check_proposing(proposing or {}, made)
     planner = Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
