@@ -181,8 +181,8 @@ def plan(
         try:
             made[text] = outlined(registry.parse_draft(text), model, int4)
         except InputError as error:
-            if drafts:  # some errors name the draft themselves
-                raise InputError(str(error) if str(error).startswith("draft ") else f"draft {text}: {error}") from None
+            if drafts:  # some errors begin with the text themselves
+                raise InputError(str(error) if str(error).startswith(f"draft {text!r}") else f"draft {text}: {error}") from None
             made[text] = error  # such as that it wants a checkpoint
     _check_proposing(proposing or {}, made)
     planner = Planner(config, device, max_new_tokens, acceptances or {}, proposing or {})
