@@ -90,8 +90,13 @@ def filtered(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return np.array(out).reshape(np.shape(logits))
 
 
-# Two functions, since jit remembers what it has traced: the second is for tests that plant an error in `sampling.residual`.
-LOOP, WRONG = (jax.jit(lambda *args: decode(*args)) for _ in range(2))
+def loop_of_its_own():
+    """The decode loop, jitted apart from others: jit remembers what it has traced."""
+    return jax.jit(lambda *args: decode(*args))
+
+
+# The second is for tests that plant an error in `sampling.residual`.
+LOOP, WRONG = loop_of_its_own(), loop_of_its_own()
 
 
 def counted(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, p_value
+from markov import DRAFTS, ROWS, TABLE, WRONG, V, counted, filtered, loop_of_its_own, p_value
 from runs import prepared, random_model, random_prompts
 
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
@@ -67,7 +67,9 @@ def test_where_drafts_run_out_the_target_speaks(planted):
     p = filtered(TABLE)
     sampler = make_sampler(GenerationConfig(temperature=1.0))
     sampler = ResidualAlways(**vars(sampler)) if planted else sampler
-    counts = counted(TABLE, DRAFTS["another table"], sampler, room=np.where(np.arange(ROWS) % 2, 100, 1), rows=slice(0, None, 2))
+    # In one full run of the suite the planted sampler gave, to the last digit, what the other gives: nothing of theirs is shared here.
+    settings = dict(room=np.where(np.arange(ROWS) % 2, 100, 1), rows=slice(0, None, 2), loop=loop_of_its_own())
+    counts = counted(TABLE, DRAFTS["another table"], sampler, **settings)
     assert (p_value(counts, p[0][:, None] * p) < 1e-6) == planted
 
 
