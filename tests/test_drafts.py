@@ -206,7 +206,7 @@ def test_what_a_head_reads_does_not_depend_on_longer_rows():
 
 
 def test_memory_is_a_decaying_average_over_rounds(model):
-    """Of the mean over a round's tokens, so that a round of one counts as one of three; a row that emitted nothing keeps what it has."""
+    """A round counts by the mean over its tokens, one token as much as three; a row that emitted nothing keeps what it has."""
     draft = make_draft("sparse:memory=0.75", model)
     old = (jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]]),)
     masses = (jnp.array([[[[0.0, 0.8], [0, 0], [0, 0]]], [[[0.2, 0.4], [0.1, 0.2], [0.6, 0.3]]], [[[9.0, 9], [9, 9], [9, 9]]]]),)

@@ -1,10 +1,9 @@
 """Time of a kernel on its device, without the host's launches, and the device's read bandwidth.
 
 A program calls the kernel on each of several inputs in turn, so that no input is in the L2 cache from the call before, and so often that it
-takes longer than the host's launch of the next program, also where a call takes a few microseconds. Each call's query is
-the output of the call before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs
-are enqueued without waiting. The time of a batch of one is subtracted, and with it the host's time to launch the first program and to see
-the last one end.
+takes longer than the host's launch of the next program, also where a call takes a few microseconds. Each call's query is the output of the
+call before, or goes through a barrier with it: calls can neither overlap nor be merged. Batches of many such programs are enqueued without
+waiting. The time of a batch of one is subtracted, and with it the host's time to launch the first program and to see the last one end.
 """
 
 import dataclasses

@@ -50,12 +50,9 @@ def parse_draft(text: str) -> DraftSettings | None:
     """
     name, settings = _taken_apart(text)
     if name == AUTO:
-        said = (
-            f"{AUTO} has no settings"
-            if settings
-            else f"{AUTO} stands alone, for generate and batch; in combine, and for other commands, name a draft"
-        )
-        raise InputError(f"draft {text!r}: {said}")
+        if settings:
+            raise InputError(f"draft {text!r}: {AUTO} has no settings")
+        raise InputError(f"draft {text!r}: {AUTO} stands alone, for generate and batch; in combine, and for other commands, name a draft")
     if name == NONE:
         if settings:
             raise InputError(f"draft {text!r}: {NONE} has no settings")
