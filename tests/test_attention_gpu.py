@@ -209,33 +209,33 @@ def test_mosaic_with_more_rows_than_splits():
     assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=1), "2 splits for 6 rows")
 
 
-@pytest.mark.parametrize("planes", [1, None])
+@pytest.mark.parametrize("view", [DenseView(1), DenseView(None), random_lists(CASES["T1-MHA-128"])], ids=["int4", "full", "listed"])
 @pytest.mark.parametrize("splits, num_warps", [(1, 1), (3, 4), (64, 1)])
-def test_triton_with_any_number_of_splits(planes, splits, num_warps):
+def test_triton_with_any_number_of_splits(view, splits, num_warps):
     case = CASES["T1-MHA-128"]
     q, layer = problem("T1-MHA-128", "gaussian")
-    layer, lengths = case.attended(layer, planes)
-    kernel("triton", q, layer, lengths, planes=planes)
+    layer, lengths = case.attended(layer, view.planes)
+    kernel_for("triton", q, layer, lengths, view=view)
     from pallas_kernels.attention import triton
 
-    run = functools.partial(triton.decode_attention, view=DenseView(planes), config=triton.Config(splits, num_warps))
-    assert_close(jax.jit(run)(q, layer, lengths), expected(q, layer, lengths, planes=planes), f"{splits} splits")
+    run = jax.jit(functools.partial(triton.decode_attention, config=triton.Config(splits, num_warps)))
+    assert_close(run(q, layer, lengths, view), exactly(q, layer, lengths, view), f"{splits} splits")
 
 
-# Listed groups, and observation: the Mosaic kernel alone ----------------------------------------------------------------
+# Listed groups ----------------------------------------------------------------------------------------------------------
 
 LISTED = ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T1-GQA8-256", "T16-GQA7-128", "T1-GQA4-128-G64")
-OBSERVED = [(name, 2) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T16-GQA7-128", "T16-GQA4-256", "T7-MHA-64")]
 
 
+@every_kernel
 @pytest.mark.parametrize("data", ["gaussian", "outliers", "peaked"])
 @pytest.mark.parametrize("name", LISTED)
-def test_listed_groups_equal_the_reference(name, data):
+def test_listed_groups_equal_the_reference(name, data, implementation):
     q, layer = problem(name, data)
     lengths = CASES[name].lengths
     for seed in range(2):
         view = random_lists(CASES[name], seed)
-        run = kernel_for("mosaic_gpu", q, layer, lengths, view=view)
+        run = kernel_for(implementation, q, layer, lengths, view=view)
         out = run(q, layer, lengths)
         assert out.shape == q.shape and out.dtype == q.dtype
         assert_close(out, exactly(q, layer, lengths, view), f"{name}, {data}, {seed}")
@@ -257,23 +257,25 @@ def test_all_groups_in_a_list_are_the_dense_view(name, team):
     np.testing.assert_array_equal(np.asarray(run(q, layer, case.lengths, all_listed(case))), np.asarray(dense))
 
 
-def test_one_compilation_whatever_the_lists():
+@every_kernel
+def test_one_compilation_whatever_the_lists(implementation):
     case = CASES["T7-GQA4-128"]
     q, layer = problem("T7-GQA4-128", "gaussian")
     view = random_lists(case)
-    kernel_for("mosaic_gpu", q, layer, case.lengths, view=view)(q, layer, case.lengths)
+    kernel_for(implementation, q, layer, case.lengths, view=view)(q, layer, case.lengths)
     compiled = attend._cache_size()
     for seed in range(1, 4):
         view = random_lists(case, seed)
-        out = attend(q, layer, case.lengths, view=view, implementation="mosaic_gpu")
+        out = attend(q, layer, case.lengths, view=view, implementation=implementation)
         assert_close(out, exactly(q, layer, case.lengths, view), f"lists {seed}")
     none = dataclasses.replace(view, count=jnp.zeros_like(view.count))
-    out = attend(q, layer, case.lengths, view=none, implementation="mosaic_gpu")
+    out = attend(q, layer, case.lengths, view=none, implementation=implementation)
     assert_close(out, exactly(q, layer, case.lengths, none), "empty lists")
     assert attend._cache_size() == compiled
 
 
-def test_lists_that_are_wrong_do_no_harm():
+@every_kernel
+def test_lists_that_are_wrong_do_no_harm(implementation):
     """They stand for what `ListedGroups` says."""
     case = CASES["T1-MHA-128"]
     q, layer = problem("T1-MHA-128", "gaussian")
@@ -282,22 +284,27 @@ def test_lists_that_are_wrong_do_no_harm():
     count = r.choice([-most - 1, -1, 0, 3, 9, 10, most], (6, 4)).astype(np.int32)
     view = ListedGroups(jnp.asarray(groups), jnp.asarray(count))
     nearest = ListedGroups(jnp.clip(view.groups, 0, case.capacity - 1), jnp.clip(view.count, 0, 9))
-    out = kernel_for("mosaic_gpu", q, layer, case.lengths, view=view)(q, layer, case.lengths)
+    out = kernel_for(implementation, q, layer, case.lengths, view=view)(q, layer, case.lengths)
     assert_close(out, exactly(q, layer, case.lengths, nearest), "wrong lists")
 
 
+@every_kernel
 @pytest.mark.parametrize("name", ["T1-MHA-128", "T1-GQA4-128-G64", "T7-GQA4-128"])
-def test_every_configuration_for_lists(name):
+def test_every_configuration_for_lists(name, implementation):
     q, layer = problem(name, "outliers")
     lengths, view = CASES[name].lengths, random_lists(CASES[name])
-    kernel_for("mosaic_gpu", q, layer, lengths, view=view)
-    from pallas_kernels.attention import mosaic_gpu
-
-    _, _, configs = mosaic_gpu.tunable(q, layer, view)
+    kernel_for(implementation, q, layer, lengths, view=view)
+    module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
+    _, _, configs = module.tunable(q, layer, view)
     assert len(configs) > 1
     for config in configs:
-        out = jax.jit(functools.partial(mosaic_gpu.decode_attention, config=config))(q, layer, lengths, view)
+        out = jax.jit(functools.partial(module.decode_attention, config=config))(q, layer, lengths, view)
         assert_close(out, exactly(q, layer, lengths, view), f"{config}")
+
+
+# Observation: the Mosaic kernel alone -----------------------------------------------------------------------------------
+
+OBSERVED = [(name, 2) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T16-GQA7-128", "T16-GQA4-256", "T7-MHA-64")]
 
 
 @pytest.mark.parametrize("data", ["gaussian", "outliers", "peaked"])

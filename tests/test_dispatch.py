@@ -95,20 +95,28 @@ def test_kernels_take_no_other_dtypes_or_shapes(arguments):
     assert "counts of groups in int32" in support.unsupported(q, layer, lengths, listed)
 
 
-def test_listed_groups_and_observation_run_on_hopper_alone(monkeypatch, arguments):
+def test_observation_runs_on_hopper_alone(monkeypatch, arguments):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     monkeypatch.setattr(triton, "no_triton", lambda: None)
-    for settings, reason in ((dict(view=LISTED), "not yet listed ones"), (dict(view=DenseView(2), observe=True), "what it observes")):
-        assert mosaic_gpu.unsupported(*arguments, **settings) is None
-        assert reason in triton.unsupported(*arguments, **settings)
-    assert triton.unsupported(*arguments, view=DenseView(2)) is None
+    for view in (DenseView(2), LISTED):
+        assert mosaic_gpu.unsupported(*arguments, view=view) is None and triton.unsupported(*arguments, view=view) is None
+    settings = dict(view=DenseView(2), observe=True)
+    assert mosaic_gpu.unsupported(*arguments, **settings) is None
+    assert "what it observes" in triton.unsupported(*arguments, **settings)
 
 
-def test_lists_are_tuned_apart(arguments):
+@pytest.mark.parametrize(
+    ("kernel", "names"),
+    [
+        (mosaic_gpu, {"planes", "head_dim", "group_size", "batch", "heads", "block_tiles"}),
+        (triton, {"planes", "head_dim", "group_size", "programs", "block_rows"}),
+    ],
+)
+def test_lists_are_tuned_apart(arguments, kernel, names):
     """A dense problem has no width, and is the one that was measured before there were lists."""
     q, layer, _ = arguments
-    problem = lambda view: mosaic_gpu.tunable(q, layer, view)[1]
-    assert set(problem(UPPER_PLANE)) == {"planes", "head_dim", "group_size", "batch", "heads", "block_tiles"}
+    problem = lambda view: kernel.tunable(q, layer, view)[1]
+    assert set(problem(UPPER_PLANE)) == names
     of_width = lambda n: ListedGroups(jnp.zeros((2, 2, n), jnp.int32), LISTED.count)
     assert [problem(of_width(n)) for n in (1, 3, 4, 5)] == [problem(UPPER_PLANE) | {"list_width": n} for n in (1, 4, 4, 8)]
 

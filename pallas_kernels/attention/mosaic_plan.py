@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from pallas_kernels import tuning
+from pallas_kernels.attention.support import listed_problem
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
 
@@ -145,14 +146,9 @@ class Plan:
 
     @property
     def problem(self) -> dict:
-        """The properties that the best configuration depends on.
-
-        A short list is another problem than a long cache, as a team then has a step or two: lists count by their width, rounded up to a
-        power of two. Observing takes the configuration without it.
-        """
+        """The properties that the best configuration depends on. Observing takes the configuration without it."""
         names = "planes", "head_dim", "group_size", "batch", "heads", "block_tiles"
-        listed = {} if self.list_width is None else {"list_width": 1 << (self.list_width - 1).bit_length()}
-        return {name: getattr(self, name) for name in names} | listed
+        return {name: getattr(self, name) for name in names} | listed_problem(self.list_width)
 
     @property
     def list_words(self) -> int:

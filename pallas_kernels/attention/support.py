@@ -1,4 +1,4 @@
-"""What the GPU kernels of decode attention ask of their arguments."""
+"""What the GPU kernels of decode attention ask of their arguments, and what lists are to their tuning."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -37,3 +37,12 @@ def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer
     if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in GROUP_SIZES:
         return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
     return None
+
+
+def listed_problem(width: int | None) -> dict[str, int]:
+    """What lists of groups add to the problem that a best configuration is kept for: their width, rounded up to a power of two.
+
+    A short list is another problem than a long cache, as a warp then has a step or two. width: None where all groups are read, which adds
+    nothing.
+    """
+    return {} if width is None else {"list_width": 1 << (width - 1).bit_length()}

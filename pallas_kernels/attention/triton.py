@@ -44,8 +44,6 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton() or support.unsupported(q, layer, lengths, view):
         return reason
-    if isinstance(view, ListedGroups):
-        return "reads all groups, and not yet listed ones"
     return "does not yet say what it observes" if observe else None
 
 
@@ -70,21 +68,23 @@ def decode_attention(
     rows = T * (N // K)
     # Without any, q stands for what is not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
+    lists = [view.groups, view.count] if problem.list_width else [q] * 2
     if config is None:
-        config = tuning.tuned(KERNEL, dataclasses.asdict(problem), lambda found: problem.checked(Config(**found))) or problem.default()
+        config = tuning.tuned(KERNEL, problem.named, lambda found: problem.checked(Config(**found))) or problem.default()
     groups = layer.groups if problem.planes else 0
-    splits = min(config.splits, groups + math.ceil(capacity / config.tile))
+    splits = min(config.splits, (problem.list_width or groups) + math.ceil(capacity / config.tile))
 
     partial = jax.ShapeDtypeStruct((B * K, splits, rows), jnp.float32)
     out, top, total = jax_triton.triton_call(
         q,
         lengths.quantized,
         lengths.buffered,
+        *lists,
         *quantized,
         buffer.keys,
         buffer.values,
         kernel=triton_kernel.attend,
-        name=f"decode_attention_{f'int{4 * problem.planes}' if problem.planes else 'full'}",
+        name=f"decode_attention_{f'int{4 * problem.planes}' if problem.planes else 'full'}" + "_listed" * bool(problem.list_width),
         out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial),
         grid=(B * K, splits, problem.programs // (B * K)),
         num_warps=config.num_warps,
@@ -97,6 +97,7 @@ def decode_attention(
         M=problem.block_rows,
         PLANES=problem.planes,
         GROUPS=groups,
+        LIST_WIDTH=problem.list_width or 0,
         G=problem.group_size,
         CAPACITY=capacity,
         TILE=config.tile,
@@ -111,18 +112,20 @@ def decode_attention(
 def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:
     """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
     problem = _Problem.of(q, layer, view)
-    return KERNEL, dataclasses.asdict(problem), problem.candidates()
+    return KERNEL, problem.named, problem.candidates()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What the best configuration depends on. planes: 0 where nothing is quantized. programs: without splits."""
+    """What the best configuration depends on. planes: 0 where nothing is quantized. programs: without splits. list_width: columns of the
+    lists of groups to read; None: all groups are read."""
 
     planes: int
     head_dim: int
     group_size: int
     programs: int
     block_rows: int
+    list_width: int | None = None
 
     @classmethod
     def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> "_Problem":
@@ -132,7 +135,15 @@ class _Problem:
         rows = T * (N // K)
         block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
         programs = B * K * math.ceil(rows / block_rows)
-        return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows)
+        list_width = view.groups.shape[2] if quantized and isinstance(view, ListedGroups) else None
+        return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows, list_width)
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The problem as tuned configurations are kept for it."""
+        fields = dataclasses.asdict(self)
+        width = fields.pop("list_width")
+        return fields | support.listed_problem(width)
 
     def checked(self, config: Config) -> Config:
         """The configuration. Raises ValueError where it cannot work: its stages do not fit in shared memory, or its grid is too large."""

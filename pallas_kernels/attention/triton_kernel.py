@@ -50,16 +50,19 @@ def normalized(low, high):
 
 @triton.jit
 def attend(
-    q_ptr, quantized_ptr, buffered_ptr,
+    q_ptr, quantized_ptr, buffered_ptr, listed_ptr, count_ptr,
     key_upper, key_lower, key_scale, key_zero,
     value_upper, value_lower, value_scale, value_zero,
     keys_ptr, values_ptr,
     out_ptr, top_ptr, total_ptr,
     TO_BASE_2, T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    PLANES: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr,
+    PLANES: tl.constexpr, GROUPS: tl.constexpr, LIST_WIDTH: tl.constexpr, G: tl.constexpr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted values, maximum (base 2) and sum of exponentials of each query row, over the program's share of the tokens."""
+    """Weighted values, maximum (base 2) and sum of exponentials of each query row, over the program's share of the tokens.
+
+    LIST_WIDTH: columns of the lists of groups to read; 0: all groups are read.
+    """
     R: tl.constexpr = T * PER_HEAD
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -92,10 +95,16 @@ def attend(
         one_tokens = tl.full([G // 2, 8], 1.0, value_scale.dtype.element_ty)
 
         groups = tl.load(quantized_ptr + batch) // G
+        if LIST_WIDTH > 0:
+            groups = tl.minimum(tl.maximum(tl.load(count_ptr + head), 0), LIST_WIDTH)
         first = split * groups // SPLITS
         last = (split + 1) * groups // SPLITS
         for i in range(first, last):
-            group = head * GROUPS + i
+            number = i
+            if LIST_WIDTH > 0:
+                # Whatever stands in a list, nothing is read that is not of this KV head.
+                number = tl.minimum(tl.maximum(tl.load(listed_ptr + head * LIST_WIDTH + i), 0), GROUPS - 1)
+            group = head * GROUPS + number
             low = group * H + half_channels
             scale_low, scale_high, scale_power = normalized(tl.load(key_scale + low), tl.load(key_scale + low + H // 2))
             zero_low, zero_high, zero_power = normalized(tl.load(key_zero + low), tl.load(key_zero + low + H // 2))
