@@ -409,7 +409,8 @@ def test_notes_name_the_part_that_they_are_about():
     unmeasured = "no kernel that reads or observes as {} has been measured"
     assert said("sparse") == "" and said("chunk-means:budget=512", acceptances={"": 0.9}).startswith(unmeasured.format("it does") + "; ")
     on_a100 = lambda text: plan("8b", LLAMA_8B, DEVICES["a100"], [CONTEXT], [1], drafts=[text], gammas=[GAMMA]).rows[-1].note
-    assert on_a100("sparse").startswith(unmeasured.format("it does") + ", and on A100 there is none")
+    assert on_a100("sparse").startswith(unmeasured.format("it does") + ", and on A100 there is none that observes; ")
+    assert "observes;" not in on_a100("chunk-means:budget=512")
     assert unmeasured.format("sparse does") in on_a100("combine:prompt-lookup+sparse")
     assert unmeasured.format("sparse:budget=0.1 and h2o do") in on_a100("combine:(combine:prompt-lookup+sparse:budget=0.1)+h2o")
     assert said("combine:prompt-lookup+quantspec").startswith("prompt-lookup is ASSUMED to have a proposal")

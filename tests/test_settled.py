@@ -74,9 +74,9 @@ def test_the_number_of_drafts_that_is_given_stays():
     assert (found := choose(setting(), context=131072, batch=1, gamma=0)).draft == "none" and found.gamma == 0
 
 
-def test_sparse_is_left_out_where_it_has_no_kernels():
+def test_sparse_is_left_out_where_its_verifications_have_no_kernel():
     kinds = setting(kind="NVIDIA A100-SXM4-80GB"), setting(cache=CacheConfig("full"))
-    for where, said in zip(kinds, ("sparse has no kernels there", "sparse needs the int8 cache"), strict=True):
+    for where, said in zip(kinds, ("sparse has no kernel for its verifications there", "sparse needs the int8 cache"), strict=True):
         found = choose(where, context=131072, batch=1)
         assert found.draft in ("quantspec", "none") and found.reason.endswith(said)
     assert "stored costs of the A100 for 'NVIDIA A100-SXM4-80GB', ESTIMATES," in choose(kinds[0], context=4096, batch=1).reason

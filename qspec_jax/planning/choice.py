@@ -78,7 +78,8 @@ def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = No
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
     for text in CANDIDATES:
         if text == "sparse" and (device.kernels != "mosaic_gpu" or setting.cache.kind == "full"):
-            left_out.append(f"{text} has no kernels there" if setting.cache.kind != "full" else f"{text} needs the int8 cache")
+            lacks = "needs the int8 cache" if setting.cache.kind == "full" else "has no kernel for its verifications there"
+            left_out.append(f"{text} {lacks}")
             continue
         drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
         found = planner.drafted(text, drafts, setting.cache, context, batch, GAMMAS if gamma is None else [gamma])

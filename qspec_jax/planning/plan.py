@@ -290,10 +290,11 @@ class _Turns:
         return tuple(name for name, chances in found.items() if any(each.source != GIVEN for each in chances))
 
 
-def _not_measured(parts: Sequence[str], device: Device) -> str:
-    """The note on kernels. parts: the drafts of a `combine` that it is about; empty for a draft that is not made of others."""
+def _not_measured(parts: Sequence[str], device: Device, *, observes: bool) -> str:
+    """The note on kernels. parts: the drafts of a `combine` that it is about; empty for a draft that is not made of others. observes:
+    whether verifications observe for one of them."""
     who = f"{' and '.join(parts)} {'do' if len(parts) > 1 else 'does'}" if parts else "it does"
-    there = "" if device.kernels == "mosaic_gpu" else f", and on {device.name} there is none"
+    there = f", and on {device.name} there is none that observes" if observes and device.kernels != "mosaic_gpu" else ""
     return f"no kernel that reads or observes as {who} has been measured{there}; times are as if those that read everything did"
 
 
@@ -372,21 +373,22 @@ class Planner:
         """The row with the times of a round of its gamma."""
         rounds = expected_rounds(cache.schedule_for(self.config.head_dim), row.gamma, *turns.reached, batch=row.batch)
         step_s, step_tuned, drafting_s = None, None, 0.0
-        # Kernels for listed groups and for observation are Hopper's.
-        has_lists = self.device.kernels == "mosaic_gpu"
+        # Kernels that read listed groups were timed on Hopper alone, and only there are any that observe.
+        on_hopper = self.device.kernels == "mosaic_gpu"
         observing = [text for text, each in zip(turns.texts, turns.drafts, strict=True) if each.observes]
-        unmeasured = [] if has_lists else list(observing)
+        unmeasured = [] if on_hopper else list(observing)
         where = dict(context=row.context, batch=row.batch)
         if turns.model is not None:
             cost = timing.draft_cost(self.device, turns.model, self.config, cache, **where)
             step_s, step_tuned = self._seconds(cost), timing.tuned(self.device, cost)
             drafting_s = self._drafting(row, cache, turns.model, rounds, step_s)
             step = turns.model.reads(row_of(self.config, cache, row.context + 1))
-            if not step.kernels_measured or (step.listed and not has_lists):
+            if not step.kernels_measured or (step.listed and not on_hopper):
                 unmeasured.append(turns.texts[len(turns.reached) - 1])
         notes = list(turns.notes)
         if unmeasured:
-            notes.append(_not_measured(list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else [], self.device))
+            parts = list(dict.fromkeys(unmeasured)) if len(turns.texts) > 1 else []
+            notes.append(_not_measured(parts, self.device, observes=bool(observing)))
         target = timing.target_cost(self.device, self.config, cache, **where, tokens=row.gamma + 1, observe=bool(observing))
         target_s = self._seconds(target)
         flush_s = rounds.flushes * self._seconds(timing.flush_cost(self.config))
