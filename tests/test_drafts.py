@@ -1,4 +1,4 @@
-"""Drafts with more to them: the sparse draft, a draft of two levels, one that depends on what it observed. All are exact."""
+"""Drafts with more to them: of two levels, dependent on what was observed, and as the registry makes them of a text. All are exact."""
 
 import dataclasses
 import itertools
@@ -7,17 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import Case, random_problem
 from checkpoints import hf_config, write_checkpoint
 from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, V, counted, filtered, p_value
 from runs import prepared, random_model, random_prompts, run_rounds
 from two_levels import TwoLevels
 
-from pallas_kernels.attention import decode_attention, reference
-from pallas_kernels.formats.kv_cache import Lengths, dequantize_groups
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, HeldKeys, LargestMass, ListedGroups
-from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax import demo, load
+from pallas_kernels.attention import reference
 from qspec_jax.caches.cache import AppendedCache, longer
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.decoding import round as rounds
@@ -30,26 +25,17 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec
-from qspec_jax.drafts.draft import Draft, Proposal, RoundResult, StepwiseDraft, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
-from qspec_jax.drafts.sparse import select_groups
 from qspec_jax.errors import InputError
-from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
-from qspec_jax.training import corpus
 
 G = 4
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 SPARSE = "sparse:budget=0.2,least_groups=2"
 CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True, draft=SPARSE)
-
-
-@pytest.fixture(scope="module")
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -143,133 +129,7 @@ def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch
     assert chance > 1e-3 if masked else chance < 1e-6
 
 
-# The sparse draft --------------------------------------------------------------------------------------------------------
-
-
-def test_groups_are_chosen_by_mass_and_age():
-    mass = jnp.array([[[0.1, 0.0, 0.5, 0.3, 0.2, 0.0, 0.9, 0.0]]])
-    pick = lambda groups, **settings: select_groups(mass, jnp.array([groups]), group_size=G, **settings)
-    for groups, settings, expected in (
-        (7, dict(budget=0.5, newest=0.5, least_groups=2), [0, 2, 5, 6]),  # the sink, the newest two of four, and the most mass
-        (7, dict(budget=0.5, newest=0.0, least_groups=2), [0, 2, 3, 6]),  # the newest is always there
-        (7, dict(budget=0.5, newest=1.0, least_groups=2), [0, 4, 5, 6]),
-        (7, dict(budget=0.01, newest=0.5, least_groups=2), [0, 6]),
-        (7, dict(budget=0.01, newest=0.5, least_groups=1), [0]),
-        (7, dict(budget=3 * G + 1, newest=0.5, least_groups=1), [0, 2, 5, 6]),  # as many groups as have so many tokens
-        (5, dict(budget=1.0, newest=0.5, least_groups=2), [0, 1, 2, 3, 4]),
-        (1, dict(budget=0.5, newest=0.5, least_groups=2), [0]),
-        (0, dict(budget=0.5, newest=0.5, least_groups=2), []),
-    ):
-        found = pick(groups, **settings)
-        assert found.groups[0, 0, : int(found.count[0, 0])].tolist() == expected
-
-
-@pytest.mark.parametrize("groups", [0, 1, 2, 9, 23, 24])
-def test_heads_share_a_budget_by_mass(groups):
-    """Those with the most mass of all heads' together, beside what each reads always, and no more than four times the equal share of one;
-    as many as equal budgets come to."""
-    mass = np.random.default_rng(groups).gamma(0.2, size=(2, 3, 24)).astype(np.float32) * np.array([1, 30, 0.01], np.float32)[:, None]
-    mass[1] = 0  # a row in which all are equal
-    settings = dict(budget=0.2, newest=0.25, least_groups=2, group_size=G)
-    equal, found = (
-        select_groups(jnp.asarray(mass), jnp.array([groups, groups]), heads=heads, **settings) for heads in ("equal", "by-mass")
-    )
-    share = int(equal.count[0, 0])
-    for row in range(2):
-        lists = [found.groups[row, head, : int(found.count[row, head])].tolist() for head in range(3)]
-        assert sum(map(len, lists)) == int(equal.count[row].sum())
-        recent = min(max(1, round(0.25 * share)), max(share - 1, 1))
-        always = sorted({0, *range(max(groups - recent, 0), groups)}) if groups else []
-        assert all(listed == sorted(set(listed)) and set(always) <= set(listed) <= set(range(groups)) for listed in lists)
-        if not groups:
-            continue
-        # The same by hand: one after the other, the largest that is left, of heads that may have more.
-        expected, most = [set(always) for _ in range(3)], min(24, 4 * share)
-        order = sorted((-mass[row, head, group], head, group) for head in range(3) for group in set(range(groups)) - set(always))
-        for _, head, group in order:
-            if sum(map(len, expected)) < 3 * share and len(expected[head]) < most:
-                expected[head].add(group)
-        assert row == 1 or [set(listed) for listed in lists] == expected
-    assert groups < 23 or len({int(count) for count in found.count[0]}) > 1
-
-
-def test_what_a_head_reads_does_not_depend_on_longer_rows():
-    """On the cache's capacity, which the longest row of a batch sets. One head has nearly all the mass."""
-    mass = np.random.default_rng(0).gamma(0.2, size=(1, 8, 128)).astype(np.float32)
-    mass[:, 0] *= 1000
-    settings = dict(budget=0.06, newest=0.0, least_groups=1, group_size=G, heads="by-mass")
-    alone, beside = (
-        select_groups(jnp.pad(jnp.asarray(mass), ((0, 0), (0, 0), (0, room))), jnp.array([128]), **settings) for room in (0, 896)
-    )
-    np.testing.assert_array_equal(alone.count, beside.count)
-    assert int(alone.count[0, 0]) == 4 * 8  # an equal share is ceil(0.06 * 128)
-
-
-def test_memory_is_a_decaying_average_over_rounds(model):
-    """A round counts by the mean over its tokens, one token as much as three; a row that emitted nothing keeps what it has."""
-    draft = make_draft("sparse:memory=0.75", model)
-    old = (jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]]),)
-    masses = (jnp.array([[[[0.0, 0.8], [0, 0], [0, 0]]], [[[0.2, 0.4], [0.1, 0.2], [0.6, 0.3]]], [[[9.0, 9], [9, 9], [9, 9]]]]),)
-    count = jnp.array([1, 3, 0])
-    result = RoundResult(jnp.zeros((3, 3), jnp.int32), count, jnp.maximum(count - 1, 0), jnp.zeros(3, jnp.int32), masses)
-    (found,) = draft.commit(old, result, None)
-    expected = [[[0.75, 0.2]], [[0.375 + 0.25 * 0.3, 0.375 + 0.25 * 0.3]], [[0.0, 1.0]]]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    (forgetting,) = dataclasses.replace(draft, memory=0.0).commit(old, result, None)
-    np.testing.assert_allclose(forgetting, [[[0, 0.8]], [[0.3, 0.3]], [[0, 1]]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("text", ["sparse:budget=0.3", "h2o:budget=0.3"])
-def test_before_the_first_verification_the_prompts_last_queries_choose(model, text):
-    """In a prompt as short as the queries asked for are many, and in a longer one. A mass that is no number takes nobody's place."""
-    draft = make_draft(text, model)
-    state, *_ = prepared(model, random_prompts([124, 3]), CONFIG, draft=draft)
-    (mass,) = state.draft
-    assert mass.shape[:2] == (2, 2) and (np.asarray(mass[0, :, :30]) > 1e-4).all() and (np.asarray(mass[1]) < 1e-20).all()
-    # The mass of no more than those queries, each of which gives at most 1 for each of two query heads.
-    assert (np.asarray(mass[0]).sum(-1) < 2 * draft.prompt_queries).all()
-    newer = jnp.broadcast_to(jnp.arange(mass.shape[2], dtype=jnp.float32) * 1e-30, (1, 2, mass.shape[2]))
-    for found in (newer, newer.at[0, 0, 20].set(jnp.nan)):
-        chosen = select_groups(found, jnp.array([30]), budget=0.3, newest=0.5, least_groups=2, group_size=G)
-        assert chosen.groups[0, 0, :9].tolist() == [0, *range(22, 30)]
-
-
-def test_chunks_are_chosen_by_their_mean_keys(model):
-    """And anew after so many tokens, by the last pending token's query; until then what leaves the buffer is read besides."""
-    text = "chunk-means:budget=8,chunk=2,rebuild=6,dense_layers=0,weight_bits=16"
-    draft = make_draft(text, model)
-    config = dataclasses.replace(CONFIG, num_speculative_tokens=1)
-    state, step, _ = prepared(model, random_prompts([62, 5]), config, draft=draft)
-
-    def expected(state, row):
-        n = int(state.cache.lengths.quantized[row])
-        keys = np.asarray(state.cache.tokens(0, jnp.arange(n)[None, None])[0][row])
-        q = np.asarray(state.draft.queries[0][row]).reshape(2, -1, 1, 16)
-        logits = (q * keys.reshape(2, 1, -1, 2, 16).mean(3)).sum(-1) / 4
-        score = (np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).sum(1)
-        score[:, 0] = np.inf
-        return np.repeat(score >= -np.sort(-score)[:, 3:4], 2, axis=-1)
-
-    chosen = lambda state: np.asarray(state.draft.chosen[0])[0, :, : int(state.cache.lengths.quantized[0])]
-    np.testing.assert_array_equal(chosen(state), expected(state, 0))
-    assert (chosen(state).sum(-1) == 8).all() and not np.asarray(state.draft.chosen[0])[1].any()
-    rebuilt = kept = 0
-    while (np.asarray(state.status) == 0).any():
-        before, quantized = chosen(state), int(state.cache.lengths.quantized[0])
-        state = step(state)
-        if int(state.draft.since[0]) == 0:
-            np.testing.assert_array_equal(chosen(state), expected(state, 0))
-            rebuilt += 1
-        else:
-            np.testing.assert_array_equal(chosen(state)[:, :quantized], before)
-            assert chosen(state)[:, quantized:].all()
-            kept += chosen(state).shape[1] > quantized
-    assert rebuilt >= 2 and kept >= 1
-
-
-def test_chunks_divide_groups(model):
-    with pytest.raises(InputError, match="chunk 8 should divide the groups of 4 tokens"):
-        generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft="chunk-means:dense_layers=0"))
+# Rounds ---------------------------------------------------------------------------------------------------------------
 
 
 def test_more_drafts_than_a_round_allows_are_not_counted(model):
@@ -296,132 +156,6 @@ def test_an_engine_without_a_draft(model):
     assert state.tokens[0, :24].tolist() == run_rounds(model, random_prompts([9]), target).tokens[0]
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """The first layer of the embedded model, its cache of a real text, and what comes next of it."""
-    whole, tokenizer = load(demo.MODEL, dtype="float32")
-    weights = whole.weights()
-    model = Llama(dataclasses.replace(whole.config, num_layers=1), lambda path, shape: weights[path])
-    tokens = tokenizer(next(iter(corpus.held_out_files())).read_text())["input_ids"][:400]
-    config = GenerationConfig(group_size=32).cache_config
-    empty = config.empty(model.config, batch=2, capacity=512, num_speculative_tokens=4, dtype=model.dtype)
-    rows, n = padded([tokens, tokens[:230]])
-    _, cache = jax.jit(prefill)(model, rows, n, empty)
-    return model, cache, jnp.array([tokens[:5], tokens[7:12]], jnp.int32)
-
-
-@pytest.mark.slow
-def test_all_groups_listed_are_the_dense_view(trained):
-    model, cache, tokens = trained
-    positions = cache.lengths.total[:, None] + jnp.arange(5)
-    run = jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
-    K, C = cache.layers[0].keys.upper.shape[1:3]
-    groups = jnp.broadcast_to(jnp.arange(C), (2, K, C))
-    count = jnp.broadcast_to((cache.lengths.quantized // 32)[:, None], (2, K))
-    dense = run(UPPER_PLANE)
-    np.testing.assert_array_equal(run(ListedGroups(groups, count)), dense)
-    assert np.abs(run(ListedGroups(groups, count // 2)) - dense).max() > 1e-3
-    np.testing.assert_allclose(run(ListedGroups(count[..., None] - 1 - groups, count)), dense, atol=2e-4)
-    for filler in (C, -1000):  # what stands behind the count is not read, whatever it is
-        filled = jnp.where(jnp.arange(C) < count[..., None] // 2, groups, filler)
-        np.testing.assert_array_equal(run(ListedGroups(filled, count // 2)), run(ListedGroups(groups, count // 2)))
-
-
-@pytest.mark.slow
-def test_chosen_tokens_are_those_of_the_listed_groups(trained):
-    """And all tokens chosen, by name or by mass, are the dense view."""
-    model, cache, tokens = trained
-    positions = cache.lengths.total[:, None] + jnp.arange(5)
-    run = jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
-    K, C = cache.layers[0].keys.upper.shape[1:3]
-    odd = jnp.broadcast_to(jnp.minimum(2 * jnp.arange(C) + 1, C - 1), (2, K, C)).at[:, 1].add(-1)
-    listed = ListedGroups(odd, jnp.full((2, K), 3))
-    chosen = jnp.zeros((2, K, C), bool).at[:, 0, 1:6:2].set(True).at[:, 1, 0:5:2].set(True)
-    by_tokens = run(ChosenTokens(jnp.repeat(chosen, 32, axis=-1)))
-    np.testing.assert_allclose(by_tokens, run(listed), atol=2e-4)
-    np.testing.assert_array_equal(run(ChosenTokens(jnp.ones((2, K, C * 32), bool))), run(UPPER_PLANE))
-    for whole_groups, parts in ((True, C), (False, 32 * C)):
-        np.testing.assert_array_equal(run(LargestMass(jnp.full(2, parts), whole_groups)), run(UPPER_PLANE))
-        assert np.abs(run(LargestMass(jnp.full(2, 1), whole_groups)) - run(UPPER_PLANE)).max() > 1e-3
-
-
-@pytest.mark.parametrize("chunk", [1024, 20])
-def test_what_a_view_covers(monkeypatch, chunk):
-    """The largest mass by token and by group, and the share of a listed group, against a softmax that is written down here."""
-    monkeypatch.setattr(reference, "CHUNK_TOKENS", chunk)
-    case = Case(2, 4, 2, 16, group_size=16, capacity=5, groups=(5, 2, 0))
-    q, layer = random_problem(case, "float32", "peaked")
-    lengths = Lengths(jnp.array([80, 32, 0]), jnp.array([20, 17, 2]))
-    listed = ListedGroups(jnp.full((3, 2, 2), 1), jnp.array([[1, 1], [1, 1], [0, 0]]))
-    one = jnp.array([1, 1, 0])
-    views = {"dense": UPPER_PLANE, "listed": listed, "group": LargestMass(one, True), "token": LargestMass(one, False)}
-    everything = jnp.concatenate(
-        [dequantize_groups(layer.keys, layer.values, planes=2, dtype=jnp.float32)[0][:, :, 1], layer.buffer.keys], 2
-    )
-    # The buffer of row 1 has 17 tokens, of which the last two are the round's own.
-    views["held"] = HeldKeys(everything[:, :, : 16 + 15], jnp.full(3, 31))
-    views["chosen"] = ChosenTokens(jnp.zeros((3, 2, 80), bool).at[:, :, 16:32].set(True))
-    found = {name: reference.covered(q, layer, lengths, view) for name, view in views.items()}
-    np.testing.assert_allclose(found["dense"], 1, atol=1e-6)
-    np.testing.assert_allclose(found["listed"], found["chosen"], atol=1e-6)
-    np.testing.assert_allclose(found["held"][1], found["listed"][1], atol=1e-5)
-    keys = {planes: np.asarray(dequantize_groups(layer.keys, layer.values, planes=planes, dtype=jnp.float32)[0]) for planes in (1, 2)}
-    for row, t in ((0, 0), (0, 1), (1, 1), (2, 0)):
-        quantized, buffered = int(lengths.quantized[row]), int(lengths.buffered[row]) - 1 + t
-        expected = {"listed": [], "group": [], "token": []}
-        for k in range(2):
-            share = {}
-            for planes in (1, 2):
-                whole = keys[planes][row, k].reshape(-1, 16)[:quantized], np.asarray(layer.buffer.keys[row, k])[:buffered]
-                logits = np.asarray(q[row, t].reshape(2, 2, 16)[k], np.float64) @ np.concatenate(whole).T / 4
-                weights = np.exp(logits - logits.max(-1, keepdims=True))
-                share[planes] = (weights / weights.sum(-1, keepdims=True))[:, :quantized]
-            left_out = 1 - share[2].sum(-1).mean()  # the buffer's, which every view reads
-            by_group = {planes: share[planes].reshape(2, -1, 16).sum(-1) for planes in share}
-            pick = lambda read, weighed: weighed[:, read.sum(0).argmax()].mean() if read.size else 0
-            expected["group"].append(left_out + pick(by_group[1], by_group[2]))
-            expected["token"].append(left_out + pick(share[1], share[2]))
-            expected["listed"].append(left_out + (by_group[2][:, 1].mean() if quantized else 0))
-        for name, shares in expected.items():
-            np.testing.assert_allclose(found[name][row, t], np.mean(shares), atol=1e-4, err_msg=f"{name} {row} {t}")
-
-
-def test_mass_is_that_of_float32_attention(trained):
-    """Each group's share for each query token, from a softmax over everything that is written down here."""
-    model, cache, tokens = trained
-    positions = cache.lengths.total[:, None] + jnp.arange(5)
-
-    class Recording(type(cache)):
-        def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-            out = super().attend(layer, qkv, cos, sin, view=view, observe=observe)
-            seen.append((split_and_rotate(qkv, cos, sin, kv_heads=model.config.num_kv_heads)[0], out[1]))
-            return out
-
-    @jax.jit
-    def run():
-        logits, _, masses = model(tokens, positions, Recording(cache.layers, cache.lengths, cache.scheme), observe=True)
-        return logits, masses, seen
-
-    seen = []
-    _, masses, seen = run()
-    for (q, layer), mass in zip(seen, masses, strict=True):
-        K, H = layer.keys.upper.shape[1], q.shape[-1]
-        keys, _ = dequantize_groups(layer.keys, layer.values, planes=2, dtype=jnp.float32)
-        for row in range(2):
-            quantized, buffered = int(cache.lengths.quantized[row]), int(cache.lengths.buffered[row]) + 5
-            flat = np.asarray(keys[row]).reshape(K, -1, H)[:, :quantized]
-            whole = np.concatenate([flat, np.asarray(layer.buffer.keys[row])[:, :buffered]], 1)
-            for t in range(5):
-                heads = np.asarray(q[row, t], np.float64).reshape(K, -1, H)
-                logits = np.einsum("krh,ksh->krs", heads, whole[:, : quantized + buffered - 4 + t]) * H**-0.5
-                weights = np.exp(logits - logits.max(-1, keepdims=True))
-                weights /= weights.sum(-1, keepdims=True)
-                expected = weights[..., :quantized].reshape(K, -1, quantized // 32, 32).sum((1, 3))
-                assert expected.max() > 0.1
-                np.testing.assert_allclose(mass[row, :, t, : quantized // 32], expected, atol=2e-5)
-                assert (np.asarray(mass[row, :, t, quantized // 32 :]) == 0).all()
-
-
 def test_observing_changes_nothing(model):
     """Neither in the logits, nor by chunks that are not whole: 13 groups, some at a time."""
     prompts, n = padded(random_prompts([61, 40]))
@@ -437,13 +171,6 @@ def test_observing_changes_nothing(model):
         *_, chunks = jax.jit(lambda: model(tokens, positions, cache, observe=True))()
     np.testing.assert_allclose(chunks[0], masses[0], atol=1e-7)
     assert masses[0].shape[3] == 15 and (np.asarray(masses[0]).sum(-1) < 2).all() and np.asarray(masses[0]).sum(-1).max() > 0.5
-
-
-def test_mass_needs_groups(trained):
-    _, cache, _ = trained
-    layer, q = cache.layers[0], jnp.zeros((2, 1, 4, 32))
-    with pytest.raises(ValueError, match="HierarchicalLayer"):
-        decode_attention(q, layer.buffer, cache.lengths, type(BOTH_PLANES)(None), observe=True)
 
 
 @pytest.mark.slow
