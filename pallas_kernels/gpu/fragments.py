@@ -40,7 +40,8 @@ def mma_warpgroup(a: Sequence[Sequence[Value]], b: Value, tiles: int, tile_bytes
     distances = 128 // 16 << 16 | tile_bytes // 16 << 32
     lines = [
         f".reg .b32 at; .reg .b64 b; .reg .pred add; .reg .f32 d<{columns}>;",
-        f"shr.u32 at, ${columns}, 4; cvt.u64.u32 b, at; or.b64 b, b, {distances}; setp.ne.u32 add, at, at;",
+        # Of an address its last 18 bits: in a cluster the block's rank stands above them.
+        f"bfe.u32 at, ${columns}, 4, 14; cvt.u64.u32 b, at; or.b64 b, b, {distances}; setp.ne.u32 add, at, at;",
         "wgmma.fence.sync.aligned;",
     ]
     for i in range(len(a)):
