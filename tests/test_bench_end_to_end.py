@@ -139,20 +139,23 @@ def test_plot(report, tmp_path):
         end_to_end.plot(baseline, path)
 
 
-def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file):
+def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file, caplog):
     def fail(*args, **settings):
         raise MemoryError("out of memory\nand more")
 
     monkeypatch.setattr(decode._Measured, "row", fail)
     monkeypatch.setattr(acceptance, "teacher_forced", fail)
+    monkeypatch.setattr(acceptance, "compile_side_by_side", list)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--gamma", GAMMA, "--max-new-tokens", NEW, "--no-calibrate"]
     code, out, err = run("bench", "end-to-end", *flags, "--json")
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert [(row["context"], row["temperature"], row["method"], row["gamma"]) for row in report["rows"]] == ROWS
     assert {(row["status"], row["note"]) for row in report["rows"] + report["teacher_forced"]} == {("failed", "MemoryError: out of memory")}
+    caplog.set_level("INFO", "qspec_jax.bench.end_to_end")
     code, out, _ = run("bench", "end-to-end", *flags)
     assert code == 0 and "failed: MemoryError: out of memory" in out
+    assert caplog.text.count("100 tokens, temperature") == len(ROWS) + 2
 
 
 def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path):
@@ -165,6 +168,7 @@ def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path
     monkeypatch.setattr(decode._Measured, "_compile", lambda *args: None)
     monkeypatch.setattr(decode._Measured, "row", measured)
     monkeypatch.setattr(acceptance, "teacher_forced", walked)
+    monkeypatch.setattr(acceptance, "compile_side_by_side", list)
     flags = ["--model", directory, "--file", file, "--context", CONTEXT, "--temperature", 0, "--max-new-tokens", NEW, "--no-calibrate"]
     flags += [word for draft in given for word in ("--draft", draft)] + ["--gamma", 2, "--gamma", 3]
     code, out, _ = run("bench", "end-to-end", *flags, "--json")

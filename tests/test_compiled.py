@@ -64,6 +64,7 @@ def compilations():
 def test_threads_compile_a_program_once():
     traced = []
     program = Compiled(lambda x: traced.append(x) or x + 1)
+    assert program.shapes(jnp.ones(3)).shape == (3,)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: program.compile(jnp.ones(3)), range(8)))
     assert len(traced) == 1 and len({id(executable) for executable, _ in found}) == 1

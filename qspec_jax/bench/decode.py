@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +123,16 @@ def measure(
     """
     make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
     made = [_attempt(make, case) for case in cases]
-    settings = dict(rate=rate, seed=seed, bandwidth=bandwidth, began=time.perf_counter())
+    settings = dict(rate=rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
         begun = [
             draft if isinstance(draft, Exception) else _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
             for case, draft in zip(cases, made)
         ]
+        if bandwidth is not None:  # behind what takes longest to compile
+            loops = functools.cache(loop)  # which methods share
+            begun = [one if isinstance(one, Exception) else _attempt(one.with_steps, pool, bandwidth, loops) for one in begun]
         pool.shutdown()
     except BaseException:  # such as an interrupt
         pool.shutdown(cancel_futures=True)
@@ -152,7 +156,8 @@ def _attempt(function: Callable, *args, **settings):
 
 
 class _Measured:
-    """One method after prompts of one length. Making the object begins to compile its programs; `row` runs them."""
+    """One method after prompts of one length. Making the object begins to compile its programs, `with_steps` those of its steps alone;
+    `row` runs them."""
 
     def __init__(
         self,
@@ -165,7 +170,6 @@ class _Measured:
         *,
         rate: float | None,
         seed: int,
-        bandwidth: float | None,
         began: float,
     ):
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
@@ -185,19 +189,24 @@ class _Measured:
         self.calls = [
             self.engine.prefill_call([list(prompt)], self.sampler, keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
         ]
-        self._compile(pool, bandwidth, began)
-
-    def _compile(self, pool: Executor, bandwidth: float | None, began: float) -> None:
-        state = self.calls[0].shapes()
-        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
-        self.prepare = compiled(self.calls[0])
-        rounds = self.engine.rounds_call(state, self.sampler, self.limits, 1, lazy=True)
-        self.decode = compiled(rounds)
         self.loops = {}
-        if bandwidth is not None:
-            carry = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32), state.cache, state.draft
-            for step in self._steps(state, rounds.args[1], bandwidth):
-                self.loops[step.name] = compiled(Call(loop(step.function, step.trips), (carry, step.inputs))), step.trips
+        self._compile(pool, began)
+
+    def _compile(self, pool: Executor, began: float) -> None:
+        state = self.calls[0].shapes()
+        rounds = self.engine.rounds_call(state, self.sampler, self.limits, 1, lazy=True)
+        self.shapes = state, rounds.args[1]
+        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
+        self.prepare, self.decode = compiled(self.calls[0]), compiled(rounds)
+
+    def with_steps(self, pool: Executor, bandwidth: float, loop: Callable) -> Self:
+        """Begins to compile the loops of its steps. loop: as in timing.py, and the same object for the same arguments."""
+        state, draft = self.shapes
+        tokens = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32)
+        for step in self._steps(state, draft, bandwidth):
+            call = Call(loop(step.function, step.trips), ((tokens, state.cache, step.kept(state.draft)), step.inputs))
+            self.loops[step.name] = pool.submit(call.compile), step.trips
+        return self
 
     def row(self, bandwidth: float | None, repeats: int) -> DecodeRow:
         """Decodes every prompt; where the read bandwidth (GB/s) is given, also times the steps, `repeats` times each."""
@@ -268,52 +277,30 @@ class _Measured:
         _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
         proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
 
-        def forward(tokens, cache, lengths, model, *, width, observe=False):
-            positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
-            logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
-            for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
-                logits = jnp.where((mass < 0).any(), 0, logits)
-            return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
+        def work_of(name: str, function: Callable, model: Any, size: int) -> _Work:
+            return _Work(name, function, (lengths, model), size / bandwidth / 1e9, size)
 
-        def verified(tokens, cache, state, lengths, target):
-            return *forward(tokens, cache, lengths, target, width=width, observe=draft is not None and draft.observes), state
-
-        def sample(tokens, cache, state, lengths, sampler, logits):
-            # The tokens enter, or the loop would do it once.
-            logits = logits + (tokens[..., None] < 0)
-            _, after = sampler.verify(logits, tokens[:, 1:], proposals, eligible, keys, positions)
-            return tokens.at[:, 0].set(after), cache, state
-
-        def flush(tokens, cache, state, lengths):
-            return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
-
-        def drafted(tokens, cache, state, lengths, draft):
-            tokens, stepped = forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
-            state, cache = draft.after_steps(state, cache, stepped)
-            return tokens, cache, state
-
-        def work_of(name: str, function: Callable, inputs: tuple, size: int) -> _Work:
-            return _Work(name, function, (lengths, *inputs), size / bandwidth / 1e9, size)
-
-        work = [work_of("target", verified, (self.engine.target,), self.target_bytes(width))]
+        verified = _verified_and_observed if draft is not None and draft.observes else _verified
+        work = [work_of("target", verified, self.engine.target, self.target_bytes(width))]
         if isinstance(draft, StepwiseDraft):
-            work.append(work_of("draft", drafted, (draft,), step_bytes(draft, self.config.cache_config, self.context + 1)))
-        work.append(_Work("sampling", sample, (lengths, self.sampler, logits), 5e-5))
+            work.append(work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1)))
+        work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), 5e-5))
         if self.method.cache == "int8":
             group = self.config.cache_config.group_size_for(self.model.config.head_dim)
             for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))
-                work.append(_Work(name, flush, (at,), seconds))
+                work.append(_Work(name, _flushed, (at,), seconds))
         return work
 
     def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: float, repeats: int) -> dict[str, StepTiming]:
         """Times every step. loops: the program of each step and its trips. The state's cache and its draft's state are spent: a step
         overwrites what the one before wrote, and flushes move its buffer."""
-        carry = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache, state.draft
+        tokens, cache = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache
         shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         steps = {}
         for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
-            timing, carry = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
+            carry = tokens, cache, work.kept(state.draft)
+            timing, (tokens, cache, _) = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
             steps[work.name] = StepTiming(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
         return steps
 
@@ -326,8 +313,8 @@ class _Measured:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), the draft's state. seconds: about how long it
-    takes. bytes: what it must read (0: not counted)."""
+    """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
+    draft. seconds: about how long it takes. bytes: what it must read (0: not counted)."""
 
     name: str
     function: Callable
@@ -338,6 +325,43 @@ class _Work:
     @property
     def trips(self) -> int:
         return loop_trips(self.seconds)
+
+    def kept(self, state: Any) -> Any:
+        """What the loop has of the draft's state: no step but the draft's needs it, and without it drafts share the program."""
+        return state if self.function is _drafted else ()
+
+
+def _verified(tokens, cache, state, lengths, target, *, observe=False):
+    return *_forward(tokens, cache, lengths, target, width=tokens.shape[1], observe=observe), state
+
+
+def _verified_and_observed(tokens, cache, state, lengths, target):
+    return _verified(tokens, cache, state, lengths, target, observe=True)
+
+
+def _drafted(tokens, cache, state, lengths, draft):
+    tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
+    state, cache = draft.after_steps(state, cache, stepped)
+    return tokens, cache, state
+
+
+def _forward(tokens, cache, lengths, model, *, width, observe=False):
+    positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
+    logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
+    for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
+        logits = jnp.where((mass < 0).any(), 0, logits)
+    return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
+
+
+def _sampled(tokens, cache, state, sampler, logits, *proposal_and_keys):
+    # The tokens enter, or the loop would do it once.
+    logits = logits + (tokens[..., None] < 0)
+    _, after = sampler.verify(logits, tokens[:, 1:], *proposal_and_keys)
+    return tokens.at[:, 0].set(after), cache, state
+
+
+def _flushed(tokens, cache, state, lengths):
+    return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ are walked (teacher-forced acceptance), and what is before them is the prompt of
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from qspec_jax import plots
 from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, named
@@ -28,6 +30,8 @@ from qspec_jax.evaluate.acceptance import Acceptance, with_error
 from qspec_jax.evaluate.stream import cut
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import Run, this_run
+
+log = logging.getLogger(__name__)
 
 MARKERS = "osv^D"
 Key = tuple[int, float, str, int]  # context, temperature, draft, gamma
@@ -93,6 +97,7 @@ def run(
     for temperature, gamma, found in itertools.product(temperatures, gammas, texts_of.values()):
         acceptance.check(model, [text[:-max_new_tokens] for text in found], make_config(temperature, gamma))
     rows, walks = [], []
+    tell = _tell if progress is not False else lambda *args: None
     walked = [(method.draft, gamma) for method in methods if method.speculative for gamma in gammas]
     decoded = [(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
     total = len(contexts) * len(temperatures) * (len(decoded) + len(walked))
@@ -109,10 +114,17 @@ def run(
                 decodes = []
                 for row in decode.measure(model, int4, cases, prompts, max_new_tokens, seed=seed, directory=directory):
                     decodes.append(row)
+                    tell(row, row.method, f"{row.tokens_per_second or 0:,.1f} tokens/s")
                     bar.update()
                 rows += compared(decodes)
-                for draft, gamma in walked:
-                    walks.append(_walk(model, draft, int4, found, make_config(temperature, gamma), seed, directory))
+                asked = [(draft, make_config(temperature, gamma)) for draft, gamma in walked]
+                make = functools.partial(make_draft, model=model, int4=int4, directory=directory)
+                _compile_walks(model, make, found, asked, seed)
+                for draft, config in asked:
+                    walk = _walk(model, draft, make, found, config, seed)
+                    walks.append(walk)
+                    rate = walk.acceptance and walk.acceptance.acceptance_rate
+                    tell(walk, draft, "nothing drafted" if rate is None else f"{rate:.3f} accepted, teacher-forced")
                     bar.update()
     return EndToEndReport(
         **this_run(),
@@ -125,20 +137,35 @@ def run(
     )
 
 
+def _tell(row: DecodeRow | TeacherForced, method: str, figure: str) -> None:
+    """Logs a row once it is measured: a run takes long, and may be ended before its report."""
+    told = figure if row.status == "measured" else f"{row.status}: {row.note}"
+    log.info("%s tokens, temperature %g, %s, gamma %d: %s", f"{row.context:,}", row.temperature, method, row.gamma, told)
+
+
+def _compile_walks(
+    model: Llama, make: Callable[[str], Draft], texts: Sequence[Sequence[int]], asked: Sequence[tuple[str, GenerationConfig]], seed: int
+) -> None:
+    """Makes the programs of these walks side by side. What fails here fails again in its turn, and gets its row then."""
+
+    def runs():
+        for draft, config in asked:
+            try:
+                made = make(draft)
+            except Exception:
+                continue
+            yield model, made, texts, config, jax.random.key(seed)
+
+    acceptance.compile_side_by_side(runs())
+
+
 def _walk(
-    model: Llama,
-    draft: str,
-    int4: Callable[[], Llama],
-    texts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    seed: int,
-    directory: str | Path | None,
+    model: Llama, draft: str, make: Callable[[str], Draft], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
 ) -> TeacherForced:
     context = len(texts[0]) - config.max_new_tokens
     row = TeacherForced(context, config.temperature, draft, config.num_speculative_tokens, len(texts), "measured")
     try:
-        made = make_draft(draft, model, int4=int4, directory=directory)
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, jax.random.key(seed)))
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, make(draft), texts, config, jax.random.key(seed)))
     except InputError:  # a draft's settings that do not fit the model, for one
         raise
     except Exception as error:  # one row of many

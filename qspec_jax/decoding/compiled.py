@@ -1,12 +1,13 @@
 """Functions compiled ahead of time, and how many programs a process keeps of them."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -20,6 +21,8 @@ FEWEST_PROGRAMS = 8  # that are kept however much memory is mapped: what else ma
 # Linux ends a process, within XLA, that maps more pieces of memory than this file says. On a CPU each layer of a program maps some 75.
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _lock = threading.Lock()
+# Traced and lowered one program at a time. Side by side, threads that share one interpreter would all be late, and XLA idle until then.
+_in_python = threading.Lock()
 _clock = itertools.count()
 
 
@@ -30,9 +33,12 @@ def rounded_up(count: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Program:
-    """An executable once it is compiled, by whoever holds the lock; used: when it was asked for last."""
+    """Traced by whoever holds `_in_python`, compiled by whoever holds the lock too. shapes: of what it returns, once traced. used: when it
+    was asked for last."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    traced: jax.stages.Traced | None = None
+    shapes: Any = None
     executable: jax.stages.Compiled | None = None
     used: int = 0
 
@@ -57,28 +63,25 @@ class Compiled:
 
         Threads may compile side by side.
         """
-        leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
-        with _lock:
-            program = self.programs.setdefault(key, _Program())
-            program.used = next(_clock)
-        with program.lock:
+        with self._program(args, static) as program, program.lock:
             if program.executable is not None:
                 return program.executable, 0.0
-            began = time.perf_counter()
-            try:
-                program.executable = self._jitted().lower(*args, **static).compile()
-            except BaseException:
-                with _lock:
-                    self.programs.pop(key, None)
-                raise
+            with _in_python:
+                began = time.perf_counter()
+                lowered = (program.traced or self._trace(program, args, static)).lower()
+            program.executable, program.traced = lowered.compile(), None
             seconds = time.perf_counter() - began
         _drop_oldest()
         return program.executable, seconds
 
     def shapes(self, *args, **static) -> Any:
-        """Shapes of what the function returns."""
-        return self._jitted().eval_shape(*args, **static)
+        """Shapes of what the function returns. What is traced for them is what `compile` goes on from."""
+        with self._program(args, static) as program:
+            if program.shapes is None:
+                with _in_python:
+                    if program.shapes is None:
+                        self._trace(program, args, static)
+            return program.shapes
 
     @classmethod
     def forget(cls) -> None:
@@ -86,6 +89,26 @@ class Compiled:
         with _lock:
             for compiled in cls._all:
                 compiled.programs.clear()
+
+    @contextlib.contextmanager
+    def _program(self, args: tuple, static: dict[str, Any]) -> Iterator[_Program]:
+        """The program for these arguments, which is dropped where making it fails."""
+        leaves, tree = jax.tree.flatten(args)
+        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
+        with _lock:
+            program = self.programs.setdefault(key, _Program())
+            program.used = next(_clock)
+        try:
+            yield program
+        except BaseException:
+            with _lock:
+                self.programs.pop(key, None)
+            raise
+
+    def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
+        program.traced = self._jitted().trace(*args, **static)
+        program.shapes = program.traced.out_info
+        return program.traced
 
     def _jitted(self):
         # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.

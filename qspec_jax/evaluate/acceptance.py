@@ -118,6 +118,13 @@ def teacher_forced_in_turn(runs: Iterable[Run]) -> Iterator[Acceptance]:
             yield forced.measured()
 
 
+def compile_side_by_side(runs: Iterable[Run]) -> None:
+    """Makes the programs of `teacher_forced` with each of these arguments. What cannot be compiled is left to fail in its turn."""
+    with ThreadPoolExecutor() as pool:
+        for run in runs:
+            pool.submit(_Forced(*run).compile)
+
+
 class _Forced:
     """One measurement of `teacher_forced`, whose programs may be compiled before it is made."""
 

@@ -3,6 +3,8 @@
 The model is walked layer by layer, so that one layer's second moments are alive at a time. The inputs are the target's own.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -12,20 +14,18 @@ from jaxtyping import Array, Bool, Float
 from tqdm import tqdm
 
 from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Block, Llama
 from qspec_jax.models.prompts import attend_prompt, padded
 from qspec_jax.quantization.weights import quantize_weight
 
-# Which of a block's hidden states each linear layer reads.
-INPUTS = {
-    "q_proj": "attention",
-    "k_proj": "attention",
-    "v_proj": "attention",
-    "o_proj": "attended",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "mlp_hidden",
+# The linear layers that read each of a block's hidden states.
+READERS = {
+    "attention": ("q_proj", "k_proj", "v_proj"),
+    "attended": ("o_proj",),
+    "mlp": ("gate_proj", "up_proj"),
+    "mlp_hidden": ("down_proj",),
 }
 MAX_TEXTS, MAX_TOKENS, MAX_TEXT_TOKENS = 512, 32768, 4096
 
@@ -52,9 +52,9 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
         x, moments = _block(block, x, *model.angles_of(i, cos, sin), valid)
         if not all(bool(jnp.isfinite(m).all()) for m in moments.values()):
             raise InputError(f"calibration: layer {i} has activations that are not finite; use a wider dtype or do not calibrate")
-        for name, source in INPUTS.items():
-            path = f"layers.{i}.{name}.weight"
-            weights[path] = quantize_weight(weights[path], moments[source])
+        for source, names in READERS.items():
+            paths = [f"layers.{i}.{name}.weight" for name in names]
+            weights |= zip(paths, _quantized([weights[path] for path in paths], moments[source]))
     make = lambda path, shape: weights[path]
     return Llama(model.config, make)
 
@@ -75,6 +75,14 @@ def _block(
     x, h = block.add_attention(x, attended)
     hidden = block.mlp_hidden(h)
     return x + block.down_proj(hidden), found | {"mlp": moments(h), "mlp_hidden": moments(hidden)}
+
+
+def _quantized(weights: Sequence[Array], moments: Float[Array, "in in"]) -> list[Int4Weight]:
+    """The weights of linear layers with the same input in INT4. Inputs are rounded one by one, which takes long: all outputs together."""
+    whole = quantize_weight(jnp.concatenate(weights), moments)
+    ends = list(itertools.accumulate(len(weight) for weight in weights))
+    rows = [slice(begin, end) for begin, end in zip([0, *ends], ends)]
+    return [jax.tree.map(operator.itemgetter(part), whole) for part in rows]
 
 
 def _off(progress: bool | None) -> bool | None:
