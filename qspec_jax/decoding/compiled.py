@@ -22,7 +22,7 @@ FEWEST_PROGRAMS = 8  # that are kept however much memory is mapped: what else ma
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _lock = threading.Lock()
 # Traced and lowered one program at a time. Side by side, threads that share one interpreter would all be late, and XLA idle until then.
-_in_python = threading.Lock()
+_in_python = threading.RLock()
 _clock = itertools.count()
 
 
