@@ -158,6 +158,15 @@ def test_what_fails_is_a_row_that_says_so(monkeypatch, run, directory, file, cap
     assert caplog.text.count("100 tokens, temperature") == len(ROWS) + 2
 
 
+def test_what_cannot_be_compiled_is_left_to_fail_in_its_turn(monkeypatch):
+    class Failing:
+        def __init__(self, *run):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(acceptance, "_Forced", Failing)
+    acceptance.compile_side_by_side([(), ()])
+
+
 def test_drafts_side_by_side(monkeypatch, run, directory, file, report, tmp_path):
     """A row and a walk for each draft and gamma beside one baseline; each in the table with its own acceptance, and in the plot."""
     given = {"quantspec": 0.7, "sparse:budget=0.25": 0.6}

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -69,6 +71,36 @@ def test_threads_compile_a_program_once():
         found = list(pool.map(lambda _: program.compile(jnp.ones(3)), range(8)))
     assert len(traced) == 1 and len({id(executable) for executable, _ in found}) == 1
     assert sorted(seconds > 0 for _, seconds in found) == [False] * 7 + [True]
+
+
+def test_what_is_traced_may_come_to_a_program_that_another_thread_compiles():
+    inner, asked = Compiled(lambda x: 2 * x), threading.Event()
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.ones(3).sharding)
+
+    def function(x):
+        asked.set()
+        time.sleep(0.3)  # the other thread is waiting by now
+        return inner.compile(shape)[1] + x
+
+    def other():
+        asked.wait(10)
+        inner.compile(jnp.ones(3))
+
+    work = Compiled(function).compile, other
+    threads = [threading.Thread(target=target, args=args, daemon=True) for target, args in zip(work, ((jnp.ones(3),), ()))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_few_traces_are_kept():
+    program = Compiled(lambda x: x + 1)
+    for n in range(compiled.FEWEST_PROGRAMS + 3):
+        program.shapes(jnp.ones(n))
+    kept = [one for one in program.programs.values() if one.traced is not None]
+    assert len(kept) == compiled.FEWEST_PROGRAMS and program.shapes(jnp.ones(0)).shape == (0,)
 
 
 @pytest.mark.slow

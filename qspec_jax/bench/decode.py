@@ -133,6 +133,7 @@ def measure(
         if bandwidth is not None:  # behind what takes longest to compile
             loops = functools.cache(loop)  # which methods share
             begun = [one if isinstance(one, Exception) else _attempt(one.with_steps, pool, bandwidth, loops) for one in begun]
+            del loops  # or no program of a step would be freed before the last row
         pool.shutdown()
     except BaseException:  # such as an interrupt
         pool.shutdown(cancel_futures=True)

@@ -33,14 +33,22 @@ def rounded_up(count: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Program:
-    """Traced by whoever holds `_in_python`, compiled by whoever holds the lock too. shapes: of what it returns, once traced. used: when it
-    was asked for last."""
+    """Traced and lowered by whoever holds `_in_python`, and then compiled by whoever holds the lock. shapes: of what it returns, once
+    traced. seconds: what making it took so far. used: when it was asked for last."""
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     traced: jax.stages.Traced | None = None
+    lowered: jax.stages.Lowered | None = None
     shapes: Any = None
     executable: jax.stages.Compiled | None = None
+    seconds: float = 0.0
     used: int = 0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
 
 class Compiled:
@@ -63,16 +71,21 @@ class Compiled:
 
         Threads may compile side by side.
         """
-        with self._program(args, static) as program, program.lock:
-            if program.executable is not None:
-                return program.executable, 0.0
+        with self._program(args, static) as program:
+            # One lock after the other: what is traced may come to another program, whose lock a thread may hold that waits for this one.
             with _in_python:
-                began = time.perf_counter()
-                lowered = (program.traced or self._trace(program, args, static)).lower()
-            program.executable, program.traced = lowered.compile(), None
-            seconds = time.perf_counter() - began
+                if program.executable is None and program.lowered is None:
+                    with program.timed():
+                        program.lowered = (program.traced or self._trace(program, args, static)).lower()
+                    program.traced = None
+            with program.lock:
+                if program.executable is not None:
+                    return program.executable, 0.0
+                with program.timed():
+                    program.executable = program.lowered.compile()
+                program.lowered = None
         _drop_oldest()
-        return program.executable, seconds
+        return program.executable, program.seconds
 
     def shapes(self, *args, **static) -> Any:
         """Shapes of what the function returns. What is traced for them is what `compile` goes on from."""
@@ -81,6 +94,7 @@ class Compiled:
                 with _in_python:
                     if program.shapes is None:
                         self._trace(program, args, static)
+                _drop_traces()
             return program.shapes
 
     @classmethod
@@ -117,6 +131,14 @@ class Compiled:
             return self._function(*args, **static)
 
         return jax.jit(own, **self._jit_options)
+
+
+def _drop_traces() -> None:
+    """But those of the few programs asked for last: what is traced for its shapes alone is never compiled."""
+    with _lock:
+        traced = [program for compiled in Compiled._all for program in compiled.programs.values() if program.traced is not None]
+        for program in sorted(traced, key=lambda program: program.used)[:-FEWEST_PROGRAMS]:
+            program.traced = None
 
 
 def _drop_oldest() -> None:

@@ -120,9 +120,14 @@ def teacher_forced_in_turn(runs: Iterable[Run]) -> Iterator[Acceptance]:
 
 def compile_side_by_side(runs: Iterable[Run]) -> None:
     """Makes the programs of `teacher_forced` with each of these arguments. What cannot be compiled is left to fail in its turn."""
-    with ThreadPoolExecutor() as pool:
+    pool = ThreadPoolExecutor()
+    try:
         for run in runs:
-            pool.submit(_Forced(*run).compile)
+            pool.submit(lambda run=run: _Forced(*run).compile())
+        pool.shutdown()
+    except BaseException:  # such as an interrupt
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
 class _Forced:
