@@ -34,11 +34,17 @@ def trained():
     return model, cache, jnp.array([tokens[:5], tokens[7:12]], jnp.int32)
 
 
-@pytest.mark.slow
-def test_all_groups_listed_are_the_dense_view(trained):
+@pytest.fixture(scope="module")
+def run(trained):
+    """The logits of what comes next, through a view."""
     model, cache, tokens = trained
     positions = cache.lengths.total[:, None] + jnp.arange(5)
-    run = jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
+    return jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
+
+
+@pytest.mark.slow
+def test_all_groups_listed_are_the_dense_view(trained, run):
+    _, cache, _ = trained
     K, C = cache.layers[0].keys.upper.shape[1:3]
     groups = jnp.broadcast_to(jnp.arange(C), (2, K, C))
     count = jnp.broadcast_to((cache.lengths.quantized // 32)[:, None], (2, K))
@@ -52,11 +58,9 @@ def test_all_groups_listed_are_the_dense_view(trained):
 
 
 @pytest.mark.slow
-def test_chosen_tokens_are_those_of_the_listed_groups(trained):
+def test_chosen_tokens_are_those_of_the_listed_groups(trained, run):
     """And all tokens chosen, by name or by mass, are the dense view."""
-    model, cache, tokens = trained
-    positions = cache.lengths.total[:, None] + jnp.arange(5)
-    run = jax.jit(lambda view: model(tokens, positions, cache, view=view)[0])
+    _, cache, _ = trained
     K, C = cache.layers[0].keys.upper.shape[1:3]
     odd = jnp.broadcast_to(jnp.minimum(2 * jnp.arange(C) + 1, C - 1), (2, K, C)).at[:, 1].add(-1)
     listed = ListedGroups(odd, jnp.full((2, K), 3))

@@ -46,6 +46,7 @@ class _Program:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
+        """Adds to `seconds` what is done within."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
