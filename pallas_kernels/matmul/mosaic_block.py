@@ -47,7 +47,8 @@ LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at mo
 LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
-COPIES = 2  # passes on their way at once: with more, what blocks tell each other waits behind them
+# Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks tell each other waits behind them.
+COPIES, COPIES_AHEAD = 4, 2
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
 WORDS_AT_ONCE = 4  # of a handoff buffer that a thread fills
 LOG2_E = 1.4426950408889634
@@ -209,7 +210,8 @@ class Ring:
 
 def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, lane) -> None:
     """Fills the ring, with all passes of all stages."""
-    carry = (ptx.i32(0), ptx.i32(1), ptx.i32(max(0, plan.slots - COPIES)), ptx.i32(1))
+    earlier = [(ptx.i32(max(0, plan.slots - copies)), ptx.i32(1)) for copies in (COPIES, COPIES_AHEAD)]
+    carry = (ptx.i32(0), ptx.i32(1)), *earlier
     for number in range(len(plan.stages)):
         work = lambda share, carry, number=number: produce_stage(plan, number, at, share, ring, warp, lane, carry)
         carry = shares.of_stage(number, carry, work)
@@ -218,7 +220,8 @@ def produce(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, warp, 
 def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, warp, lane, carry: tuple) -> tuple:
     """Fills the ring with the share's passes of a stage.
 
-    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent.
+    carry: the slot of the ring and its parity, and those of the earlier pass that must be there before this one is sent: of the one COPIES
+    passes ago, and of the one COPIES_AHEAD ago.
     """
     stage = plan.stages[number]
     lower, upper = share.tiles(stage)
@@ -227,8 +230,12 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
     def one_turn(turn, carry):
         def one_pass(number_of_pass, carry):
             for which in range(together):
-                slot, parity, *earlier = carry
-                ptx.wait_for_arrivals(ring.filled(earlier[0]), earlier[1])
+                (slot, parity), *earlier = carry
+                awaited = earlier[0]
+                if number > 0:  # as many passes as there are slots may be sent before the stage has its inputs
+                    sent = (turn * stage.passes + number_of_pass) * together + which
+                    awaited = [ptx.select(sent < plan.slots, near, far) for far, near in zip(*earlier)]
+                ptx.wait_for_arrivals(ring.filled(awaited[0]), awaited[1])
                 ptx.wait_for_arrivals(ring.emptied(slot), parity)
                 left = ptx.minimum(ptx.i32(stage.groups) - number_of_pass * PASS, ptx.i32(PASS))
                 tile = lower + turn * together + which
@@ -237,7 +244,7 @@ def produce_stage(plan: Plan, number: int, at: dict, share: Share, ring: Ring, w
                     tile = ptx.minimum(tile, upper - 1)
                 source = lambda name, output, tile=tile: weight_row(stage, number, at, name, tile, output)
                 copy_pass(stage, number_of_pass * PASS, left, source, ring.slot(slot), ring.filled(slot), warp, lane)
-                carry = *ring.following(slot, parity), *ring.following(*earlier)
+                carry = tuple(ring.following(*each) for each in carry)
             return carry
 
         return ptx.loop(ptx.i32(0), ptx.i32(stage.passes), carry, one_pass)
