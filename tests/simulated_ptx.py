@@ -209,12 +209,12 @@ def _multiplied(args: tuple, entries_a: Callable, entries_b: Callable, kind) -> 
     each = a[0].shape[1]
     within = each * T[:, None] + np.arange(each)
     left, right, sums = np.zeros((16, 8 * each)), np.zeros((8 * each, 8)), np.zeros((16, 8))
-    for i in range(4):
-        left[(G + 8 * (i & 1))[:, None], 4 * each * (i >> 1) + within] = a[i]
-        sums[G + 8 * (i >> 1), 2 * T + (i & 1)] = acc[i]
-    for i in range(2):
-        right[4 * each * i + within, G[:, None]] = b[i]
     with np.errstate(all="ignore"):
+        for i in range(4):
+            left[(G + 8 * (i & 1))[:, None], 4 * each * (i >> 1) + within] = a[i]
+            sums[G + 8 * (i >> 1), 2 * T + (i & 1)] = acc[i]
+        for i in range(2):
+            right[4 * each * i + within, G[:, None]] = b[i]
         sums += np.einsum("ik,kj", left, right)  # not BLAS, whose calls let go of Python's lock
         return tuple(sums[G + 8 * (i >> 1), 2 * T + (i & 1)].astype(kind) for i in range(4))
 
@@ -226,7 +226,9 @@ def _mma_bytes(found, code, *args):
 
 def halves(x: np.ndarray, kind: str) -> np.ndarray:
     """[lane, 2] float32 of pairs of 16-bit floats."""
-    return np.ascontiguousarray(x).view({"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]).reshape(32, 2).astype(np.float32)
+    entries = np.ascontiguousarray(x).view({"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]).reshape(32, 2)
+    with np.errstate(invalid="ignore"):  # a NaN of any kind
+        return entries.astype(np.float32)
 
 
 def _mma(found, code, *args):

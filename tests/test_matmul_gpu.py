@@ -65,6 +65,15 @@ def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight) -> float:
     return float(jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
 
 
+def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, out, inputs]).standard_normal((out, inputs), np.float32), jnp.bfloat16)
+
+
+def plain_error(y: jax.Array, x: jax.Array, weight: jax.Array) -> float:
+    wide = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    return float(np.linalg.norm(np.asarray(y, np.float64) - wide) / np.linalg.norm(wide))
+
+
 @gpu
 @every_kernel
 @pytest.mark.parametrize("rows", [1, 4, 7, 8, 9, 16])

@@ -23,6 +23,7 @@ from simulated_ptx import simulate
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
+import pallas_kernels.matmul.mosaic_plain as plain_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
@@ -39,7 +40,7 @@ from pallas_kernels.rope_append import reference as rope_append_reference
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, fused_layer, matmul, norm, rope_append):
+    for kernel in (attention, fused_layer, matmul, norm, plain_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -173,6 +174,66 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
     monkeypatch.setattr(ptx, function, left_out)
     with pytest.raises(AssertionError, match="a race: warp"):
         run()
+
+
+# Matmul with plain weights ---------------------------------------------------------------------------------------------
+
+
+def plain_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bool = False) -> tuple[jax.Array, list[jax.Array]]:
+    weights = [test_matmul_gpu.plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    return test_matmul_gpu.activations(rows, inputs, outliers), weights
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "cluster", "clusters", "wide"),
+    [
+        (1, 1024, (24, 8), 1, 3, False),  # not as many tiles for each block
+        (3, 128, (8, 16, 8), 1, 2, True),  # one warp has inputs
+        (8, 2048, (112,), 1, 1, False),  # more passes than the ring has slots
+        (13, 1408, (40,), 1, 2, False),  # a pass in which some warps have inputs
+        (16, 384, (24,), 1, 2, True),
+        (2, 2048, (40, 16), 2, 2, False),
+        (8, 1152, (8, 24), 2, 2, True),  # one rank has inputs in two passes, the other in one
+        (9, 1536, (24,), 4, 1, False),
+    ],
+)
+def test_plain_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
+    x, weights = plain_problem(rows, inputs, outputs, outliers)
+    y = at_once(plain_matmul.run)(plain_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
+        assert test_matmul_gpu.plain_error(part, x, weight) <= (1e-6 if wide else 3e-3)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_plain_matmul_of_a_row_depends_on_no_other(cluster):
+    x, (weight,) = plain_problem(9, 1152, (16,))
+    x = x.at[3, 9].set(jnp.nan)
+    run = lambda x: np.asarray(at_once(plain_matmul.run)(plain_matmul.Plan(len(x), 1152, (16,), cluster, 2), x, [weight]), np.float32)
+    together = run(x)
+    assert np.isnan(together[3]).all() and not np.isnan(np.delete(together, 3, 0)).any()
+    for row in (0, 2, 8):
+        np.testing.assert_array_equal(run(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("function", "caller"),
+    [
+        ("synchronize", "arrive_once_all_have"),  # before a slot of either ring is given back or handed over
+        ("wait_for_arrivals", "one_pass"),  # functions of that name in the producer and in the math warps
+        ("wait_for_arrivals", "one_tile"),  # and in the math and epilogue warps
+        ("meet_cluster", "emit_block"),
+    ],
+)
+def test_a_missing_order_of_the_plain_matmul_is_seen(monkeypatch, function, caller):
+    x, weights = plain_problem(2, 1024, (256,))
+    plan = plain_matmul.Plan(2, 1024, (256,), cluster=2, clusters=1)
+    assert plan.tiles > plan.slots
+    done = getattr(ptx, function)
+    monkeypatch.setattr(ptx, function, lambda *args: None if sys._getframe(1).f_code.co_name == caller else done(*args))
+    with pytest.raises(AssertionError, match=r"a race: |which has ended"):
+        at_once(plain_matmul.run)(plan, x, weights)
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

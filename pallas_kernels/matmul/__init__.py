@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.matmul import reference
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
+PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain weights and few rows; with () XLA multiplies by all of them
 
 
 def linear(
@@ -17,7 +18,7 @@ def linear(
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
-    weights: [out, in] in any format; where all are INT4, they share a launch. biases: one for each weight, or none at all.
+    weights: [out, in] in any format; where all are INT4, or all plain and the rows few, they share a launch. biases: one for each weight, or none at all.
     dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
     Raises ValueError where there are biases for some of the weights only.
     """
@@ -42,14 +43,14 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     """The outputs without biases."""
     if all(isinstance(weight, Int4Weight) for weight in weights):
         return int4_matmul(x, weights).astype(dtype)
+    if not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
+        module = choose("matmul", PLAIN_IMPLEMENTATIONS, "auto", x, weights, dtype=dtype, slow_reference=False)
+        return module.plain_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply_one(x, weight, dtype) for weight in weights], axis=-1)
 
 
 def _multiply_one(x: Array, weight: Weight, dtype) -> Array:
-    if isinstance(weight, Int4Weight):
-        return int4_matmul(x, [weight]).astype(dtype)
     if isinstance(weight, Int8Weight):
-        return _multiply_one(x, weight.codes.astype(x.dtype), dtype) * weight.scale.astype(dtype)
-    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+        # By XLA, which makes floats of the codes as it multiplies.
+        return reference.plain_matmul(x, [weight.codes.astype(x.dtype)], dtype=dtype) * weight.scale.astype(dtype)
+    return _multiply(x, [weight], dtype)

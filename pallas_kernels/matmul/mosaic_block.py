@@ -13,6 +13,8 @@ it: weights of the next stage are on their way already.
 
 Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
 block that runs already: the launch comes to its end however few of its blocks fit on the device at once, beside other launches or not.
+A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
+One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
 Rings, barriers and the handoff buffer are drawn in docs/kernels.md.
 """
 
@@ -21,6 +23,7 @@ import functools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import fragments, numerics, ptx
+from pallas_kernels.gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
@@ -131,7 +134,7 @@ class Tickets:
     the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
     """
 
-    def __init__(self, plan: Plan, ring: "Ring", thread, counter=None):
+    def __init__(self, plan: Plan, ring: Ring, thread, counter=None):
         self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
         self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
         drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
@@ -164,45 +167,6 @@ class Tickets:
 
         self.state, carry = ptx.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
         return carry
-
-
-class Ring:
-    """Slots that some warps fill and others empty, one after the other.
-
-    A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
-    One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
-    """
-
-    def __init__(self, slots: int, first, size: int, arrivals):
-        self.slots, self.first, self.size, self.arrivals = slots, first, size, arrivals
-
-    def start(self, fillers: int, emptiers: int) -> None:
-        """Makes the barriers of all slots. fillers, emptiers: how many arrivals fill a slot, and how many empty it."""
-        for slot in range(self.slots):
-            ptx.arrivals_init(self.filled(ptx.i32(slot)), fillers)
-            ptx.arrivals_init(self.emptied(ptx.i32(slot)), emptiers)
-
-    def slot(self, slot):
-        """The address of a slot."""
-        return self.first + slot * self.size
-
-    def filled(self, slot):
-        """The address of the mbarrier that completes when a slot is full."""
-        return self.arrivals + 8 * slot
-
-    def emptied(self, slot):
-        """The address of the mbarrier that completes when a slot may be filled again."""
-        return self.arrivals + 8 * (slot + self.slots)
-
-    @property
-    def arrivals_end(self):
-        """The address behind the barriers of all slots."""
-        return self.arrivals + 2 * 8 * self.slots
-
-    def following(self, slot, parity) -> tuple:
-        """The next slot, and its parity."""
-        last = slot == self.slots - 1
-        return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
 
 
 # Producer warps --------------------------------------------------------------------------------------------------------
@@ -279,10 +243,14 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
     if stage.gated:  # half a tile of each
         half = TILE // 2
         return ptx.select(output < half, *arrays), tile * half + (output & (half - 1))
-    row = tile * TILE + output
+    return row_of(arrays, stage.outputs, tile * TILE + output)
+
+
+def row_of(arrays: list, outputs: tuple[int, ...], row) -> tuple:
+    """The array that a row is of, where arrays of so many outputs lie one after the other, and its row there."""
     array, before, local = arrays[0], 0, row
-    for outputs, other in zip(stage.outputs, arrays[1:]):
-        before += outputs
+    for count, other in zip(outputs, arrays[1:]):
+        before += count
         beyond = ptx.i32(before - 1) < row
         array, local = ptx.select(beyond, other, array), ptx.select(beyond, row - before, local)
     return array, local

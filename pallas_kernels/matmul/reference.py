@@ -1,4 +1,4 @@
-"""The INT4 matmul in plain JAX: dequantize, then multiply."""
+"""Matmuls in plain JAX; INT4 weights are dequantized first."""
 
 from collections.abc import Sequence
 
@@ -17,3 +17,11 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     x, weights = lax.optimization_barrier((x, tuple(weights)))
     product = lambda weight: jnp.matmul(x.astype(wide), dequantize_weight(weight, wide).T, precision=lax.Precision.HIGHEST)
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
+
+
+def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Float[Array, "out in"]], *, dtype) -> Float[Array, "*rows out"]:
+    """x @ weight.T for each weight, one after the other in the last axis, in `dtype`."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    # HIGHEST: a GPU would otherwise round float32 operands to tf32.
+    product = lambda weight: lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
+    return jnp.concatenate([product(weight) for weight in weights], axis=-1)

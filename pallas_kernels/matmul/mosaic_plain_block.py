@@ -1,0 +1,216 @@
+"""The program of a block of the Mosaic GPU matmul with plain weights.
+
+A producer warp copies weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
+idle. With the passes of the first tile come the activations, which stay. Each math warp takes the same inputs of every pass; rows of
+activations are the first operand of the tensor cores, where there is place for 16, and outputs the columns of the second. Epilogue warps
+add the math warps' sums of a tile in their order.
+Rings and barriers are described in docs/kernels.md.
+"""
+
+import dataclasses
+
+from pallas_kernels.gpu import fragments, numerics, ptx
+from pallas_kernels.gpu.ring import Ring
+from pallas_kernels.matmul.mosaic_block import row_of
+from pallas_kernels.matmul.mosaic_plain_plan import (
+    EPILOGUE_WARPS,
+    MATH_WARPS,
+    PAIR_BYTES,
+    PASS,
+    PITCH,
+    PRODUCER_WARPS,
+    ROWS,
+    SLOT_BYTES,
+    SUMS_SLOTS,
+    TILE,
+    UNIT,
+    WARPS,
+    Plan,
+)
+
+UNIT_BYTES, PASS_BYTES = 2 * UNIT, 2 * PASS
+STEPS = UNIT // 32  # loads of 16 bytes a lane, with which four lanes take 32 inputs of a row
+CHAINS = 2  # of products that do not wait for each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a block works on: the cluster's tiles, from `lower` to `upper` - 1, over the inputs of `units` units from `first` on."""
+
+    rank: ptx.Value
+    lower: ptx.Value
+    upper: ptx.Value
+    first: ptx.Value
+    units: ptx.Value
+
+    @classmethod
+    def of_block(cls, plan: Plan, block) -> "Share":
+        rank, number = block % plan.cluster, block // plan.cluster
+        first = rank * plan.units // plan.cluster
+        lower, upper = (i * plan.tiles // plan.clusters for i in (number, number + 1))
+        return cls(rank, lower, upper, first, (rank + 1) * plan.units // plan.cluster - first)
+
+
+def emit_block(plan: Plan, refs: dict) -> None:
+    """Emits a block: its rings, and the program of each kind of warp."""
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, block = ptx.thread_index(), ptx.block_index()
+    warp, lane = ptx.uniform(thread >> 5), thread & 31
+    shared = at["shared"]
+    ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.arrivals_start)
+    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
+    share = Share.of_block(plan, block)
+    with ptx.when(thread == 0):
+        ring.start(PRODUCER_WARPS, MATH_WARPS)
+        sums.start(MATH_WARPS, EPILOGUE_WARPS)
+    ptx.synchronize(ptx.i32(0), WARPS)
+    with ptx.when(warp < MATH_WARPS):
+        multiply(plan, shared + plan.x_start, share, ring, sums, warp, lane)
+    with ptx.when(warp == MATH_WARPS):
+        produce(plan, at, share, ring, lane)
+    with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
+        add_warps(plan, at, share, sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
+    if plan.cluster > 1:
+        ptx.synchronize(None, 1)
+        ptx.meet_cluster()
+        add_blocks(plan, at, share, thread)
+        # Nobody ends while others read what it has.
+        ptx.synchronize(None, 1)
+        ptx.meet_cluster()
+
+
+def arrive_once_all_have(arrival, lane) -> None:
+    """Arrives for the warp, once all its lanes are here."""
+    ptx.synchronize(None, 1)
+    with ptx.when(lane == 0):
+        ptx.arrive(arrival)
+
+
+def produce(plan: Plan, at: dict, share: Share, ring: Ring, lane) -> None:
+    """Fills the ring with all passes of all tiles, and copies the activations of each pass with those of the first tile."""
+    arrays = [at[f"weight{i}"] for i in range(len(plan.outputs))]
+    is_weight, x_row = lane < TILE, ptx.maximum(lane - TILE, ptx.i32(0))
+    start = ptx.i64(share.first) * UNIT_BYTES
+    row_at = lambda array, row: array + ptx.i64(row) * (2 * plan.inputs) + start
+
+    def one_tile(tile, carry):
+        source = ptx.select(is_weight, row_at(*row_of(arrays, plan.outputs, tile * TILE + (lane & (TILE - 1)))), row_at(at["x"], x_row))
+        copies = ptx.select(tile == share.lower, ptx.i32(TILE + plan.rows), ptx.i32(TILE))
+
+        def one_pass(number, carry):
+            slot, parity = carry
+            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            size = ptx.minimum(share.units - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
+            with ptx.when(lane == 0):
+                ptx.arrive_with(ring.filled(slot), size * copies)
+            x_at = at["shared"] + plan.x_start + x_row * plan.x_pitch + number * PASS_BYTES
+            to = ptx.select(is_weight, ring.slot(slot) + lane * PITCH, x_at)
+            with ptx.when((lane < copies) & (ptx.i32(0) < size)):
+                ptx.copy_bulk(to, source + ptx.i64(number) * PASS_BYTES, size, ring.filled(slot))
+            return ring.following(slot, parity)
+
+        return ptx.loop(ptx.i32(0), ptx.i32(plan.passes), carry, one_pass)
+
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1)), one_tile)
+
+
+def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) -> None:
+    """Multiplies the warp's inputs of all tiles, and puts its sums of each in the ring of sums. x: the address of the activations."""
+    g, t = lane >> 2, lane & 3
+    within = warp * UNIT_BYTES + t * 16
+    # Rows that are not there repeat the last.
+    x_at = [x + ptx.minimum(g + ROWS * i, ptx.i32(plan.rows - 1)) * plan.x_pitch for i in range(plan.row_tiles)]
+    take = lambda at: [ptx.load_shared(at + 64 * step, 4) for step in range(STEPS)]
+
+    def one_pass(number, carry):
+        slot, parity, totals = carry
+        ptx.wait_for_arrivals(ring.filled(slot), parity)
+        weights = take(ring.slot(slot) + g * PITCH + within)
+        there = number * MATH_WARPS + warp < share.units
+        # A warp without inputs in this pass multiplies what it may read, and adds nothing.
+        offset = within + number * PASS_BYTES if plan.whole else ptx.select(there, within + number * PASS_BYTES, ptx.i32(0))
+        rows = [take(at + offset) for at in x_at]
+        # Words that are loaded at once: the first stands for all.
+        arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in weights]), lane)
+        new = add_products(totals, rows, weights)
+        if not plan.whole:
+            new = [[ptx.select(there, *both) for both in zip(*chains)] for chains in zip(new, totals)]
+        return *ring.following(slot, parity), new
+
+    def one_tile(tile, carry):
+        slot, parity, sums_slot, sums_parity = carry
+        nothing = [[ptx.f32(0.0)] * 4 for _ in range(CHAINS)]
+        slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(plan.passes), (slot, parity, nothing), one_pass)
+        total = [numerics.total(chain) for chain in zip(*totals)]
+        ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
+        to = sums.slot(sums_slot) + warp * plan.tile_bytes + lane * PAIR_BYTES
+        for i in range(plan.row_tiles):
+            ptx.store_shared(to + i * (32 * PAIR_BYTES), *total[2 * i : 2 * i + 2])
+        arrive_once_all_have(sums.filled(sums_slot), lane)
+        return slot, parity, *sums.following(sums_slot, sums_parity)
+
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1)), one_tile)
+
+
+def add_products(totals: list, rows: list, weights: list) -> list:
+    """Adds the products of one more unit to the totals, in each chain those of `fragments.mma`: rows g and g + 8, outputs 2 t and 2 t + 1.
+
+    rows, weights: [row tile][step] and [step], the words of a lane's 8 inputs. Which inputs these are makes no difference, as long as
+    they are the same for both.
+    """
+    totals, absent = list(totals), (ptx.i32(0),) * 4
+    for step, words in enumerate(weights):
+        upper, lower = (rows[i][step] if i < len(rows) else absent for i in (0, 1))
+        for k in (0, 2):
+            chain = k // 2 % CHAINS
+            a = upper[k], lower[k], upper[k + 1], lower[k + 1]
+            totals[chain] = list(fragments.mma(totals[chain], a, words[k : k + 2], "bf16"))
+    return totals
+
+
+def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
+    """Adds the math warps' sums of all tiles: outputs, or where there are other blocks in the cluster the block's part of them."""
+    lane = thread & 31
+
+    def one_tile(tile, carry):
+        slot, parity = carry
+        ptx.wait_for_arrivals(sums.filled(slot), parity)
+        with ptx.when(thread < plan.pairs):
+            start = sums.slot(slot) + thread * PAIR_BYTES
+            found = [ptx.load_shared(start + warp * plan.tile_bytes, 2, "f") for warp in range(MATH_WARPS)]
+            pair = [numerics.total(column) for column in zip(*found)]
+            if plan.cluster > 1:
+                item = (tile - share.lower) * plan.pairs + thread
+                ptx.store_shared(at["shared"] + plan.partials_start + item * PAIR_BYTES, *pair)
+            else:
+                write_pair(plan, at["y"], tile, thread, pair)
+        arrive_once_all_have(sums.emptied(slot), lane)
+        return sums.following(slot, parity)
+
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0)), one_tile)
+
+
+def add_blocks(plan: Plan, at: dict, share: Share, thread) -> None:
+    """Adds what the blocks of the cluster found of its tiles, in the order of their ranks; each block takes some of the outputs."""
+    items, everyone = (share.upper - share.lower) * plan.pairs, plan.cluster * 32 * WARPS
+
+    def some(turn, carry):
+        item = turn * everyone + share.rank * (32 * WARPS) + thread
+        with ptx.when(item < items):
+            mine = at["shared"] + plan.partials_start + item * PAIR_BYTES
+            found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 2, "f") for rank in range(plan.cluster)]
+            pair = [numerics.total(column) for column in zip(*found)]
+            write_pair(plan, at["y"], share.lower + item // plan.pairs, item % plan.pairs, pair)
+        return carry
+
+    ptx.loop(ptx.i32(0), (items + (everyone - 1)) // everyone, (), some)
+
+
+def write_pair(plan: Plan, y, tile, pair, found: list) -> None:
+    """Writes a pair of outputs of a tile: pair 4 row + i is outputs 2 i and 2 i + 1."""
+    row, i = pair >> 2, pair & 3
+    place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
+    if plan.wide:
+        ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
+    else:
+        ptx.store_global(y + place * 2, numerics.pair(*found, "bf16"))

@@ -1,0 +1,139 @@
+"""How the Mosaic GPU matmul with plain weights divides its work, and where everything lies in shared memory."""
+
+import dataclasses
+import math
+
+from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
+
+TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
+UNIT = 128  # inputs that a math warp takes of a pass
+MATH_WARPS = 8  # they multiply
+PRODUCER_WARPS = 1  # it copies
+EPILOGUE_WARPS = 3  # they add what the math warps found of a tile
+WARPS = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
+PASS = MATH_WARPS * UNIT  # inputs that a block takes at once
+ROWS = 8  # of activations that a lane has one of: the tensor cores take twice as many
+MAX_ROWS = 2 * ROWS
+# Bytes from one output to the next in a slot of the ring: neighbours lie in different banks.
+PITCH = 2 * PASS + 64
+SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
+ENOUGH_SLOTS, MOST_SLOTS = 5, 12  # of the ring: with fewer the memory would be idle, and more are of no use
+SUMS_SLOTS = 2  # tiles whose sums there is place for
+PAIR_BYTES = 8  # of two neighbouring outputs, float32
+RESERVED_BYTES = 2048  # of a block's shared memory, for the compiler
+NEIGHBOURS = 16  # multiprocessors of which any whole number of larger clusters can be made
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One launch: so many clusters of blocks, each with tiles of its own, whose inputs the cluster's blocks divide among them.
+
+    wide: whether the outputs are float32, not bfloat16.
+    """
+
+    rows: int
+    inputs: int
+    outputs: tuple[int, ...]
+    cluster: int
+    clusters: int
+    wide: bool = False
+
+    @classmethod
+    def fitting(cls, rows: int, inputs: int, outputs: tuple[int, ...], blocks: int, wide: bool = False) -> "Plan | None":
+        """The plan with the smallest clusters whose blocks have room for their inputs of all rows; None where even the largest have not.
+
+        Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
+        """
+        tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
+        # Two neighbouring multiprocessors always make a cluster; of larger ones not all may find a place at once.
+        clusters = {size: blocks // size if size <= 2 else blocks // NEIGHBOURS * (NEIGHBOURS // size) for size in sizes}
+        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, clusters[size])), wide) for size in sizes]
+        full = math.ceil(rows / ROWS) * ROWS
+        return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
+
+    @property
+    def blocks(self) -> int:
+        return self.cluster * self.clusters
+
+    @property
+    def tiles(self) -> int:
+        return self.width // TILE
+
+    @property
+    def width(self) -> int:
+        return sum(self.outputs)
+
+    @property
+    def units(self) -> int:
+        return self.inputs // UNIT
+
+    @property
+    def most_units(self) -> int:
+        """Units of a block's inputs, or one more."""
+        return math.ceil(self.units / self.cluster)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a block's inputs of a tile."""
+        return math.ceil(self.most_units / MATH_WARPS)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every math warp has inputs in every pass."""
+        return self.units == self.passes * MATH_WARPS * self.cluster
+
+    @property
+    def row_tiles(self) -> int:
+        return math.ceil(self.rows / ROWS)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of outputs of a tile."""
+        return self.rows * TILE // 2
+
+    # Shared memory holds, in this order: the ring of weights, activations, the ring of the warps' sums of tiles, the block's sums of all
+    # its tiles where other blocks have others, and the mbarriers of the rings.
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks."""
+        return 2 * UNIT * self.most_units + 64
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a warp's sums of a tile."""
+        return self.row_tiles * ROWS * (TILE // 2) * PAIR_BYTES
+
+    @property
+    def partial_bytes(self) -> int:
+        return math.ceil(self.tiles / self.clusters) * self.pairs * PAIR_BYTES if self.cluster > 1 else 0
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring of weights, as many as there is place for."""
+        others = self.rows * self.x_pitch + self._sums_bytes + self.partial_bytes + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS)
+        return max(0, min(MOST_SLOTS, (SHARED_BYTES - RESERVED_BYTES - others) // SLOT_BYTES))
+
+    @property
+    def _sums_bytes(self) -> int:
+        return SUMS_SLOTS * MATH_WARPS * self.tile_bytes
+
+    @property
+    def x_start(self) -> int:
+        return self.slots * SLOT_BYTES
+
+    @property
+    def sums_start(self) -> int:
+        return self.x_start + self.rows * self.x_pitch
+
+    @property
+    def partials_start(self) -> int:
+        return self.sums_start + self._sums_bytes
+
+    @property
+    def arrivals_start(self) -> int:
+        return self.partials_start + self.partial_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.arrivals_start + 2 * 8 * (self.slots + SUMS_SLOTS)
