@@ -66,8 +66,8 @@ def main() -> None:
 
 def choose(kernel: str, candidates: tuple[str, ...], implementation: str, *args, slow_reference: bool = True, **settings) -> ModuleType:
     module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
-    possible = implementation == "auto" and not module("mosaic_gpu").unsupported(*args, **settings)
-    return module("mosaic_gpu" if possible else "reference")
+    possible = implementation == "auto" and candidates and not module(candidates[0]).unsupported(*args, **settings)
+    return module(candidates[0] if possible else "reference")
 
 
 if __name__ == "__main__":

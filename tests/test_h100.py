@@ -33,13 +33,15 @@ def test_prefill_keeps_one_layer_in_full_precision(methods):
 def test_the_loop_with_kernels_makes_nothing_of_cache_size(methods):
     assert {name: found["faults"] for name, found in methods.items()} == {name: [] for name in methods}
     # Two layers, of draft and target each: attention with RoPE and append (parts and their merging); all between attentions in one
-    # in the draft, two norms in the target; a flush; and before and after the layers a norm of the draft and a matmul, a norm of each.
+    # in the draft, two norms and four matmuls in the target; a flush; and before and after the layers a norm of the draft and a matmul, a
+    # norm and the logits of each.
     # Listed groups are read, and attention is observed, by the same launches.
     layer = 2
-    quantspec = 2 * ((layer + 1) + (layer + 2) + 1) + 2 + 2
+    target = 2 * 4 + 1  # its matmuls
+    quantspec = 2 * ((layer + 1) + (layer + 2) + 1) + 2 + 2 + target + 1
     assert {name: found["kernels"] for name, found in methods.items()} == {
         "quantspec": quantspec,
         "sparse": quantspec,
-        "autoregressive, int8": 2 * (layer + 2 + 1) + 1,
-        "autoregressive, full": 2 * (layer + 2) + 1,
+        "autoregressive, int8": 2 * (layer + 2 + 1) + 1 + target,
+        "autoregressive, full": 2 * (layer + 2) + 1 + target,
     }

@@ -1,4 +1,4 @@
-"""The GPU kernels of int4_matmul against float32, and what they do not take."""
+"""The GPU kernels of int4_matmul, and those of linear for plain weights, against float32, and what they do not take."""
 
 import functools
 import importlib
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from gpus import skip_or_fail
 
+from pallas_kernels import matmul
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, mosaic_gpu, mosaic_plan, triton
+from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, linear, mosaic_gpu, mosaic_plain, mosaic_plain_plan, mosaic_plan, triton
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
@@ -60,18 +61,10 @@ def separate(y: jax.Array, weights: Sequence[Int4Weight]) -> list[jax.Array]:
     return jnp.split(y, np.cumsum([weight.shape[0] for weight in weights])[:-1], axis=-1)
 
 
-def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight) -> float:
-    wide = jnp.matmul(x.astype(jnp.float32), dequantize_weight(weight, jnp.float32).T, precision="highest")
+def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight | jax.Array) -> float:
+    full = dequantize_weight(weight, jnp.float32) if isinstance(weight, Int4Weight) else weight.astype(jnp.float32)
+    wide = jnp.matmul(x.astype(jnp.float32), full.T, precision="highest")
     return float(jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
-
-
-def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, out, inputs]).standard_normal((out, inputs), np.float32), jnp.bfloat16)
-
-
-def plain_error(y: jax.Array, x: jax.Array, weight: jax.Array) -> float:
-    wide = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    return float(np.linalg.norm(np.asarray(y, np.float64) - wide) / np.linalg.norm(wide))
 
 
 @gpu
@@ -196,3 +189,116 @@ def test_weights_have_as_many_inputs_as_there_are_activations(monkeypatch, imple
     assert module.unsupported(x, (narrow,)) is None
     for weights in ((narrow, wide), (wide,)):
         assert "256, not 512" in module.unsupported(x, weights)
+
+
+# Plain weights ----------------------------------------------------------------------------------------------------------
+
+# As SHAPES: those of Llama models, tiles that blocks cannot divide evenly, fewer tiles than blocks, and warps without inputs.
+PLAIN_SHAPES = [
+    (4096, (14336, 14336)),
+    (4096, (4096, 1024, 1024)),
+    (4096, (4096,)),
+    (14336, (4096,)),
+    (11008, (4096,)),
+    (4096, (128256,)),
+    (128, (8, 24)),
+    (1920, (1064,)),
+    (28672, (1032, 8)),
+]
+plain_matmul = jax.jit(mosaic_plain.plain_matmul, static_argnames="dtype")
+
+
+def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (out, inputs), jnp.bfloat16)
+
+
+def plain_kernel(x: jax.Array, weights: Sequence[jax.Array], dtype) -> Callable:
+    """The kernel, which gives `dtype`; skips the test where this machine cannot run it, and fails where it should."""
+    skip_or_fail("mosaic_gpu", mosaic_plain.unsupported(x, weights, dtype=dtype))
+    return functools.partial(plain_matmul, dtype=dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 13, 16])
+@pytest.mark.parametrize(("inputs", "outputs"), PLAIN_SHAPES)
+def test_plain_weights_equal_float32(inputs, outputs, rows, dtype):
+    weights = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs))
+    for outliers in (False, True):
+        x = activations(rows, inputs, outliers)
+        y = plain_kernel(x, weights, dtype)(x, weights)
+        assert y.shape == (rows, sum(outputs)) and y.dtype == dtype
+        most = max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights))
+        assert most <= (5e-3 if dtype == "bfloat16" else 1e-5)
+
+
+@gpu
+@pytest.mark.parametrize(("inputs", "outputs"), PLAIN_SHAPES)
+def test_a_row_of_plain_weights_is_the_same_alone(inputs, outputs):
+    weights = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(8, inputs, True)
+    run = plain_kernel(x, weights, "bfloat16")
+    together = np.asarray(run(x, weights))
+    for row in range(8):
+        np.testing.assert_array_equal(np.asarray(run(x[row : row + 1], weights))[0], together[row])
+    spoilt = np.asarray(run(x.at[2, 77].set(jnp.nan), weights))
+    assert np.isnan(spoilt[2].astype(np.float32)).all()
+    np.testing.assert_array_equal(np.delete(spoilt, 2, 0), np.delete(together, 2, 0))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (4096, 1024, 1024)), (14336, (4096,)), (11008, (4096,))])
+def test_plain_weights_give_the_same_bits_in_two_hundred_launches(inputs, outputs, rows):
+    weights = tuple(plain_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(rows, inputs, False)
+    run = plain_kernel(x, weights, "float32")
+    first = run(x, weights)
+    differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(200))
+    assert int(differing) == 0
+
+
+@gpu
+def test_linear_takes_the_kernel_for_plain_weights(monkeypatch):
+    weights = (plain_weight(64, 256, 0), plain_weight(32, 256, 1))
+    x = activations(6, 256, False).reshape(2, 3, 256)
+    plain_kernel(x, weights, "bfloat16")
+    y = linear(x, weights)
+    assert y.shape == (2, 3, 96)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(plain_matmul(x, weights, dtype="bfloat16")))
+    monkeypatch.setattr(matmul, "PLAIN_IMPLEMENTATIONS", ())
+    np.testing.assert_allclose(np.asarray(linear(x, weights), np.float32), np.asarray(y, np.float32), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_plans_for_plain_weights_fit(rows):
+    models = [(4096, 128256), (5120, 5120), (5120, 152064), (8192, 57344), (8192, 128256), (11008, 4096), (14336, 4096), (28672, 8192)]
+    for inputs, out in [(128, 8), (1920, 1064), (4096, 1024), (32768, 16), *models]:
+        plan = mosaic_plain_plan.Plan.fitting(rows, inputs, (out,), 132)
+        if plan is None:  # sums of so many tiles would have to wait for other blocks
+            assert rows > 8 and inputs > 4096 and out >= 8192
+            continue
+        assert plan.slots >= mosaic_plain_plan.ENOUGH_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks <= 132
+        assert plan.clusters <= plan.tiles
+        like = mosaic_plain_plan.Plan.fitting(1 if rows <= 8 else 16, inputs, (out,), 132)
+        assert (plan.cluster, plan.clusters) == (like.cluster, like.clusters)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "out", "dtypes", "reason"),
+    [
+        (17, 256, 64, ("bfloat16",) * 3, "up to 16 rows"),
+        (2, 256, 64, ("float32", "bfloat16", "float32"), "bfloat16, not float32"),
+        (2, 256, 64, ("bfloat16", "float32", "float32"), "bfloat16, not float32"),
+        (2, 256, 64, ("bfloat16", "bfloat16", "float16"), "not float16"),
+        (2, 192, 64, ("bfloat16",) * 3, "multiples of 128"),
+        (2, 256, 60, ("bfloat16",) * 3, "multiples of 8"),
+        (16, 65536, 64, ("bfloat16",) * 3, "no room"),
+    ],
+)
+def test_what_the_kernel_for_plain_weights_does_not_take(monkeypatch, rows, inputs, out, dtypes, reason):
+    monkeypatch.setattr(mosaic_plain, "no_mosaic_gpu", lambda: None)
+    x, weight = jnp.zeros((rows, inputs), dtypes[0]), jnp.zeros((out, inputs), dtypes[1])
+    assert reason in mosaic_plain.unsupported(x, (weight,), dtype=dtypes[2])
+    y = linear(x, (weight,), dtype=dtypes[2])
+    assert y.shape == (rows, out) and y.dtype == dtypes[2]

@@ -18,8 +18,8 @@ def linear(
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
-    weights: [out, in] in any format; where all are INT4, or all plain and the rows few, they share a launch. biases: one for each weight, or none at all.
-    dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
+    weights: [out, in] in any format; where all are INT4, or all plain and the rows few, they share a launch. biases: one for each
+    weight, or none at all. dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
     Raises ValueError where there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):
