@@ -223,6 +223,7 @@ def test_plain_matmul_of_a_row_depends_on_no_other(cluster):
         ("synchronize", "arrive_once_all_have"),  # before a slot of either ring is given back or handed over
         ("wait_for_arrivals", "one_pass"),  # functions of that name in the producer and in the math warps
         ("wait_for_arrivals", "one_tile"),  # and in the math and epilogue warps
+        ("wait_for_arrivals", "emit_block"),  # until activations are there
         ("meet_cluster", "emit_block"),
     ],
 )

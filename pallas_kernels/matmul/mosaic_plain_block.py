@@ -1,9 +1,9 @@
 """The program of a block of the Mosaic GPU matmul with plain weights.
 
-A producer warp copies weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
-idle. With the passes of the first tile come the activations, which stay. Each math warp takes the same inputs of every pass; rows of
-activations are the first operand of the tensor cores, where there is place for 16, and outputs the columns of the second. Epilogue warps
-add the math warps' sums of a tile in their order.
+Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
+idle. Activations come beside them, once. Each math warp takes the same inputs of every pass; rows of activations are the first operand of
+the tensor cores, where there is place for 16, and outputs the columns of the second. Epilogue warps add the math warps' sums of a tile in
+their order.
 Rings and barriers are described in docs/kernels.md.
 """
 
@@ -60,14 +60,19 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.arrivals_start)
     sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
     share = Share.of_block(plan, block)
+    x_arrival = sums.arrivals_end
     with ptx.when(thread == 0):
         ring.start(PRODUCER_WARPS, MATH_WARPS)
         sums.start(MATH_WARPS, EPILOGUE_WARPS)
+        ptx.arrivals_init(x_arrival, 1)
     ptx.synchronize(ptx.i32(0), WARPS)
     with ptx.when(warp < MATH_WARPS):
+        ptx.wait_for_arrivals(x_arrival, ptx.i32(0))
         multiply(plan, shared + plan.x_start, share, ring, sums, warp, lane)
-    with ptx.when(warp == MATH_WARPS):
-        produce(plan, at, share, ring, lane)
+    with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
+        produce(plan, at, share, ring, warp - MATH_WARPS, lane)
+    with ptx.when(warp == MATH_WARPS + PRODUCER_WARPS):
+        copy_activations(plan, at, share, x_arrival, lane)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
         add_warps(plan, at, share, sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
     if plan.cluster > 1:
@@ -86,27 +91,37 @@ def arrive_once_all_have(arrival, lane) -> None:
         ptx.arrive(arrival)
 
 
-def produce(plan: Plan, at: dict, share: Share, ring: Ring, lane) -> None:
-    """Fills the ring with all passes of all tiles, and copies the activations of each pass with those of the first tile."""
+def row_at(plan: Plan, share: Share, array, row):
+    """The address of the block's inputs of a row of an array."""
+    return array + ptx.i64(row) * (2 * plan.inputs) + ptx.i64(share.first) * UNIT_BYTES
+
+
+def copy_activations(plan: Plan, at: dict, share: Share, arrival, lane) -> None:
+    """Copies the block's inputs of all rows, which stay."""
+    size = share.units * UNIT_BYTES
+    with ptx.when(lane == 0):
+        ptx.arrive_with(arrival, size * plan.rows)
+    with ptx.when(lane < plan.rows):
+        ptx.copy_bulk(at["shared"] + plan.x_start + lane * plan.x_pitch, row_at(plan, share, at["x"], lane), size, arrival)
+
+
+def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
+    """Fills the ring with a producer warp's rows of all passes of all tiles."""
     arrays = [at[f"weight{i}"] for i in range(len(plan.outputs))]
-    is_weight, x_row = lane < TILE, ptx.maximum(lane - TILE, ptx.i32(0))
-    start = ptx.i64(share.first) * UNIT_BYTES
-    row_at = lambda array, row: array + ptx.i64(row) * (2 * plan.inputs) + start
+    rows = TILE // PRODUCER_WARPS
+    output = warp * rows + (lane & (rows - 1))
 
     def one_tile(tile, carry):
-        source = ptx.select(is_weight, row_at(*row_of(arrays, plan.outputs, tile * TILE + (lane & (TILE - 1)))), row_at(at["x"], x_row))
-        copies = ptx.select(tile == share.lower, ptx.i32(TILE + plan.rows), ptx.i32(TILE))
+        source = row_at(plan, share, *row_of(arrays, plan.outputs, tile * TILE + output))
 
         def one_pass(number, carry):
             slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied(slot), parity)
             size = ptx.minimum(share.units - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
             with ptx.when(lane == 0):
-                ptx.arrive_with(ring.filled(slot), size * copies)
-            x_at = at["shared"] + plan.x_start + x_row * plan.x_pitch + number * PASS_BYTES
-            to = ptx.select(is_weight, ring.slot(slot) + lane * PITCH, x_at)
-            with ptx.when((lane < copies) & (ptx.i32(0) < size)):
-                ptx.copy_bulk(to, source + ptx.i64(number) * PASS_BYTES, size, ring.filled(slot))
+                ptx.arrive_with(ring.filled(slot), size * rows)
+            with ptx.when((lane < rows) & (ptx.i32(0) < size)):
+                ptx.copy_bulk(ring.slot(slot) + output * PITCH, source + ptx.i64(number) * PASS_BYTES, size, ring.filled(slot))
             return ring.following(slot, parity)
 
         return ptx.loop(ptx.i32(0), ptx.i32(plan.passes), carry, one_pass)

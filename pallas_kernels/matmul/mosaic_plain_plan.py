@@ -8,8 +8,8 @@ from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
 UNIT = 128  # inputs that a math warp takes of a pass
 MATH_WARPS = 8  # they multiply
-PRODUCER_WARPS = 1  # it copies
-EPILOGUE_WARPS = 3  # they add what the math warps found of a tile
+PRODUCER_WARPS = 2  # they copy: each has rows of a tile of its own
+EPILOGUE_WARPS = 2  # they add what the math warps found of a tile; each lane has two neighbouring outputs of a row
 WARPS = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
 PASS = MATH_WARPS * UNIT  # inputs that a block takes at once
 ROWS = 8  # of activations that a lane has one of: the tensor cores take twice as many
@@ -111,7 +111,7 @@ class Plan:
     @property
     def slots(self) -> int:
         """Slots of the ring of weights, as many as there is place for."""
-        others = self.rows * self.x_pitch + self._sums_bytes + self.partial_bytes + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS)
+        others = self.rows * self.x_pitch + self._sums_bytes + self.partial_bytes + _arrival_bytes(MOST_SLOTS)
         return max(0, min(MOST_SLOTS, (SHARED_BYTES - RESERVED_BYTES - others) // SLOT_BYTES))
 
     @property
@@ -136,4 +136,8 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        return self.arrivals_start + 2 * 8 * (self.slots + SUMS_SLOTS)
+        return self.arrivals_start + _arrival_bytes(self.slots)
+
+
+def _arrival_bytes(slots: int) -> int:
+    return 8 * (2 * slots + 2 * SUMS_SLOTS + 1)
