@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def most_units(self) -> int:
-        """Units of a block's inputs, or one more."""
+        """The most units of inputs that a block has."""
         return math.ceil(self.units / self.cluster)
 
     @property
