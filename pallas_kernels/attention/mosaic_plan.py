@@ -132,7 +132,7 @@ class Plan:
             tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
             needed = 80 + 4 * self.block_tiles * tiles // team
             there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
-            few = warpgroups * blocks > 3 or plan.merges and self.list_width is not None
+            few = warpgroups * blocks > 3 or (plan.merges and self.list_width is not None)
             if plan.slots >= (LEAST_SLOTS if few else 3) and needed <= there + SPILLED:
                 plans.append(plan)
         return list(dict.fromkeys([self.default(), *plans]))
