@@ -465,8 +465,13 @@ def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
         ),
         # Two blocks of rows, of which the last is not full.
         pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(1), 1, "gaussian", marks=pytest.mark.slow),
+        # Four teams, whose rings have two slots each.
+        pytest.param(
+            *(Case(7, 4, 1, 128, group_size=128, capacity=7, groups=(7,)), Config(1, warpgroups=4, team=4), 2, "outliers"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["T1-rows", "T7-GQA4-warpgroup", "T7-GQA2-rows", "T16-GQA7"],
+    ids=["T1-rows", "T7-GQA4-warpgroup", "T7-GQA2-rows", "T16-GQA7", "T7-GQA4-two-slots"],
 )
 def test_attention_mass(case, config, planes, data):
     q, layer, lengths = attention_problem(case, data)

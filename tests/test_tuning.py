@@ -106,7 +106,8 @@ def test_candidates_can_work_and_begin_with_the_default():
     plans = plan.candidates()
     assert plans[0] == plan.default() and len(plans) == len(set(plans)) > 5
     for candidate in plans:
-        assert candidate.slots >= 3 and candidate.shared_bytes <= mosaic_plan.SHARED_BYTES
+        many = candidate.config.warpgroups * candidate.config.blocks > 3
+        assert candidate.slots >= (2 if many else 3) and candidate.shared_bytes <= mosaic_plan.SHARED_BYTES
         assert candidate.configured(candidate.config) == candidate
 
 
@@ -147,7 +148,7 @@ def test_the_files_in_the_package():
                         problem["batch"], problem["heads"], 1, 1, problem["head_dim"], problem["group_size"], 1024, 264, problem["planes"],
                         block_tiles=problem["block_tiles"], blocks_of_rows=1, list_width=problem.get("list_width"),
                     )  # fmt: skip
-                    assert rebuilt.problem == problem and rebuilt.configured(config).slots >= 3
+                    assert rebuilt.problem == problem and rebuilt.configured(config).with_room()
 
 
 def test_a_file_that_cannot_be_read_is_as_none(folder, caplog):

@@ -77,10 +77,10 @@ def plan_for(
     # As many query rows in a block as leave room for the ring.
     for most in MAX_ROWS:
         blocks = math.ceil(R / most)
-        plan = shapes(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS)).configured(config)
-        if plan.slots >= 3:
+        plan = shapes(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS))
+        if plan.default().slots >= 3:
             break
-    return plan.with_room()
+    return plan.configured(config).with_room()
 
 
 def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:

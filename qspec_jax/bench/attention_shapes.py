@@ -93,6 +93,7 @@ def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: i
 LARGE = (
     *(_uniform(f"int4-T1-mha-{k}k", 1, 1, 32, 32, k) for k in (64, 128, 256)),
     _uniform("int8-T7-mha-128k", 2, 7, 32, 32, 128),
+    _uniform("int8-T13-mha-128k", 2, 13, 32, 32, 128),
     _uniform("int4-T1-gqa-128k", 1, 1, 32, 8, 128),
     _uniform("int8-T7-gqa-128k", 2, 7, 32, 8, 128),
     Shape("int4-T1-gqa-16k-ragged", 1, 1, 32, 8, (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +34,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
 
 NGRAM = 8
-COMPILED_AHEAD = 4  # measurements whose programs are made side by side
+COMPILED_TOGETHER = 4  # measurements whose programs are made side by side
 STYLES = {"teacher-forced": "-", "free-running": ":"}
 MODES = tuple(STYLES)
 
@@ -104,18 +103,17 @@ Run = tuple[Llama, Draft, Sequence[Sequence[int]], GenerationConfig, Key[Array, 
 
 
 def teacher_forced_in_turn(runs: Iterable[Run]) -> Iterator[Acceptance]:
-    """`teacher_forced` of each of these arguments, one after the other, while the programs of the next ones are compiled beside it."""
-    runs, coming = iter(runs), deque()
-    with ThreadPoolExecutor(COMPILED_AHEAD) as pool:
-        while True:
-            for run in itertools.islice(runs, COMPILED_AHEAD - len(coming)):
-                forced = _Forced(*run)
-                coming.append((forced, pool.submit(forced.compile)))
-            if not coming:
-                return
-            forced, compiled = coming.popleft()
-            compiled.result()
-            yield forced.measured()
+    """`teacher_forced` of each of these arguments, one after the other. Programs of some are made side by side, and then these run.
+
+    Nothing runs while something is compiled: cuDNN captures a graph of its kernels when a program with its attention first runs, and CUDA
+    gives up the capture, and all that runs then, where another thread loads a program meanwhile.
+    """
+    runs = iter(runs)
+    while together := [_Forced(*run) for run in itertools.islice(runs, COMPILED_TOGETHER)]:
+        with ThreadPoolExecutor(COMPILED_TOGETHER) as pool:
+            list(pool.map(_Forced.compile, together))
+        while together:
+            yield together.pop(0).measured()
 
 
 def compile_side_by_side(runs: Iterable[Run]) -> None:
