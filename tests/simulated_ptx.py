@@ -291,6 +291,12 @@ def _multiply_f16(found, code, a, b):
         return np.ascontiguousarray((halves(a, "f16") * halves(b, "f16")).astype(np.float16)).view(np.int32)[:, 0]
 
 
+def _fma_bf16(found, code, a, b, c):
+    a, b, c = (halves(x, "bf16").astype(np.float64) for x in (a, b, c))
+    with np.errstate(all="ignore"):
+        return bf16_bits(a * b + c).reshape(64).view(np.int32)
+
+
 def _max_u16(found, code, a, b):
     return np.maximum(np.ascontiguousarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16)).view(np.int32)
 
@@ -343,6 +349,7 @@ INSTRUCTIONS = {
     r"max\.bf16x2": _max_bf16,
     r"cvt\.rn\.f32\.s32": lambda found, code, x: x.astype(np.float32),
     r"fma\.rn\.f32": _fma,
+    r"fma\.rn\.bf16x2": _fma_bf16,
     r"rcp\.approx": _approximate(lambda x: 1 / x),
     r"rsqrt\.approx": _approximate(lambda x: 1 / np.sqrt(x)),
     r"ex2\.approx": _approximate(np.exp2),

@@ -31,6 +31,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
+from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
@@ -176,7 +177,7 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
         run()
 
 
-# Matmul with plain weights ---------------------------------------------------------------------------------------------
+# Matmul with plain and INT8 weights ------------------------------------------------------------------------------------
 
 
 def plain_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bool = False) -> tuple[jax.Array, list[jax.Array]]:
@@ -206,11 +207,41 @@ def test_plain_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
         assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "cluster", "clusters", "wide", "outliers"),
+    [
+        (1, 2048, (24, 8), 1, 3, False, False),  # not as many tiles for each block
+        (3, 256, (8, 16, 8), 1, 2, True, True),  # one warp has inputs
+        (13, 2304, (40,), 1, 2, False, True),  # a pass in which one warp has inputs
+        (8, 2304, (8, 24), 2, 2, True, False),  # one rank has inputs of a warp more
+        (9, 3072, (24,), 4, 1, True, True),
+    ],
+)
+def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
+    weights = [test_matmul_gpu.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    y = at_once(plain_matmul.run)(plain_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide, coded=True), x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
+        assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
+
+
+def test_int8_codes_are_exact():
+    codes = jnp.tile(jnp.arange(-128, 128, dtype=jnp.int8), (8, 1))
+    plan = plain_matmul.Plan(16, 256, (8,), 1, 1, wide=True, coded=True)
+    for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 16):
+        y = at_once(plain_matmul.run)(plan, x, [Int8Weight(codes, jnp.ones(8))])
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(x, np.float32) @ np.asarray(codes, np.float32).T)
+
+
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_plain_matmul_of_a_row_depends_on_no_other(cluster):
-    x, (weight,) = plain_problem(9, 1152, (16,))
+@pytest.mark.parametrize(("coded", "inputs"), [(False, 1152), (True, 2304)], ids=["plain", "int8"])
+def test_plain_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
+    x, (weight,) = plain_problem(9, inputs, (16,))
+    weight = test_matmul_gpu.int8_weight(16, inputs, 0) if coded else weight
     x = x.at[3, 9].set(jnp.nan)
-    run = lambda x: np.asarray(at_once(plain_matmul.run)(plain_matmul.Plan(len(x), 1152, (16,), cluster, 2), x, [weight]), np.float32)
+    plan = functools.partial(plain_matmul.Plan, inputs=inputs, outputs=(16,), cluster=cluster, clusters=2, coded=coded)
+    run = lambda x: np.asarray(at_once(plain_matmul.run)(plan(len(x)), x, [weight]), np.float32)
     together = run(x)
     assert np.isnan(together[3]).all() and not np.isnan(np.delete(together, 3, 0)).any()
     for row in (0, 2, 8):

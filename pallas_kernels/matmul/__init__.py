@@ -7,10 +7,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
-from pallas_kernels.matmul import reference
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain weights and few rows; with () XLA multiplies by all of them
+PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain and INT8 weights and few rows; with () XLA multiplies by all of them
 
 
 def linear(
@@ -18,8 +17,8 @@ def linear(
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
-    weights: [out, in] in any format; where all are INT4, or all plain and the rows few, they share a launch. biases: one for each
-    weight, or none at all. dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
+    weights: [out, in] in any format; where all are INT4, or the rows few and all plain or all INT8, they share a launch. biases: one
+    for each weight, or none at all. dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
     Raises ValueError where there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):
@@ -41,16 +40,10 @@ def int4_matmul(
 
 def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     """The outputs without biases."""
-    if all(isinstance(weight, Int4Weight) for weight in weights):
+    every = lambda kind: all(isinstance(weight, kind) for weight in weights)
+    if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
-    if not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
+    if every(Int8Weight) or not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
         module = choose("matmul", PLAIN_IMPLEMENTATIONS, "auto", x, weights, dtype=dtype, slow_reference=False)
         return module.plain_matmul(x, weights, dtype=dtype)
-    return jnp.concatenate([_multiply_one(x, weight, dtype) for weight in weights], axis=-1)
-
-
-def _multiply_one(x: Array, weight: Weight, dtype) -> Array:
-    if isinstance(weight, Int8Weight):
-        # By XLA, which makes floats of the codes as it multiplies.
-        return reference.plain_matmul(x, [weight.codes.astype(x.dtype)], dtype=dtype) * weight.scale.astype(dtype)
-    return _multiply(x, [weight], dtype)
+    return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)

@@ -1,4 +1,4 @@
-"""Matmul with plain bfloat16 weights on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once.
+"""Matmul with plain bfloat16 or with INT8 weights on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once.
 
 A block owns tiles of 8 outputs and keeps the activations in shared memory. Where they have no room there, the blocks of a cluster divide
 the inputs among them and add their sums at the end. Which block adds what in which order is the same in every launch.
@@ -13,47 +13,54 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.matmul.mosaic_plain_plan import MAX_ROWS, TILE, UNIT, WARPS, Plan
+from pallas_kernels.matmul.mosaic_plain_plan import MAX_ROWS, TILE, UNIT_BYTES, WARPS, Plan
 
 
-def unsupported(x: Array, weights: Sequence[Array], *, dtype) -> str | None:
-    """Why this kernel cannot run on these arguments here, or None."""
+def unsupported(x: Array, weights: Sequence[Array | Int8Weight], *, dtype) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None. weights: all plain, or all INT8."""
     if reason := no_mosaic_gpu():
         return reason
-    if others := {jnp.dtype(a.dtype).name for a in (x, *weights)} - {"bfloat16"}:
-        return f"needs activations and weights in bfloat16, not {', '.join(sorted(others))}"
+    if others := {jnp.dtype(a.dtype).name for a in (x, *([] if coded(weights) else weights))} - {"bfloat16"}:
+        return f"needs activations and plain weights in bfloat16, not {', '.join(sorted(others))}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
     if not 1 <= (rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
         return f"supports up to {MAX_ROWS} rows, not {rows}"
-    if x.shape[-1] % UNIT or x.shape[-1] == 0:
-        return f"supports inputs in multiples of {UNIT}, not {x.shape[-1]}"
+    if x.shape[-1] % (unit := UNIT_BYTES // (1 if coded(weights) else 2)) or x.shape[-1] == 0:
+        return f"supports inputs in multiples of {unit}, not {x.shape[-1]}"
     if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
         return f"supports outputs in multiples of {TILE}, not {others[0]}"
-    if any(jax.typeof(a).sharding.mesh.size > 1 for a in (x, *weights)):
+    if any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves((x, weights))):
         return "needs all weights on one device"
     return None if plan_for(x, weights, dtype) else f"has no room for {rows} rows of {x.shape[-1]} inputs"
 
 
-def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Float[Array, "out in"]], *, dtype) -> Float[Array, "*rows out"]:
+def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
     """x @ weight.T for each weight, one after the other in the last axis, accumulated in float32, in `dtype`."""
     y = run(plan_for(x, weights, dtype), x.reshape(-1, x.shape[-1]), weights)
     return y.reshape(*x.shape[:-1], -1)
 
 
-def plan_for(x: Array, weights: Sequence[Array], dtype) -> Plan | None:
-    outputs = tuple(weight.shape[0] for weight in weights)
-    return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), jnp.dtype(dtype) == jnp.float32)
+def plan_for(x: Array, weights: Sequence[Array | Int8Weight], dtype) -> Plan | None:
+    outputs, wide = tuple(weight.shape[0] for weight in weights), jnp.dtype(dtype) == jnp.float32
+    return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), wide, coded(weights))
+
+
+def coded(weights: Sequence[Array | Int8Weight]) -> bool:
+    return isinstance(weights[0], Int8Weight)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
 @functools.partial(jax.jit, static_argnums=0)
-def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Float[Array, "out in"]]) -> Float[Array, "M out"]:
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array | Int8Weight]) -> Float[Array, "M out"]:
     """The weights' outputs one after the other."""
     from pallas_kernels.matmul import mosaic_plain_block
 
     emit = functools.partial(mosaic_plain_block.emit_block, plan)
-    inputs = {"x": x} | {f"weight{i}": weight for i, weight in enumerate(weights)}
+    inputs = {"x": x} | {f"weight{i}": weight.codes if plan.coded else weight for i, weight in enumerate(weights)}
+    if plan.coded:
+        inputs |= {f"scale{i}": weight.scale.astype(jnp.float32) for i, weight in enumerate(weights)}
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), jnp.float32 if plan.wide else jnp.bfloat16)}
     return launch("plain_matmul", emit, inputs, outputs, plan.blocks, WARPS // 4, plan.shared_bytes, cluster=plan.cluster)["y"]

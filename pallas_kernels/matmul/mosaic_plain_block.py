@@ -1,9 +1,9 @@
-"""The program of a block of the Mosaic GPU matmul with plain weights.
+"""The program of a block of the Mosaic GPU matmul with plain or INT8 weights.
 
 Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
 idle. Activations come beside them, once. Each math warp takes the same inputs of every pass; rows of activations are the first operand of
 the tensor cores, where there is place for 16, and outputs the columns of the second. Epilogue warps add the math warps' sums of a tile in
-their order.
+their order. INT8 codes become bfloat16 as they are multiplied, and sums meet the outputs' scales at the end.
 Rings and barriers are described in docs/kernels.md.
 """
 
@@ -16,21 +16,22 @@ from pallas_kernels.matmul.mosaic_plain_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
     PAIR_BYTES,
-    PASS,
+    PASS_BYTES,
     PITCH,
     PRODUCER_WARPS,
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
     TILE,
-    UNIT,
+    UNIT_BYTES,
     WARPS,
+    X_BYTES,
     Plan,
 )
 
-UNIT_BYTES, PASS_BYTES = 2 * UNIT, 2 * PASS
-STEPS = UNIT // 32  # loads of 16 bytes a lane, with which four lanes take 32 inputs of a row
-CHAINS = 2  # of products that do not wait for each other
+STEP_BYTES = 64  # of a row of weights, which four lanes load 16 bytes at a time
+STEPS = UNIT_BYTES // STEP_BYTES
+CHAINS = 2  # of products that do not wait for each other, for each 16 bytes of activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +92,19 @@ def arrive_once_all_have(arrival, lane) -> None:
         ptx.arrive(arrival)
 
 
-def row_at(plan: Plan, share: Share, array, row):
-    """The address of the block's inputs of a row of an array."""
-    return array + ptx.i64(row) * (2 * plan.inputs) + ptx.i64(share.first) * UNIT_BYTES
+def row_at(plan: Plan, share: Share, array, row, item_bytes: int):
+    """The address of the block's inputs of a row of an array, whose items have so many bytes."""
+    unit_bytes = UNIT_BYTES // plan.weight_bytes * item_bytes
+    return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * unit_bytes
 
 
 def copy_activations(plan: Plan, at: dict, share: Share, arrival, lane) -> None:
     """Copies the block's inputs of all rows, which stay."""
-    size = share.units * UNIT_BYTES
+    size = share.units * (UNIT_BYTES * plan.x_ratio)
     with ptx.when(lane == 0):
         ptx.arrive_with(arrival, size * plan.rows)
     with ptx.when(lane < plan.rows):
-        ptx.copy_bulk(at["shared"] + plan.x_start + lane * plan.x_pitch, row_at(plan, share, at["x"], lane), size, arrival)
+        ptx.copy_bulk(at["shared"] + plan.x_start + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, arrival)
 
 
 def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
@@ -112,7 +114,7 @@ def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
     output = warp * rows + (lane & (rows - 1))
 
     def one_tile(tile, carry):
-        source = row_at(plan, share, *row_of(arrays, plan.outputs, tile * TILE + output))
+        source = row_at(plan, share, *row_of(arrays, plan.outputs, tile * TILE + output), plan.weight_bytes)
 
         def one_pass(number, carry):
             slot, parity = carry
@@ -135,18 +137,20 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
     within = warp * UNIT_BYTES + t * 16
     # Rows that are not there repeat the last.
     x_at = [x + ptx.minimum(g + ROWS * i, ptx.i32(plan.rows - 1)) * plan.x_pitch for i in range(plan.row_tiles)]
-    take = lambda at: [ptx.load_shared(at + 64 * step, 4) for step in range(STEPS)]
+    take = lambda at, ratio: [ptx.load_shared(at + STEP_BYTES * ratio * step, 4 * ratio) for step in range(STEPS)]
 
     def one_pass(number, carry):
         slot, parity, totals = carry
         ptx.wait_for_arrivals(ring.filled(slot), parity)
-        weights = take(ring.slot(slot) + g * PITCH + within)
+        weights = take(ring.slot(slot) + g * PITCH + within, 1)
         there = number * MATH_WARPS + warp < share.units
         # A warp without inputs in this pass multiplies what it may read, and adds nothing.
         offset = within + number * PASS_BYTES if plan.whole else ptx.select(there, within + number * PASS_BYTES, ptx.i32(0))
-        rows = [take(at + offset) for at in x_at]
+        rows = [take(at + offset * plan.x_ratio, plan.x_ratio) for at in x_at]
         # Words that are loaded at once: the first stands for all.
         arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in weights]), lane)
+        if plan.coded:
+            weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in weights]
         new = add_products(totals, rows, weights)
         if not plan.whole:
             new = [[ptx.select(there, *both) for both in zip(*chains)] for chains in zip(new, totals)]
@@ -154,7 +158,7 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
 
     def one_tile(tile, carry):
         slot, parity, sums_slot, sums_parity = carry
-        nothing = [[ptx.f32(0.0)] * 4 for _ in range(CHAINS)]
+        nothing = [[ptx.f32(0.0)] * 4 for _ in range(CHAINS * plan.x_ratio)]
         slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(plan.passes), (slot, parity, nothing), one_pass)
         total = [numerics.total(chain) for chain in zip(*totals)]
         ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
@@ -170,14 +174,14 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
 def add_products(totals: list, rows: list, weights: list) -> list:
     """Adds the products of one more unit to the totals, in each chain those of `fragments.mma`: rows g and g + 8, outputs 2 t and 2 t + 1.
 
-    rows, weights: [row tile][step] and [step], the words of a lane's 8 inputs. Which inputs these are makes no difference, as long as
+    rows, weights: [row tile][step] and [step], the words of a lane's 8 or 16 inputs. Which inputs these are makes no difference, as long as
     they are the same for both.
     """
-    totals, absent = list(totals), (ptx.i32(0),) * 4
+    totals, absent = list(totals), (ptx.i32(0),) * len(weights[0])
     for step, words in enumerate(weights):
         upper, lower = (rows[i][step] if i < len(rows) else absent for i in (0, 1))
-        for k in (0, 2):
-            chain = k // 2 % CHAINS
+        for k in range(0, len(words), 2):
+            chain = k // 2
             a = upper[k], lower[k], upper[k + 1], lower[k + 1]
             totals[chain] = list(fragments.mma(totals[chain], a, words[k : k + 2], "bf16"))
     return totals
@@ -189,6 +193,8 @@ def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
 
     def one_tile(tile, carry):
         slot, parity = carry
+        # On their way while the sums are waited for.
+        scales = scales_of(plan, at, tile, thread) if plan.cluster == 1 else []
         ptx.wait_for_arrivals(sums.filled(slot), parity)
         with ptx.when(thread < plan.pairs):
             start = sums.slot(slot) + thread * PAIR_BYTES
@@ -198,7 +204,7 @@ def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
                 item = (tile - share.lower) * plan.pairs + thread
                 ptx.store_shared(at["shared"] + plan.partials_start + item * PAIR_BYTES, *pair)
             else:
-                write_pair(plan, at["y"], tile, thread, pair)
+                write_pair(plan, at["y"], tile, thread, pair, scales)
         arrive_once_all_have(sums.emptied(slot), lane)
         return sums.following(slot, parity)
 
@@ -212,19 +218,31 @@ def add_blocks(plan: Plan, at: dict, share: Share, thread) -> None:
     def some(turn, carry):
         item = turn * everyone + share.rank * (32 * WARPS) + thread
         with ptx.when(item < items):
+            tile, number = share.lower + item // plan.pairs, item % plan.pairs
+            scales = scales_of(plan, at, tile, number)
             mine = at["shared"] + plan.partials_start + item * PAIR_BYTES
             found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 2, "f") for rank in range(plan.cluster)]
             pair = [numerics.total(column) for column in zip(*found)]
-            write_pair(plan, at["y"], share.lower + item // plan.pairs, item % plan.pairs, pair)
+            write_pair(plan, at["y"], tile, number, pair, scales)
         return carry
 
     ptx.loop(ptx.i32(0), (items + (everyone - 1)) // everyone, (), some)
 
 
-def write_pair(plan: Plan, y, tile, pair, found: list) -> None:
-    """Writes a pair of outputs of a tile: pair 4 row + i is outputs 2 i and 2 i + 1."""
+def scales_of(plan: Plan, at: dict, tile, pair) -> list:
+    """What sums of a pair of outputs of a tile are multiplied by, where weights are codes."""
+    if not plan.coded:
+        return []
+    arrays = [at[f"scale{i}"] for i in range(len(plan.outputs))]
+    array, output = row_of(arrays, plan.outputs, tile * TILE + 2 * (pair & 3))
+    return [scale * numerics.CODES_DIVISOR for scale in ptx.load_global(array + ptx.i64(output) * 4, 2, "f")]
+
+
+def write_pair(plan: Plan, y, tile, pair, found: list, scales: list) -> None:
+    """Writes a pair of outputs of a tile, times their scales if any: pair 4 row + i is outputs 2 i and 2 i + 1."""
     row, i = pair >> 2, pair & 3
     place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
+    found = [x * scale for x, scale in zip(found, scales)] if scales else found
     if plan.wide:
         ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
     else:

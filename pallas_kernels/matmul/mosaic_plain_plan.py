@@ -1,4 +1,4 @@
-"""How the Mosaic GPU matmul with plain weights divides its work, and where everything lies in shared memory."""
+"""How the Mosaic GPU matmul with plain or INT8 weights divides its work, and where everything lies in shared memory."""
 
 import dataclasses
 import math
@@ -6,16 +6,17 @@ import math
 from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
-UNIT = 128  # inputs that a math warp takes of a pass
+UNIT_BYTES = 256  # of an output's weights, a unit: what a math warp takes of a pass
+X_BYTES = 2  # of an activation
 MATH_WARPS = 8  # they multiply
 PRODUCER_WARPS = 2  # they copy: each has rows of a tile of its own
 EPILOGUE_WARPS = 2  # they add what the math warps found of a tile; each lane has two neighbouring outputs of a row
 WARPS = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
-PASS = MATH_WARPS * UNIT  # inputs that a block takes at once
+PASS_BYTES = MATH_WARPS * UNIT_BYTES  # of an output's weights that a block takes at once
 ROWS = 8  # of activations that a lane has one of: the tensor cores take twice as many
 MAX_ROWS = 2 * ROWS
 # Bytes from one output to the next in a slot of the ring: neighbours lie in different banks.
-PITCH = 2 * PASS + 64
+PITCH = PASS_BYTES + 64
 SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
 ENOUGH_SLOTS, MOST_SLOTS = 5, 12  # of the ring: with fewer the memory would be idle, and more are of no use
 SUMS_SLOTS = 2  # tiles whose sums there is place for
@@ -28,7 +29,7 @@ NEIGHBOURS = 16  # multiprocessors of which any whole number of larger clusters 
 class Plan:
     """One launch: so many clusters of blocks, each with tiles of its own, whose inputs the cluster's blocks divide among them.
 
-    wide: whether the outputs are float32, not bfloat16.
+    wide: whether the outputs are float32, not bfloat16. coded: whether weights are INT8 codes with scales, not bfloat16.
     """
 
     rows: int
@@ -37,9 +38,12 @@ class Plan:
     cluster: int
     clusters: int
     wide: bool = False
+    coded: bool = False
 
     @classmethod
-    def fitting(cls, rows: int, inputs: int, outputs: tuple[int, ...], blocks: int, wide: bool = False) -> "Plan | None":
+    def fitting(
+        cls, rows: int, inputs: int, outputs: tuple[int, ...], blocks: int, wide: bool = False, coded: bool = False
+    ) -> "Plan | None":
         """The plan with the smallest clusters whose blocks have room for their inputs of all rows; None where even the largest have not.
 
         Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
@@ -47,7 +51,7 @@ class Plan:
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
         # Two neighbouring multiprocessors always make a cluster; of larger ones not all may find a place at once.
         clusters = {size: blocks // size if size <= 2 else blocks // NEIGHBOURS * (NEIGHBOURS // size) for size in sizes}
-        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, clusters[size])), wide) for size in sizes]
+        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, clusters[size])), wide, coded) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
 
@@ -64,8 +68,18 @@ class Plan:
         return sum(self.outputs)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight."""
+        return 1 if self.coded else 2
+
+    @property
+    def x_ratio(self) -> int:
+        """Bytes of activations for each byte of an output's weights."""
+        return X_BYTES // self.weight_bytes
+
+    @property
     def units(self) -> int:
-        return self.inputs // UNIT
+        return self.inputs * self.weight_bytes // UNIT_BYTES
 
     @property
     def most_units(self) -> int:
@@ -96,8 +110,11 @@ class Plan:
 
     @property
     def x_pitch(self) -> int:
-        """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks."""
-        return 2 * UNIT * self.most_units + 64
+        """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks.
+
+        Four lanes load 16 bytes of a row at once, which lie one after the other, or with room between them for as many of the next row.
+        """
+        return self.x_ratio * UNIT_BYTES * self.most_units + (16 if self.coded else 64)
 
     @property
     def tile_bytes(self) -> int:

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
@@ -19,9 +19,11 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
 
 
-def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Float[Array, "out in"]], *, dtype) -> Float[Array, "*rows out"]:
-    """x @ weight.T for each weight, one after the other in the last axis, in `dtype`."""
+def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
+    """x @ weight.T for each weight, plain or INT8, one after the other in the last axis, in `dtype`."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a GPU would otherwise round float32 operands to tf32.
     product = lambda weight: lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-    return jnp.concatenate([product(weight) for weight in weights], axis=-1)
+    # XLA makes floats of the codes as it multiplies.
+    coded = lambda weight: product(weight.codes.astype(x.dtype)) * weight.scale.astype(dtype)
+    return jnp.concatenate([(coded if isinstance(weight, Int8Weight) else product)(weight) for weight in weights], axis=-1)
