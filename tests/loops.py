@@ -33,9 +33,13 @@ def compiled_loop(
     draft: str = "quantspec",
     donate: bool = True,
     place=lambda x: x,
+    in_loop=lambda draft: draft,
     **model_settings: int,
 ) -> tuple[jax.stages.Compiled, DecodeState]:
-    """The decode loop over a large cache, and the shapes of its state. place: what to make of each argument first."""
+    """The decode loop over a large cache, and the shapes of its state.
+
+    place: what to make of each argument first. in_loop: what to make of the draft, before that.
+    """
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
     model = random_model(dtype, head_dim=head_dim, max_position_embeddings=CAPACITY, **model_settings)
     config = GenerationConfig(
@@ -46,7 +50,7 @@ def compiled_loop(
         temperature=temperature,
     )
     sampler, limits = make_sampler(config), make_limits(model, *[config] * batch)
-    made = jax.eval_shape(lambda model: make_draft(config.draft, model), model) if gamma else None
+    made = jax.eval_shape(lambda model: in_loop(make_draft(config.draft, model)), model) if gamma else None
     sizes = dict(batch=batch, capacity=CAPACITY, num_speculative_tokens=gamma, dtype=model.dtype)
 
     def begin_draft(cache):

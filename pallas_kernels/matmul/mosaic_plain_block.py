@@ -8,6 +8,7 @@ Rings and barriers are described in docs/kernels.md.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring
@@ -194,7 +195,7 @@ def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
     def one_tile(tile, carry):
         slot, parity = carry
         # On their way while the sums are waited for.
-        scales = scales_of(plan, at, tile, thread) if plan.cluster == 1 else []
+        scales = scales_of(plan, at, tile, thread) if plan.cluster == 1 else ()
         ptx.wait_for_arrivals(sums.filled(slot), parity)
         with ptx.when(thread < plan.pairs):
             start = sums.slot(slot) + thread * PAIR_BYTES
@@ -229,20 +230,21 @@ def add_blocks(plan: Plan, at: dict, share: Share, thread) -> None:
     ptx.loop(ptx.i32(0), (items + (everyone - 1)) // everyone, (), some)
 
 
-def scales_of(plan: Plan, at: dict, tile, pair) -> list:
-    """What sums of a pair of outputs of a tile are multiplied by, where weights are codes."""
+def scales_of(plan: Plan, at: dict, tile, pair) -> Sequence:
+    """The scales of a pair of outputs of a tile, where weights are codes."""
     if not plan.coded:
-        return []
+        return ()
     arrays = [at[f"scale{i}"] for i in range(len(plan.outputs))]
     array, output = row_of(arrays, plan.outputs, tile * TILE + 2 * (pair & 3))
-    return [scale * numerics.CODES_DIVISOR for scale in ptx.load_global(array + ptx.i64(output) * 4, 2, "f")]
+    return ptx.load_global(array + ptx.i64(output) * 4, 2, "f")
 
 
-def write_pair(plan: Plan, y, tile, pair, found: list, scales: list) -> None:
+def write_pair(plan: Plan, y, tile, pair, found: list, scales: Sequence) -> None:
     """Writes a pair of outputs of a tile, times their scales if any: pair 4 row + i is outputs 2 i and 2 i + 1."""
     row, i = pair >> 2, pair & 3
     place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
-    found = [x * scale for x, scale in zip(found, scales)] if scales else found
+    if scales:
+        found = [x * (scale * numerics.CODES_DIVISOR) for x, scale in zip(found, scales)]
     if plan.wide:
         ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
     else:
