@@ -345,6 +345,8 @@ def test_a_long_list_is_cut_short(tmp_path):
 @pytest.mark.parametrize("read", [load_config, load_model, load_tokenizer, load])
 def test_no_such_directory(read, tmp_path):
     refused(tmp_path / "gone", "no such directory", read=read)
+    (tmp_path / "weights").write_text("")
+    refused(tmp_path / "weights", "weights: is a file", read=read)
 
 
 # Config and tokenizer -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning import timing
-from qspec_jax.planning.devices import DEVICES
+from qspec_jax.planning.devices import DEVICES, find_device
 from qspec_jax.planning.memory import memory_of
 from qspec_jax.planning.operations import (
     cache_bytes,
@@ -548,6 +548,10 @@ def test_a_device_of_ones_own(run, tmp_path):
     code, out, _ = run("plan", "--arch", "tiny", "--device", file, "--json")
     found = json.loads(out)
     assert code == 0 and found["estimated"] and found["device"]["multiprocessors"] == 40 and found["ridge"] == 80.5e12 / 500e9
+
+
+def test_a_device_as_it_is_printed():
+    assert find_device("H200") is find_device("h200") is DEVICES["h200"]
 
 
 @pytest.mark.parametrize(

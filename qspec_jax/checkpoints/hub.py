@@ -31,8 +31,10 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
     with reading(checkpoint):
         if directory.is_dir():
             return directory
+        if directory.exists():
+            raise InputError(f"{checkpoint}: is a file; the directory of a Hugging Face checkpoint is needed")
         # In a folder that exists, a name that does not is a path that was mistyped.
-        mistyped = directory.exists() or (directory.parent.is_dir() and "@" not in directory.name)
+        mistyped = directory.parent.is_dir() and "@" not in directory.name
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
             raise InputError(f"{checkpoint}: no such directory; a Hugging Face checkpoint directory is needed, or ORG/NAME on the Hub")
     from huggingface_hub import constants, utils  # slow to import, and for a directory not needed

@@ -32,7 +32,9 @@ _EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 def load_config(directory: str | Path) -> LlamaConfig:
     """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`."""
     directory = local(directory)
-    config = LlamaConfig.from_hf(directory / "config.json")
+    if not (path := directory / "config.json").exists():
+        raise InputError(f"{path}: cannot be read (No such file or directory); the directory of a Hugging Face checkpoint is needed")
+    config = LlamaConfig.from_hf(path)
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = eos_token_ids(read_json(generation).get("eos_token_id"), str(generation), config.vocab_size)

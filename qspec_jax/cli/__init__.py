@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
         elif not hasattr(error, "format_message"):
             raise
         else:
-            code = _fail(error.format_message()) if error.format_message() else 2
+            # Typer passes on what pydantic puts before the message of a value that it refuses.
+            message = error.format_message().replace(": Value error, ", ": ")
+            code = _fail(message) if message else 2
     if code == 130:  # which typer makes of both signals
         code = process.interrupted()
     if code and own:

@@ -88,8 +88,8 @@ def find_device(text: str) -> Device:
 
     Raises InputError for an unknown name, a file that cannot be read, and a field that is missing, unknown or senseless, naming it.
     """
-    if text in DEVICES:
-        return DEVICES[text]
+    if found := DEVICES.get(text.lower()):
+        return found
     path = Path(text)
     if not path.exists():
         raise InputError(f"no device {text!r}; there are {', '.join(DEVICES)}, or give a JSON file with the fields of one")
