@@ -324,6 +324,13 @@ def test_plans_for_plain_weights_fit(rows, coded):
         assert (plan.cluster, plan.clusters) == (like.cluster, like.clusters)
 
 
+@pytest.mark.parametrize("shape", [(2048, 512), (16, 128), (16, 1, 256)])
+def test_weights_of_other_inputs_are_refused(monkeypatch, shape):
+    monkeypatch.setattr(mosaic_plain, "no_mosaic_gpu", lambda: None)
+    x, weight = jnp.zeros((2, 256), jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)
+    assert "[outputs, 256]" in mosaic_plain.unsupported(x, [weight], dtype=jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "dtypes", "reason"),
     [

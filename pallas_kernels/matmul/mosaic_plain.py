@@ -30,6 +30,8 @@ def unsupported(x: Array, weights: Sequence[Array | Int8Weight], *, dtype) -> st
         return f"supports up to {MAX_ROWS} rows, not {rows}"
     if x.shape[-1] % (unit := UNIT_BYTES // (1 if coded(weights) else 2)) or x.shape[-1] == 0:
         return f"supports inputs in multiples of {unit}, not {x.shape[-1]}"
+    if others := [weight.shape for weight in weights if weight.shape[1:] != x.shape[-1:]]:
+        return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
     if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
         return f"supports outputs in multiples of {TILE}, not {others[0]}"
     if any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves((x, weights))):
