@@ -112,7 +112,7 @@ class Plan:
     def candidates(self) -> list["Plan"]:
         """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
 
-        Where more than three warpgroups share a multiprocessor two slots and a few registers less may do, for some of them wait while others
+        Where more than three warpgroups share a multiprocessor two slots and fewer registers may do, for some of them wait while others
         compute. Two slots may also do for a short list, which each team reads in a step or two, and so may few blocks.
         """
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3, 4), (1, 2, 4))]
