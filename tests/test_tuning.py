@@ -148,7 +148,7 @@ def test_the_files_in_the_package():
                         problem["batch"], problem["heads"], 1, 1, problem["head_dim"], problem["group_size"], 1024, 264, problem["planes"],
                         block_tiles=problem["block_tiles"], blocks_of_rows=1, list_width=problem.get("list_width"),
                     )  # fmt: skip
-                    assert rebuilt.problem == problem and rebuilt.configured(config).with_room()
+                    assert rebuilt.problem == problem and rebuilt.configured(config).slots >= 3
 
 
 def test_a_file_that_cannot_be_read_is_as_none(folder, caplog):

@@ -18,7 +18,7 @@ LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
 # What a multiprocessor has, and what a thread may have at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
-SPILLED = 16  # registers of a thread that may be in memory at times, for a fourth warpgroup
+SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,10 @@ class Plan:
         return next((plan for plan in options if plan.slots >= 3), options[-1])
 
     def candidates(self) -> list["Plan"]:
-        """Plans worth measuring: the default first, then all that leave three slots of the ring and about the registers that they need.
+        """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
 
-        Where many teams share a multiprocessor two slots may do, for some of them wait while others compute; so they may where a list is
-        short, which each team reads in a step or two, and few blocks.
+        Where more than three warpgroups share a multiprocessor two slots and fewer registers may do, for some of them wait while others
+        compute. Two slots may also do for a short list, which each team reads in a step or two, and so may few blocks.
         """
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3, 4), (1, 2, 4))]
         if self.list_width is None:
@@ -132,8 +132,9 @@ class Plan:
             tiles = (self.head_dim + (self.group_size if self.planes else self.chunk)) // 16
             needed = 80 + 4 * self.block_tiles * tiles // team
             there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
-            few = warpgroups * blocks > 3 or (plan.merges and self.list_width is not None)
-            if plan.slots >= (LEAST_SLOTS if few else 3) and needed <= there + SPILLED:
+            crowded = warpgroups * blocks > 3
+            slots = LEAST_SLOTS if crowded or (plan.merges and self.list_width is not None) else 3
+            if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
                 plans.append(plan)
         return list(dict.fromkeys([self.default(), *plans]))
 

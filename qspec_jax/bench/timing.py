@@ -230,7 +230,7 @@ def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int]
     is among the arguments. It is right where the device takes longer for a program than the host for its launch."""
     batch(1)  # compiles
     # The shortest: a hiccup of the host in this one would make others look too fast.
-    one = min(batch(1) for _ in range(repeats))
+    one = min(batch(1) for _ in range(max(3, repeats)))
     return lambda programs: batch(programs + 1) - one
 
 
@@ -238,8 +238,9 @@ def _measure(batch: Callable[[int], float], calls: int, repeats: int, method: st
     """Times a call. batch(n) gives the seconds of n programs, each of `calls` calls over `inputs` inputs (by default one for each call)."""
     batch(1)  # compiles
     programs = 1
-    # Doubles until a batch is long enough, which warms up too.
-    while (seconds := batch(programs)) < BATCH_SECONDS:
+    # Doubles until a batch is long enough, which warms up too. Twice, or a hiccup of the host would make a short one look long: without
+    # what the host adds, the next could then take less than no time.
+    while (seconds := min(batch(programs), batch(programs))) < BATCH_SECONDS:
         programs = max(2 * programs, math.ceil(programs * BATCH_SECONDS / max(seconds, BATCH_SECONDS / 100)))
     each = np.array([batch(programs) for _ in range(repeats)]) / (programs * calls) * 1e6
     lower, median, upper = np.percentile(each, [25, 50, 75])

@@ -32,7 +32,10 @@ _EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 def load_config(directory: str | Path) -> LlamaConfig:
     """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`."""
     directory = local(directory)
-    if not (path := directory / "config.json").exists():
+    path = directory / "config.json"
+    with reading(path):
+        missing = not path.exists()
+    if missing:
         raise InputError(f"{path}: cannot be read (No such file or directory); the directory of a Hugging Face checkpoint is needed")
     config = LlamaConfig.from_hf(path)
     generation = directory / "generation_config.json"
