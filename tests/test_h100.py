@@ -33,11 +33,11 @@ def test_prefill_keeps_one_layer_in_full_precision(methods):
 def test_the_loop_with_kernels_makes_nothing_of_cache_size(methods):
     assert {name: found["faults"] for name, found in methods.items()} == {name: [] for name in methods}
     # Two layers, of draft and target each: attention with RoPE and append (parts and their merging); all between attentions in one
-    # in the draft, two norms and four matmuls in the target; a flush; and before and after the layers a norm of the draft and a matmul, a
-    # norm and the logits of each.
+    # in the draft, two norms and two matmuls in the target; a flush; and before and after the layers a norm of the draft and a matmul, a
+    # norm of each, and the draft's logits.
     # Listed groups are read, and attention is observed, by the same launches.
     layer = 2
-    target = 2 * 4 + 1  # its matmuls
+    target = 2 * 2  # its matmuls of weights that share their input
     quantspec = 2 * ((layer + 1) + (layer + 2) + 1) + 2 + 2 + target + 1
     assert {name: found["kernels"] for name, found in methods.items()} == {
         "quantspec": quantspec,

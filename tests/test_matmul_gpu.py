@@ -254,20 +254,21 @@ def test_plain_weights_equal_float32(make, inputs, outputs, rows, dtype):
 
 @gpu
 @few_rows_problems
-def test_a_row_of_plain_weights_is_the_same_alone(make, inputs, outputs):
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_row_of_plain_weights_depends_on_no_other(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
-    x = activations(8, inputs, True)
+    x = activations(rows, inputs, True)
     run = plain_kernel(x, weights, "bfloat16")
     together = np.asarray(run(x, weights))
-    for row in range(8):
-        np.testing.assert_array_equal(np.asarray(run(x[row : row + 1], weights))[0], together[row])
+    for fewer in {8: [1, 5], 16: [9, 13]}[rows]:
+        np.testing.assert_array_equal(np.asarray(run(x[-fewer:], weights)), together[-fewer:])
     spoilt = np.asarray(run(x.at[2, 77].set(jnp.nan), weights))
     assert np.isnan(spoilt[2].astype(np.float32)).all()
     np.testing.assert_array_equal(np.delete(spoilt, 2, 0), np.delete(together, 2, 0))
 
 
 @gpu
-@pytest.mark.parametrize("rows", [1, 8, 13])
+@pytest.mark.parametrize("rows", [1, 8, 13, 16])
 @pytest.mark.parametrize(
     ("make", "inputs", "outputs"),
     [
@@ -278,12 +279,12 @@ def test_a_row_of_plain_weights_is_the_same_alone(make, inputs, outputs):
         (int8_weight, 14336, (4096,)),
     ],
 )
-def test_plain_weights_give_the_same_bits_in_two_hundred_launches(make, inputs, outputs, rows):
+def test_plain_weights_give_the_same_bits_in_a_thousand_launches(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(rows, inputs, False)
     run = plain_kernel(x, weights, "float32")
     first = run(x, weights)
-    differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(200))
+    differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(1000))
     assert int(differing) == 0
 
 
@@ -293,13 +294,38 @@ def test_linear_takes_the_kernel_for_plain_weights(monkeypatch, make):
     weights = (make(64, 256, 0), make(32, 256, 1))
     x = activations(6, 256, False).reshape(2, 3, 256)
     plain_kernel(x, weights, "bfloat16")
+    launches = lambda *args: jax.jit(lambda *args: linear(*args)).lower(*args).as_text().count("mosaic_gpu")
     y = linear(x, weights)
-    assert y.shape == (2, 3, 96)
+    assert y.shape == (2, 3, 96) and launches(x, weights)
+    assert bool(launches(x, weights[:1])) == bool(launches(x[:1, :1], weights)) == (make is int8_weight)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(plain_matmul(x, weights, dtype="bfloat16")))
     monkeypatch.setattr(matmul, "PLAIN_IMPLEMENTATIONS", ())
     # XLA rounds products with codes before it scales them, and rounds the scales.
     rounded = 2**-7 if make is plain_weight else 2**-5
     np.testing.assert_allclose(np.asarray(linear(x, weights), np.float32), np.asarray(y, np.float32), rtol=rounded, atol=rounded)
+
+
+@gpu
+@pytest.mark.parametrize("make", [plain_weight, int8_weight])
+def test_plain_weights_under_vmap_and_grad(make):
+    weights = (make(64, 256, 0), make(32, 256, 1))
+    x = activations(6, 256, False)
+    run = plain_kernel(x, weights, "float32")
+    y = run(x, weights)
+    each = jax.jit(jax.vmap(run, in_axes=(0, None)))(x.reshape(2, 3, 256), weights)
+    np.testing.assert_allclose(np.asarray(each).reshape(6, 96), np.asarray(y), rtol=1e-5, atol=1e-3)
+    found = jax.jit(jax.grad(lambda x: run(x, weights).sum()))(x)
+    full = [w.codes.astype(jnp.float32) * w.scale[:, None] if make is int8_weight else w.astype(jnp.float32) for w in weights]
+    expected = np.broadcast_to(np.asarray(sum(w.sum(0) for w in full)), (6, 256))
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-7, atol=2**-4)
+
+
+@gpu
+def test_a_kernel_under_vmap_runs_for_one_after_the_other():
+    weight, x = random_weight(64, 256, 0), activations(6, 256, False)
+    run = kernel("mosaic_gpu", x[:2], [weight])
+    each = jax.jit(jax.vmap(lambda x: run(x, [weight])))(x.reshape(3, 2, 256))
+    np.testing.assert_array_equal(np.asarray(each).reshape(6, 64), np.asarray(run(x, [weight])))
 
 
 def test_weights_of_several_formats_are_multiplied_each_in_its_own():

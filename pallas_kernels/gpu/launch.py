@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
 MAX_CLUSTER = 8  # blocks, that every device with clusters can run at once
@@ -24,19 +25,20 @@ def launch(
 
     cluster: so many blocks with neighbouring numbers run at the same time, and may read each other's shared memory.
 
-    Returns the outputs, and the arrays of `updated`, which the kernel writes to where they lie.
+    Returns the outputs, and the arrays of `updated`, which the kernel writes to where they lie. Under jax.vmap the launches come one after
+    the other.
     """
     from jax.experimental.mosaic.gpu import core as mosaic
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    references = {name: jax.new_ref(array) for name, array in (updated or {}).items()}
-    names = (*inputs, *references, *outputs, "shared")
+    updated = updated or {}
+    names = (*inputs, *updated, *outputs, "shared")
 
     def body(*refs):
         types = tuple(plgpu.RefType() for _ in refs)
         plgpu.inline_mgpu(arg_types=types)(lambda ctx, *raw: emit(dict(zip(names, raw))))(*refs)
 
-    results = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
         grid=(blocks // cluster,),
@@ -47,5 +49,13 @@ def launch(
         scratch_types=(plgpu.SMEM((shared_bytes,), jnp.uint8),),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=mosaic.LoweringSemantics.Lane),
         kernel_name=name,
-    )(*inputs.values(), *references.values())
-    return dict(zip(outputs, results)) | {name: jax.freeze(ref) for name, ref in references.items()}
+    )
+
+    # Pallas would give the grid another axis, of which blocks that place their registers themselves know nothing.
+    @sequential_vmap
+    def run(read, written):
+        references = [jax.new_ref(array) for array in written]
+        return kernel(*read, *references), [jax.freeze(reference) for reference in references]
+
+    results, written = run(list(inputs.values()), list(updated.values()))
+    return dict(zip(outputs, results)) | dict(zip(updated, written))

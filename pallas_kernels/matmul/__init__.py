@@ -9,7 +9,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain and INT8 weights and few rows; with () XLA multiplies by all of them
+PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain and INT8 weights and few rows
 
 
 def linear(
@@ -44,6 +44,8 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
-        module = choose("matmul", PLAIN_IMPLEMENTATIONS, "auto", x, weights, dtype=dtype, slow_reference=False)
+        # XLA is as fast with one plain weight, and with one row.
+        candidates = PLAIN_IMPLEMENTATIONS if every(Int8Weight) or (len(weights) > 1 and x.size > x.shape[-1]) else ()
+        module = choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)
         return module.plain_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)

@@ -6,15 +6,18 @@ the inputs among them and add their sums at the end. Which block adds what in wh
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu.launch import launch
+from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_plain_plan import MAX_ROWS, TILE, UNIT_BYTES, WARPS, Plan
 
 
@@ -34,15 +37,30 @@ def unsupported(x: Array, weights: Sequence[Array | Int8Weight], *, dtype) -> st
         return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
     if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
         return f"supports outputs in multiples of {TILE}, not {others[0]}"
-    if any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves((x, weights))):
+    if any(_divided(jax.typeof(a).sharding.mesh) for a in jax.tree.leaves((x, weights))):
         return "needs all weights on one device"
     return None if plan_for(x, weights, dtype) else f"has no room for {rows} rows of {x.shape[-1]} inputs"
 
 
 def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
     """x @ weight.T for each weight, one after the other in the last axis, accumulated in float32, in `dtype`."""
-    y = run(plan_for(x, weights, dtype), x.reshape(-1, x.shape[-1]), weights)
+    y = _transformable(plan_for(x, weights, dtype))(x.reshape(-1, x.shape[-1]), tuple(weights))
     return y.reshape(*x.shape[:-1], -1)
+
+
+def _transformable(plan: Plan) -> Callable[[Array, Sequence[Array | Int8Weight]], Array]:
+    """`run` with this plan. Under jax.vmap, and for derivatives, XLA multiplies instead."""
+    plain = functools.partial(reference.plain_matmul, dtype=plan.dtype)
+    kernel = custom_vmap(functools.partial(run, plan))
+
+    @kernel.def_vmap
+    def batched(size, along, *arguments):
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(along))
+        return jax.vmap(plain, in_axes=axes, axis_size=size)(*arguments), True
+
+    product = jax.custom_jvp(kernel)
+    product.defjvp(lambda values, tangents: (product(*values), jax.jvp(plain, values, tangents)[1]))
+    return product
 
 
 def plan_for(x: Array, weights: Sequence[Array | Int8Weight], dtype) -> Plan | None:
@@ -52,6 +70,11 @@ def plan_for(x: Array, weights: Sequence[Array | Int8Weight], dtype) -> Plan | N
 
 def coded(weights: Sequence[Array | Int8Weight]) -> bool:
     return isinstance(weights[0], Int8Weight)
+
+
+def _divided(mesh: AbstractMesh) -> bool:
+    """Whether a mesh has several devices and its arrays are not those of one of them, as they are under jax.shard_map."""
+    return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types))
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -64,5 +87,5 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Array | Int8Weigh
     inputs = {"x": x} | {f"weight{i}": weight.codes if plan.coded else weight for i, weight in enumerate(weights)}
     if plan.coded:
         inputs |= {f"scale{i}": weight.scale.astype(jnp.float32) for i, weight in enumerate(weights)}
-    outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), jnp.float32 if plan.wide else jnp.bfloat16)}
+    outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), plan.dtype)}
     return launch("plain_matmul", emit, inputs, outputs, plan.blocks, WARPS // 4, plan.shared_bytes, cluster=plan.cluster)["y"]

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
@@ -54,6 +57,10 @@ class Plan:
         plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, clusters[size])), wide, coded) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return jnp.float32 if self.wide else jnp.bfloat16
 
     @property
     def blocks(self) -> int:
