@@ -13,7 +13,17 @@ from gpus import skip_or_fail
 
 from pallas_kernels import matmul
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul, linear, mosaic_gpu, mosaic_plain, mosaic_plain_plan, mosaic_plan, triton
+from pallas_kernels.matmul import (
+    GPU_IMPLEMENTATIONS,
+    int4_matmul,
+    linear,
+    mosaic_gpu,
+    mosaic_plain,
+    mosaic_plain_plan,
+    mosaic_plan,
+    reference,
+    triton,
+)
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
@@ -289,15 +299,13 @@ def test_plain_weights_give_the_same_bits_in_a_thousand_launches(make, inputs, o
 
 
 @gpu
-@pytest.mark.parametrize("make", [plain_weight, int8_weight])
-def test_linear_takes_the_kernel_for_plain_weights(monkeypatch, make):
+@pytest.mark.parametrize(("make", "rows"), [(plain_weight, 6), (int8_weight, 12)])
+def test_linear_takes_the_kernel_for_few_rows(monkeypatch, make, rows):
     weights = (make(64, 256, 0), make(32, 256, 1))
-    x = activations(6, 256, False).reshape(2, 3, 256)
+    x = activations(rows, 256, False).reshape(2, -1, 256)
     plain_kernel(x, weights, "bfloat16")
-    launches = lambda *args: jax.jit(lambda *args: linear(*args)).lower(*args).as_text().count("mosaic_gpu")
     y = linear(x, weights)
-    assert y.shape == (2, 3, 96) and launches(x, weights)
-    assert bool(launches(x, weights[:1])) == bool(launches(x[:1, :1], weights)) == (make is int8_weight)
+    assert y.shape == (2, rows // 2, 96)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(plain_matmul(x, weights, dtype="bfloat16")))
     monkeypatch.setattr(matmul, "PLAIN_IMPLEMENTATIONS", ())
     # XLA rounds products with codes before it scales them, and rounds the scales.
@@ -305,19 +313,57 @@ def test_linear_takes_the_kernel_for_plain_weights(monkeypatch, make):
     np.testing.assert_allclose(np.asarray(linear(x, weights), np.float32), np.asarray(y, np.float32), rtol=rounded, atol=rounded)
 
 
+@pytest.mark.parametrize(
+    ("make", "weights", "rows", "ours"),
+    [
+        (plain_weight, 2, 1, False),
+        (plain_weight, 2, 2, True),
+        (plain_weight, 2, 16, True),
+        (plain_weight, 1, 8, False),
+        (int8_weight, 1, 1, True),
+        (int8_weight, 1, 2, False),
+        (int8_weight, 2, 8, False),
+        (int8_weight, 1, 9, True),
+    ],
+)
+def test_the_kernel_for_few_rows_runs_where_it_was_faster(monkeypatch, make, weights, rows, ours):
+    considered = []
+    choose = lambda kernel, candidates, *args, **settings: considered.extend(candidates) or reference
+    monkeypatch.setattr(matmul, "choose", choose)
+    linear(activations(rows, 256, False), [make(8, 256, i) for i in range(weights)])
+    assert bool(considered) == ours
+
+
+@pytest.mark.parametrize("make", [plain_weight, int8_weight])
+def test_vmap_and_derivatives_take_xla(monkeypatch, make):
+    weights = (make(64, 256, 0), make(32, 256, 1))
+    x = activations(6, 256, False)
+    launched = []
+    # A kernel that nothing can be derived of.
+    run = lambda plan, x, weights: launched.append(x.shape) or jax.lax.stop_gradient(reference.plain_matmul(x, weights, dtype=plan.dtype))
+    monkeypatch.setattr(mosaic_plain, "run", run)
+    ours, xla = (functools.partial(module.plain_matmul, dtype=jnp.float32) for module in (mosaic_plain, reference))
+    both = lambda make: [np.asarray(jax.jit(make(multiply))(x), np.float32) for multiply in (ours, xla)]
+    np.testing.assert_array_equal(*both(lambda multiply: lambda x: multiply(x, weights)))
+    assert launched == [(6, 256)]
+    np.testing.assert_allclose(*both(lambda multiply: jax.grad(lambda x: multiply(x, weights).sum())), rtol=1e-6)
+    each = lambda multiply: lambda x: jax.vmap(multiply, in_axes=(0, None))(x.reshape(2, 3, 256), weights)
+    np.testing.assert_allclose(*both(each), rtol=1e-5, atol=1e-4)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, (*weights[:1], make(32, 256, 2)))
+    np.testing.assert_allclose(*both(lambda multiply: lambda x: jax.vmap(multiply, in_axes=(None, 0))(x, stacked)), rtol=1e-5, atol=1e-4)
+
+
 @gpu
 @pytest.mark.parametrize("make", [plain_weight, int8_weight])
-def test_plain_weights_under_vmap_and_grad(make):
+def test_the_kernel_for_few_rows_under_vmap_and_grad(make):
     weights = (make(64, 256, 0), make(32, 256, 1))
     x = activations(6, 256, False)
     run = plain_kernel(x, weights, "float32")
-    y = run(x, weights)
     each = jax.jit(jax.vmap(run, in_axes=(0, None)))(x.reshape(2, 3, 256), weights)
-    np.testing.assert_allclose(np.asarray(each).reshape(6, 96), np.asarray(y), rtol=1e-5, atol=1e-3)
-    found = jax.jit(jax.grad(lambda x: run(x, weights).sum()))(x)
-    full = [w.codes.astype(jnp.float32) * w.scale[:, None] if make is int8_weight else w.astype(jnp.float32) for w in weights]
-    expected = np.broadcast_to(np.asarray(sum(w.sum(0) for w in full)), (6, 256))
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-7, atol=2**-4)
+    np.testing.assert_allclose(np.asarray(each).reshape(6, 96), np.asarray(run(x, weights)), rtol=1e-5, atol=1e-3)
+    gradient = lambda multiply: jax.jit(jax.grad(lambda x: multiply(x, weights, dtype="float32").sum()))(x)
+    found, expected = (np.asarray(gradient(multiply), np.float32) for multiply in (plain_matmul, reference.plain_matmul))
+    np.testing.assert_allclose(found, expected, rtol=2**-7)
 
 
 @gpu

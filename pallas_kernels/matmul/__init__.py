@@ -1,5 +1,6 @@
 """Linear layers: activations times weights in full precision, in INT4 by groups, or in INT8."""
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -44,8 +45,13 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
-        # XLA is as fast with one plain weight, and with one row.
-        candidates = PLAIN_IMPLEMENTATIONS if every(Int8Weight) or (len(weights) > 1 and x.size > x.shape[-1]) else ()
+        rows = math.prod(x.shape[:-1])
+        candidates = PLAIN_IMPLEMENTATIONS if _faster_than_xla(rows, len(weights), coded=every(Int8Weight)) else ()
         module = choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)
         return module.plain_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
+
+
+def _faster_than_xla(rows: int, weights: int, *, coded: bool) -> bool:
+    """Whether the kernel for few rows is, on an H200 (docs/kernels.md, "Matmul with plain or INT8 weights"). coded: in INT8."""
+    return (rows == 1 or rows > 8) if coded else (rows > 1 and weights > 1)
