@@ -416,7 +416,7 @@ def plot_by_bytes(report: AcceptanceReport) -> Any:
         axes.set(xlabel="read by a draft (MB)", title=f"context of {panel[0]:,} tokens, temperature {panel[1]:g}")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("accepted, given those before")
-    figure.axes[-1].legend(fontsize=8)
+    max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1])).legend(fontsize=8)  # not every panel has every line
     return figure
 
 
