@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpus import skip_or_fail
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import matmul
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
@@ -18,9 +19,9 @@ from pallas_kernels.matmul import (
     int4_matmul,
     linear,
     mosaic_gpu,
-    mosaic_plain,
-    mosaic_plain_plan,
     mosaic_plan,
+    mosaic_skinny,
+    mosaic_skinny_plan,
     reference,
     triton,
 )
@@ -209,7 +210,7 @@ def test_weights_have_as_many_inputs_as_there_are_activations(monkeypatch, imple
 # Plain and INT8 weights -------------------------------------------------------------------------------------------------
 
 # As SHAPES: those of Llama models, tiles that blocks cannot divide evenly, fewer tiles than blocks, and warps without inputs.
-PLAIN_SHAPES = [
+SKINNY_SHAPES = [
     (4096, (14336, 14336)),
     (4096, (4096, 1024, 1024)),
     (4096, (4096,)),
@@ -221,7 +222,7 @@ PLAIN_SHAPES = [
     (28672, (1032, 8)),
 ]
 INT8_SHAPES = [(4096, (128256,)), (4096, (4096, 1024, 1024)), (256, (8, 24)), (2304, (1064,)), (28672, (1032, 8))]
-plain_matmul = jax.jit(mosaic_plain.plain_matmul, static_argnames="dtype")
+skinny_matmul = jax.jit(mosaic_skinny.skinny_matmul, static_argnames="dtype")
 
 
 def plain_weight(out: int, inputs: int, seed: int) -> jax.Array:
@@ -236,14 +237,14 @@ def int8_weight(out: int, inputs: int, seed: int) -> Int8Weight:
 
 few_rows_problems = pytest.mark.parametrize(
     ("make", "inputs", "outputs"),
-    [(plain_weight, *shape) for shape in PLAIN_SHAPES] + [(int8_weight, *shape) for shape in INT8_SHAPES],
+    [(plain_weight, *shape) for shape in SKINNY_SHAPES] + [(int8_weight, *shape) for shape in INT8_SHAPES],
 )
 
 
-def plain_kernel(x: jax.Array, weights: Sequence[jax.Array | Int8Weight], dtype) -> Callable:
+def skinny_kernel(x: jax.Array, weights: Sequence[jax.Array | Int8Weight], dtype) -> Callable:
     """The kernel, which gives `dtype`; skips the test where this machine cannot run it, and fails where it should."""
-    skip_or_fail("mosaic_gpu", mosaic_plain.unsupported(x, weights, dtype=dtype))
-    return functools.partial(plain_matmul, dtype=dtype)
+    skip_or_fail("mosaic_gpu", mosaic_skinny.unsupported(x, weights, dtype=dtype))
+    return functools.partial(skinny_matmul, dtype=dtype)
 
 
 @gpu
@@ -252,11 +253,11 @@ def plain_kernel(x: jax.Array, weights: Sequence[jax.Array | Int8Weight], dtype)
     [(1, "bfloat16"), (2, "float32"), (8, "bfloat16"), (8, "float32"), (9, "bfloat16"), (13, "float32"), (16, "bfloat16")],
 )
 @few_rows_problems
-def test_plain_weights_equal_float32(make, inputs, outputs, rows, dtype):
+def test_skinny_equals_float32(make, inputs, outputs, rows, dtype):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     for outliers in (False, True):
         x = activations(rows, inputs, outliers)
-        y = plain_kernel(x, weights, dtype)(x, weights)
+        y = skinny_kernel(x, weights, dtype)(x, weights)
         assert y.shape == (rows, sum(outputs)) and y.dtype == dtype
         most = max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights))
         assert most <= (5e-3 if dtype == "bfloat16" else 2e-5)
@@ -265,10 +266,10 @@ def test_plain_weights_equal_float32(make, inputs, outputs, rows, dtype):
 @gpu
 @few_rows_problems
 @pytest.mark.parametrize("rows", [8, 16])
-def test_a_row_of_plain_weights_depends_on_no_other(make, inputs, outputs, rows):
+def test_a_skinny_row_depends_on_no_other(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(rows, inputs, True)
-    run = plain_kernel(x, weights, "bfloat16")
+    run = skinny_kernel(x, weights, "bfloat16")
     together = np.asarray(run(x, weights))
     for fewer in {8: [1, 5], 16: [9, 13]}[rows]:
         np.testing.assert_array_equal(np.asarray(run(x[-fewer:], weights)), together[-fewer:])
@@ -289,10 +290,10 @@ def test_a_row_of_plain_weights_depends_on_no_other(make, inputs, outputs, rows)
         (int8_weight, 14336, (4096,)),
     ],
 )
-def test_plain_weights_give_the_same_bits_in_a_thousand_launches(make, inputs, outputs, rows):
+def test_skinny_gives_the_same_bits_in_a_thousand_launches(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(rows, inputs, False)
-    run = plain_kernel(x, weights, "float32")
+    run = skinny_kernel(x, weights, "float32")
     first = run(x, weights)
     differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(1000))
     assert int(differing) == 0
@@ -300,14 +301,14 @@ def test_plain_weights_give_the_same_bits_in_a_thousand_launches(make, inputs, o
 
 @gpu
 @pytest.mark.parametrize(("make", "rows"), [(plain_weight, 6), (int8_weight, 12)])
-def test_linear_takes_the_kernel_for_few_rows(monkeypatch, make, rows):
+def test_linear_takes_the_skinny_kernel(monkeypatch, make, rows):
     weights = (make(64, 256, 0), make(32, 256, 1))
     x = activations(rows, 256, False).reshape(2, -1, 256)
-    plain_kernel(x, weights, "bfloat16")
+    skinny_kernel(x, weights, "bfloat16")
     y = linear(x, weights)
     assert y.shape == (2, rows // 2, 96)
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(plain_matmul(x, weights, dtype="bfloat16")))
-    monkeypatch.setattr(matmul, "PLAIN_IMPLEMENTATIONS", ())
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(skinny_matmul(x, weights, dtype="bfloat16")))
+    monkeypatch.setattr(matmul, "SKINNY_IMPLEMENTATIONS", ())
     # XLA rounds products with codes before it scales them, and rounds the scales.
     rounded = 2**-7 if make is plain_weight else 2**-5
     np.testing.assert_allclose(np.asarray(linear(x, weights), np.float32), np.asarray(y, np.float32), rtol=rounded, atol=rounded)
@@ -326,7 +327,7 @@ def test_linear_takes_the_kernel_for_few_rows(monkeypatch, make, rows):
         (int8_weight, 1, 9, True),
     ],
 )
-def test_the_kernel_for_few_rows_runs_where_it_was_faster(monkeypatch, make, weights, rows, ours):
+def test_the_skinny_kernel_runs_where_it_was_faster(monkeypatch, make, weights, rows, ours):
     considered = []
     choose = lambda kernel, candidates, *args, **settings: considered.extend(candidates) or reference
     monkeypatch.setattr(matmul, "choose", choose)
@@ -338,31 +339,31 @@ def test_the_kernel_for_few_rows_runs_where_it_was_faster(monkeypatch, make, wei
 def test_vmap_and_derivatives_take_xla(monkeypatch, make):
     weights = (make(64, 256, 0), make(32, 256, 1))
     x = activations(6, 256, False)
-    launched = []
-    # A kernel that nothing can be derived of.
-    run = lambda plan, x, weights: launched.append(x.shape) or jax.lax.stop_gradient(reference.plain_matmul(x, weights, dtype=plan.dtype))
-    monkeypatch.setattr(mosaic_plain, "run", run)
-    ours, xla = (functools.partial(module.plain_matmul, dtype=jnp.float32) for module in (mosaic_plain, reference))
-    both = lambda make: [np.asarray(jax.jit(make(multiply))(x), np.float32) for multiply in (ours, xla)]
-    np.testing.assert_array_equal(*both(lambda multiply: lambda x: multiply(x, weights)))
-    assert launched == [(6, 256)]
-    np.testing.assert_allclose(*both(lambda multiply: jax.grad(lambda x: multiply(x, weights).sum())), rtol=1e-6)
-    each = lambda multiply: lambda x: jax.vmap(multiply, in_axes=(0, None))(x.reshape(2, 3, 256), weights)
-    np.testing.assert_allclose(*both(each), rtol=1e-5, atol=1e-4)
+    # A kernel that is known by its results, and nothing can be derived of.
+    run = lambda plan, x, weights: jax.lax.stop_gradient(reference.skinny_matmul(x, weights, dtype=plan.dtype) + 1)
+    monkeypatch.setattr(mosaic_skinny, "run", run)
+    ours, xla = (functools.partial(module.skinny_matmul, dtype=jnp.float32) for module in (mosaic_skinny, reference))
+    np.testing.assert_array_equal(ours(x, weights), xla(x, weights) + 1)
+    loss = lambda multiply: jax.jit(jax.value_and_grad(lambda x: multiply(x, weights).sum()))(x)
+    (value, gradient), (expected, expected_gradient) = loss(ours), loss(xla)
+    np.testing.assert_allclose(value, expected + 6 * 96, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(gradient, np.float32), np.asarray(expected_gradient, np.float32), rtol=1e-6)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, (*weights[:1], make(32, 256, 2)))
-    np.testing.assert_allclose(*both(lambda multiply: lambda x: jax.vmap(multiply, in_axes=(None, 0))(x, stacked)), rtol=1e-5, atol=1e-4)
+    for axes, *arguments in (((0, None), x.reshape(2, 3, 256), weights), ((None, 0), x, stacked)):
+        found, expected = (jax.jit(jax.vmap(multiply, in_axes=axes))(*arguments) for multiply in (ours, xla))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @gpu
 @pytest.mark.parametrize("make", [plain_weight, int8_weight])
-def test_the_kernel_for_few_rows_under_vmap_and_grad(make):
+def test_the_skinny_kernel_under_vmap_and_grad(make):
     weights = (make(64, 256, 0), make(32, 256, 1))
     x = activations(6, 256, False)
-    run = plain_kernel(x, weights, "float32")
+    run = skinny_kernel(x, weights, "float32")
     each = jax.jit(jax.vmap(run, in_axes=(0, None)))(x.reshape(2, 3, 256), weights)
     np.testing.assert_allclose(np.asarray(each).reshape(6, 96), np.asarray(run(x, weights)), rtol=1e-5, atol=1e-3)
     gradient = lambda multiply: jax.jit(jax.grad(lambda x: multiply(x, weights, dtype="float32").sum()))(x)
-    found, expected = (np.asarray(gradient(multiply), np.float32) for multiply in (plain_matmul, reference.plain_matmul))
+    found, expected = (np.asarray(gradient(multiply), np.float32) for multiply in (skinny_matmul, reference.skinny_matmul))
     np.testing.assert_allclose(found, expected, rtol=2**-7)
 
 
@@ -383,24 +384,40 @@ def test_weights_of_several_formats_are_multiplied_each_in_its_own():
 
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("rows", range(1, 17))
-def test_plans_for_plain_weights_fit(rows, coded):
+def test_skinny_plans_fit(rows, coded):
     models = [(4096, 128256), (5120, 5120), (5120, 152064), (8192, 57344), (8192, 128256), (11008, 4096), (14336, 4096), (28672, 8192)]
     for inputs, out in [(256, 8), (2304, 1064), (4096, 1024), (32768, 16), *models]:
-        plan = mosaic_plain_plan.Plan.fitting(rows, inputs, (out,), 132, coded=coded)
+        plan = mosaic_skinny_plan.Plan.fitting(rows, inputs, (out,), 132, int8=coded)
         if plan is None:  # sums of so many tiles would have to wait for other blocks
             assert rows > 8 and inputs > 4096 and out >= 8192
             continue
-        assert plan.slots >= mosaic_plain_plan.ENOUGH_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks <= 132
+        assert plan.slots >= mosaic_skinny_plan.ENOUGH_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks <= 132
         assert plan.clusters <= plan.tiles
-        like = mosaic_plain_plan.Plan.fitting(1 if rows <= 8 else 16, inputs, (out,), 132, coded=coded)
+        like = mosaic_skinny_plan.Plan.fitting(1 if rows <= 8 else 16, inputs, (out,), 132, int8=coded)
         assert (plan.cluster, plan.clusters) == (like.cluster, like.clusters)
+
+
+def test_sharded_weights_are_refused_but_not_a_devices_own(monkeypatch):
+    monkeypatch.setattr(mosaic_skinny, "no_mosaic_gpu", lambda: None)
+    reasons = []
+
+    def ask(x, weight):
+        reasons.append(mosaic_skinny.unsupported(x, [weight], dtype=jnp.bfloat16))
+        return weight
+
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    x, weight = (jax.ShapeDtypeStruct((n, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())) for n in (2, 64))
+    jax.eval_shape(ask, x, weight)
+    own = jax.shard_map(ask, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec("d"))
+    jax.eval_shape(own, x, weight)
+    assert reasons == ["needs all weights on one device", None]
 
 
 @pytest.mark.parametrize("shape", [(2048, 512), (16, 128), (16, 1, 256)])
 def test_weights_of_other_inputs_are_refused(monkeypatch, shape):
-    monkeypatch.setattr(mosaic_plain, "no_mosaic_gpu", lambda: None)
+    monkeypatch.setattr(mosaic_skinny, "no_mosaic_gpu", lambda: None)
     x, weight = jnp.zeros((2, 256), jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)
-    assert "[outputs, 256]" in mosaic_plain.unsupported(x, [weight], dtype=jnp.bfloat16)
+    assert "[outputs, 256]" in mosaic_skinny.unsupported(x, [weight], dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -415,13 +432,16 @@ def test_weights_of_other_inputs_are_refused(monkeypatch, shape):
         (16, 65536, 64, ("bfloat16",) * 3, "no room"),
         (2, 256, 64, ("float32", "int8", "float32"), "bfloat16, not float32"),
         (2, 384, 64, ("bfloat16", "int8", "bfloat16"), "multiples of 256"),
+        (0, 256, 64, ("bfloat16",) * 3, "up to 16 rows, not 0"),
+        (2, 0, 64, ("bfloat16",) * 3, "multiples of 128"),
+        (2, 256, 0, ("bfloat16",) * 3, "multiples of 8"),
     ],
 )
-def test_what_the_kernel_for_plain_weights_does_not_take(monkeypatch, rows, inputs, out, dtypes, reason):
-    monkeypatch.setattr(mosaic_plain, "no_mosaic_gpu", lambda: None)
+def test_what_the_skinny_kernel_does_not_take(monkeypatch, rows, inputs, out, dtypes, reason):
+    monkeypatch.setattr(mosaic_skinny, "no_mosaic_gpu", lambda: None)
     x, weight = jnp.zeros((rows, inputs), dtypes[0]), jnp.zeros((out, inputs), dtypes[1])
     if dtypes[1] == "int8":
         weight = Int8Weight(weight, jnp.ones(out))
-    assert reason in mosaic_plain.unsupported(x, (weight,), dtype=dtypes[2])
+    assert reason in mosaic_skinny.unsupported(x, (weight,), dtype=dtypes[2])
     y = linear(x, (weight,), dtype=dtypes[2])
     assert y.shape == (rows, out) and y.dtype == dtypes[2]

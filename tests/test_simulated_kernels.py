@@ -23,7 +23,7 @@ from simulated_ptx import simulate
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
-import pallas_kernels.matmul.mosaic_plain as plain_matmul
+import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
@@ -41,7 +41,7 @@ from pallas_kernels.rope_append import reference as rope_append_reference
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, fused_layer, matmul, norm, plain_matmul, rope_append):
+    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -199,9 +199,9 @@ def plain_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bo
         (9, 1536, (24,), 4, 1, False),
     ],
 )
-def test_plain_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
+def test_skinny_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
     x, weights = plain_problem(rows, inputs, outputs, outliers)
-    y = at_once(plain_matmul.run)(plain_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
+    y = at_once(skinny_matmul.run)(skinny_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
     for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
         assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
@@ -220,7 +220,7 @@ def test_plain_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
 def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
     weights = [test_matmul_gpu.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
     x = test_matmul_gpu.activations(rows, inputs, outliers)
-    y = at_once(plain_matmul.run)(plain_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide, coded=True), x, weights)
+    y = at_once(skinny_matmul.run)(skinny_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide, int8=True), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
     for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
         assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
@@ -228,20 +228,20 @@ def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
 
 def test_int8_codes_are_exact():
     codes = jnp.tile(jnp.arange(-128, 128, dtype=jnp.int8), (8, 1))
-    plan = plain_matmul.Plan(16, 256, (8,), 1, 1, wide=True, coded=True)
+    plan = skinny_matmul.Plan(16, 256, (8,), 1, 1, float32_out=True, int8=True)
     for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 16):
-        y = at_once(plain_matmul.run)(plan, x, [Int8Weight(codes, jnp.ones(8))])
+        y = at_once(skinny_matmul.run)(plan, x, [Int8Weight(codes, jnp.ones(8))])
         np.testing.assert_array_equal(np.asarray(y), np.asarray(x, np.float32) @ np.asarray(codes, np.float32).T)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(("coded", "inputs"), [(False, 1152), (True, 2304)], ids=["plain", "int8"])
-def test_plain_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
+def test_skinny_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
     x, (weight,) = plain_problem(9, inputs, (16,))
     weight = test_matmul_gpu.int8_weight(16, inputs, 0) if coded else weight
     x = x.at[3, 9].set(jnp.nan)
-    plan = functools.partial(plain_matmul.Plan, inputs=inputs, outputs=(16,), cluster=cluster, clusters=2, coded=coded)
-    run = lambda x: np.asarray(at_once(plain_matmul.run)(plan(len(x)), x, [weight]), np.float32)
+    plan = functools.partial(skinny_matmul.Plan, inputs=inputs, outputs=(16,), cluster=cluster, clusters=2, int8=coded)
+    run = lambda x: np.asarray(at_once(skinny_matmul.run)(plan(len(x)), x, [weight]), np.float32)
     together = run(x)
     assert np.isnan(together[3]).all() and not np.isnan(np.delete(together, 3, 0)).any()
     for row in (0, 2, 8):
@@ -258,14 +258,14 @@ def test_plain_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
         ("meet_cluster", "emit_block"),
     ],
 )
-def test_a_missing_order_of_the_plain_matmul_is_seen(monkeypatch, function, caller):
+def test_a_missing_order_of_the_skinny_matmul_is_seen(monkeypatch, function, caller):
     x, weights = plain_problem(2, 1024, (256,))
-    plan = plain_matmul.Plan(2, 1024, (256,), cluster=2, clusters=1)
+    plan = skinny_matmul.Plan(2, 1024, (256,), cluster=2, clusters=1)
     assert plan.tiles > plan.slots
     done = getattr(ptx, function)
     monkeypatch.setattr(ptx, function, lambda *args: None if sys._getframe(1).f_code.co_name == caller else done(*args))
     with pytest.raises(AssertionError, match=r"a race: |which has ended"):
-        at_once(plain_matmul.run)(plan, x, weights)
+        at_once(skinny_matmul.run)(plan, x, weights)
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

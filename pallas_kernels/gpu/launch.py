@@ -1,6 +1,7 @@
 """Launches a kernel whose body places every register itself (see ptx.py)."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +52,19 @@ def launch(
         kernel_name=name,
     )
 
-    # Pallas would give the grid another axis, of which blocks that place their registers themselves know nothing.
+    # Pallas would give the grid another axis, of which blocks that address memory themselves know nothing: they would read elsewhere.
     @sequential_vmap
     def run(read, written):
         references = [jax.new_ref(array) for array in written]
-        return kernel(*read, *references), [jax.freeze(reference) for reference in references]
+        results = kernel(*read, *references), [jax.freeze(reference) for reference in references]
+        return jax.tree.map(functools.partial(_varying_as, [*read, *written]), results)
 
     results, written = run(list(inputs.values()), list(updated.values()))
     return dict(zip(outputs, results)) | dict(zip(updated, written))
+
+
+def _varying_as(arrays: Sequence[jax.Array], result: jax.Array) -> jax.Array:
+    """The result, which within jax.shard_map differs between devices where any of the arrays does."""
+    of = lambda array: jax.typeof(array).manual_axis_type.varying
+    missing = frozenset().union(*map(of, arrays)) - of(result)
+    return jax.lax.pcast(result, tuple(missing), to="varying") if missing else result

@@ -81,9 +81,9 @@ CODES_DIVISOR = 64.0  # of `codes_to_bf16`
 
 def codes_to_bf16(x: Value) -> tuple[Value, Value]:
     """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels.md, "Unpacking")."""
-    unsigned, scale, shift = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
+    unsigned, factor, offset = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
     expand = lambda order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", unsigned, ptx.i32(0))
-    return tuple(ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", expand(order), scale, shift) for order in ("0x4140", "0x4342"))
+    return tuple(ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", expand(order), factor, offset) for order in ("0x4140", "0x4342"))
 
 
 def gather_bytes(words: Sequence[Value], byte: int) -> Value:

@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory, through which some warps of a block hand work to others without waiting for each other."""
+"""A ring of slots in shared memory, through which some warps of a block hand work to others: the one side works ahead of the other."""
 
 from pallas_kernels.gpu import ptx
 
@@ -6,8 +6,8 @@ from pallas_kernels.gpu import ptx
 class Ring:
     """Slots in shared memory that some warps fill and others empty, one after the other.
 
-    arrivals: the address of their mbarriers, two of 8 bytes for each slot: those that say that a slot is filled, then those that say that
-    it is emptied.
+    first: the address of slot 0. size: bytes of a slot. arrivals: the address of their mbarriers, two of 8 bytes for each slot: those that
+    say that a slot is filled, then those that say that it is emptied. Who empties begins with parity 0, who fills with 1.
     """
 
     def __init__(self, slots: int, first, size: int, arrivals):

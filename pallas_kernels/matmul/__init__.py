@@ -8,9 +8,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
+from pallas_kernels.matmul.mosaic_skinny_plan import MAX_ROWS
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-PLAIN_IMPLEMENTATIONS = ("mosaic_plain",)  # for plain and INT8 weights and few rows
+SKINNY_IMPLEMENTATIONS = ("mosaic_skinny",)  # few rows times weights that are not INT4
 
 
 def linear(
@@ -18,8 +19,8 @@ def linear(
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
-    weights: [out, in] in any format; where all are INT4, or the rows few and all plain or all INT8, they share a launch. biases: one
-    for each weight, or none at all. dtype: what plain and INT8 weights are multiplied in and the result has; x's by default.
+    weights: [out, in] in any format; where all are INT4, or the rows few, they may share a launch. biases: one for each weight, or none
+    at all. dtype: the result's where weights are not INT4; x's by default.
     Raises ValueError where there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):
@@ -46,12 +47,15 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
         rows = math.prod(x.shape[:-1])
-        candidates = PLAIN_IMPLEMENTATIONS if _faster_than_xla(rows, len(weights), coded=every(Int8Weight)) else ()
-        module = choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)
-        return module.plain_matmul(x, weights, dtype=dtype)
+        candidates = SKINNY_IMPLEMENTATIONS if _faster_than_xla(rows, len(weights), int8=every(Int8Weight)) else ()
+        module = choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)  # XLA is not slow
+        return module.skinny_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
 
 
-def _faster_than_xla(rows: int, weights: int, *, coded: bool) -> bool:
-    """Whether the kernel for few rows is, on an H200 (docs/kernels.md, "Matmul with plain or INT8 weights"). coded: in INT8."""
-    return (rows == 1 or rows > 8) if coded else (rows > 1 and weights > 1)
+def _faster_than_xla(rows: int, weights: int, *, int8: bool) -> bool:
+    """Whether `SKINNY_IMPLEMENTATIONS` are taken for so many rows and weights that share them, as an H200 has it (docs/kernels.md, "Skinny
+    matmul")."""
+    if int8:
+        return rows == 1 or 8 < rows <= MAX_ROWS
+    return weights > 1 and 1 < rows <= MAX_ROWS

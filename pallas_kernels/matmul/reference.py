@@ -1,4 +1,4 @@
-"""Matmuls in plain JAX; INT4 weights are dequantized first."""
+"""Matmuls in plain JAX. INT4 weights are dequantized first; XLA converts INT8 codes as it multiplies."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,10 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     return jnp.concatenate([product(weight).astype(x.dtype) for weight in weights], axis=-1)
 
 
-def plain_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
+def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
     """x @ weight.T for each weight, plain or INT8, one after the other in the last axis, in `dtype`."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a GPU would otherwise round float32 operands to tf32.
     product = lambda weight: lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
-    # XLA makes floats of the codes as it multiplies.
     coded = lambda weight: product(weight.codes.astype(x.dtype)) * weight.scale.astype(dtype)
     return jnp.concatenate([(coded if isinstance(weight, Int8Weight) else product)(weight) for weight in weights], axis=-1)

@@ -1,10 +1,10 @@
-"""The program of a block of the Mosaic GPU matmul with plain or INT8 weights.
+"""The program of a block of the Mosaic GPU matmul of few rows with plain or INT8 weights.
 
 Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
-idle. Activations come beside them, once. Each math warp takes the same inputs of every pass; rows of activations are the first operand of
-the tensor cores, where there is place for 16, and outputs the columns of the second. Epilogue warps add the math warps' sums of a tile in
-their order. INT8 codes become bfloat16 as they are multiplied, and sums meet the outputs' scales at the end.
-Rings and barriers are described in docs/kernels.md.
+idle. The first epilogue warp copies the activations, once, while the producers issue their copies. Each math warp takes the same inputs of
+every pass; rows of activations are the first operand of the tensor cores, where there is place for 16, and outputs the columns of the
+second. Epilogue warps add the math warps' sums of a tile in their order. INT8 codes become bfloat16 as they are multiplied, and sums meet
+the outputs' scales at the end. Rings and barriers are described in docs/kernels.md.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_block import row_of
-from pallas_kernels.matmul.mosaic_plain_plan import (
+from pallas_kernels.matmul.mosaic_skinny_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
     PAIR_BYTES,
@@ -32,7 +32,7 @@ from pallas_kernels.matmul.mosaic_plain_plan import (
 
 STEP_BYTES = 64  # of a row of weights, which four lanes load 16 bytes at a time
 STEPS = UNIT_BYTES // STEP_BYTES
-CHAINS = 2  # of products that do not wait for each other, for each 16 bytes of activations
+ACCUMULATORS = 2  # that do not wait for each other: one for each tensor-core product of 16 bytes of activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
         ptx.synchronize(None, 1)
         ptx.meet_cluster()
         add_blocks(plan, at, share, thread)
-        # Nobody ends while others read what it has.
+        # A block's shared memory is free when it ends: not before others have read it.
         ptx.synchronize(None, 1)
         ptx.meet_cluster()
 
@@ -121,6 +121,7 @@ def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
             slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied(slot), parity)
             size = ptx.minimum(share.units - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
+            # In the last pass of a smaller share there may be nothing to copy.
             with ptx.when(lane == 0):
                 ptx.arrive_with(ring.filled(slot), size * rows)
             with ptx.when((lane < rows) & (ptx.i32(0) < size)):
@@ -150,18 +151,18 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
         rows = [take(at + offset * plan.x_ratio, plan.x_ratio) for at in x_at]
         # Words that are loaded at once: the first stands for all.
         arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in weights]), lane)
-        if plan.coded:
+        if plan.int8:
             weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in weights]
         new = add_products(totals, rows, weights)
         if not plan.whole:
-            new = [[ptx.select(there, *both) for both in zip(*chains)] for chains in zip(new, totals)]
+            new = [[ptx.select(there, *both) for both in zip(*pair)] for pair in zip(new, totals)]
         return *ring.following(slot, parity), new
 
     def one_tile(tile, carry):
         slot, parity, sums_slot, sums_parity = carry
-        nothing = [[ptx.f32(0.0)] * 4 for _ in range(CHAINS * plan.x_ratio)]
+        nothing = [[ptx.f32(0.0)] * 4 for _ in range(ACCUMULATORS * plan.x_ratio)]
         slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(plan.passes), (slot, parity, nothing), one_pass)
-        total = [numerics.total(chain) for chain in zip(*totals)]
+        total = [numerics.total(each) for each in zip(*totals)]
         ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
         to = sums.slot(sums_slot) + warp * plan.tile_bytes + lane * PAIR_BYTES
         for i in range(plan.row_tiles):
@@ -173,7 +174,8 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
 
 
 def add_products(totals: list, rows: list, weights: list) -> list:
-    """Adds the products of one more unit to the totals, in each chain those of `fragments.mma`: rows g and g + 8, outputs 2 t and 2 t + 1.
+    """Adds the products of one more unit to the totals: [accumulator] of the four that a lane has of `fragments.mma`, rows g and g + 8 of
+    outputs 2 t and 2 t + 1.
 
     rows, weights: [row tile][step] and [step], the words of a lane's 8 or 16 inputs. Which inputs these are makes no difference, as long as
     they are the same for both.
@@ -182,9 +184,8 @@ def add_products(totals: list, rows: list, weights: list) -> list:
     for step, words in enumerate(weights):
         upper, lower = (rows[i][step] if i < len(rows) else absent for i in (0, 1))
         for k in range(0, len(words), 2):
-            chain = k // 2
             a = upper[k], lower[k], upper[k + 1], lower[k + 1]
-            totals[chain] = list(fragments.mma(totals[chain], a, words[k : k + 2], "bf16"))
+            totals[k // 2] = list(fragments.mma(totals[k // 2], a, words[k : k + 2], "bf16"))
     return totals
 
 
@@ -232,7 +233,7 @@ def add_blocks(plan: Plan, at: dict, share: Share, thread) -> None:
 
 def scales_of(plan: Plan, at: dict, tile, pair) -> Sequence:
     """The scales of a pair of outputs of a tile, where weights are codes."""
-    if not plan.coded:
+    if not plan.int8:
         return ()
     arrays = [at[f"scale{i}"] for i in range(len(plan.outputs))]
     array, output = row_of(arrays, plan.outputs, tile * TILE + 2 * (pair & 3))
@@ -245,7 +246,7 @@ def write_pair(plan: Plan, y, tile, pair, found: list, scales: Sequence) -> None
     place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
     if scales:
         found = [x * (scale * numerics.CODES_DIVISOR) for x, scale in zip(found, scales)]
-    if plan.wide:
+    if plan.float32_out:
         ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
     else:
         ptx.store_global(y + place * 2, numerics.pair(*found, "bf16"))

@@ -16,23 +16,24 @@ PRODUCER_WARPS = 2  # they copy: each has rows of a tile of its own
 EPILOGUE_WARPS = 2  # they add what the math warps found of a tile; each lane has two neighbouring outputs of a row
 WARPS = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
 PASS_BYTES = MATH_WARPS * UNIT_BYTES  # of an output's weights that a block takes at once
-ROWS = 8  # of activations that a lane has one of: the tensor cores take twice as many
+ROWS = 8  # of activations in half of the tensor cores' operand of 16 rows
 MAX_ROWS = 2 * ROWS
 # Bytes from one output to the next in a slot of the ring: neighbours lie in different banks.
 PITCH = PASS_BYTES + 64
 SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
-ENOUGH_SLOTS, MOST_SLOTS = 5, 12  # of the ring: with fewer the memory would be idle, and more are of no use
+# Of the ring of weights. 2 to 3 slots are under way by Little's law (4.5 TB/s, about 1 us, 132 multiprocessors), and one is read.
+ENOUGH_SLOTS, MOST_SLOTS = 5, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 PAIR_BYTES = 8  # of two neighbouring outputs, float32
-RESERVED_BYTES = 2048  # of a block's shared memory, for the compiler
-NEIGHBOURS = 16  # multiprocessors of which any whole number of larger clusters can be made
+RESERVED_BYTES = 2048  # of a block's shared memory: Mosaic takes some for itself
+GPC = 16  # multiprocessors of a GPC, within which a cluster lies; some of Hopper's have 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One launch: so many clusters of blocks, each with tiles of its own, whose inputs the cluster's blocks divide among them.
 
-    wide: whether the outputs are float32, not bfloat16. coded: whether weights are INT8 codes with scales, not bfloat16.
+    float32_out: whether the outputs are float32, not bfloat16. int8: whether weights are INT8 codes with scales, not bfloat16.
     """
 
     rows: int
@@ -40,27 +41,28 @@ class Plan:
     outputs: tuple[int, ...]
     cluster: int
     clusters: int
-    wide: bool = False
-    coded: bool = False
+    float32_out: bool = False
+    int8: bool = False
 
     @classmethod
     def fitting(
-        cls, rows: int, inputs: int, outputs: tuple[int, ...], blocks: int, wide: bool = False, coded: bool = False
+        cls, rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False, int8: bool = False
     ) -> "Plan | None":
-        """The plan with the smallest clusters whose blocks have room for their inputs of all rows; None where even the largest have not.
+        """The plan with the smallest clusters whose blocks have room for their inputs of all rows, and in clusters for their sums of all
+        tiles; None where even the largest have not.
 
         Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
         """
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
         # Two neighbouring multiprocessors always make a cluster; of larger ones not all may find a place at once.
-        clusters = {size: blocks // size if size <= 2 else blocks // NEIGHBOURS * (NEIGHBOURS // size) for size in sizes}
-        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, clusters[size])), wide, coded) for size in sizes]
+        most = {size: multiprocessors // size if size <= 2 else multiprocessors // GPC * (GPC // size) for size in sizes}
+        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, most[size])), float32_out, int8) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
 
     @property
     def dtype(self) -> DTypeLike:
-        return jnp.float32 if self.wide else jnp.bfloat16
+        return jnp.float32 if self.float32_out else jnp.bfloat16
 
     @property
     def blocks(self) -> int:
@@ -77,7 +79,7 @@ class Plan:
     @property
     def weight_bytes(self) -> int:
         """Bytes of one weight."""
-        return 1 if self.coded else 2
+        return 1 if self.int8 else 2
 
     @property
     def x_ratio(self) -> int:
@@ -121,7 +123,7 @@ class Plan:
 
         Four lanes load 16 bytes of a row at once, which lie one after the other, or with room between them for as many of the next row.
         """
-        return self.x_ratio * UNIT_BYTES * self.most_units + (16 if self.coded else 64)
+        return self.x_ratio * UNIT_BYTES * self.most_units + (16 if self.int8 else 64)
 
     @property
     def tile_bytes(self) -> int:
