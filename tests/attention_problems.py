@@ -1,6 +1,7 @@
 """Random problems of decode attention that all its tests share."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ class Case:
 
     @property
     def buffered(self) -> tuple[int, ...]:
-        """From T alone to all that a round can hold: 2G - 1 tokens before it and its T."""
+        """From T alone to all that a round can hold: 2G - 1 tokens before it and its T; six rows, again and again."""
         T, G = self.tokens, self.group_size
-        return (T, G + T, 2 * G - 1 + T, T, 2 * G - 1 + T, G - 1 + T)
+        six = (T, G + T, 2 * G - 1 + T, T, 2 * G - 1 + T, G - 1 + T)
+        return tuple(itertools.islice(itertools.cycle(six), len(self.groups)))
 
     @property
     def lengths(self) -> Lengths:

@@ -209,6 +209,22 @@ def test_mosaic_with_more_rows_than_splits():
     assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=1), "2 splits for 6 rows")
 
 
+@every_kernel
+@pytest.mark.parametrize("batch", [33, 64, 200])
+@pytest.mark.parametrize("tokens, view", [(1, "listed"), (1, DenseView(1)), (7, DenseView(2)), (7, DenseView(None))])
+def test_many_rows(tokens, view, batch, implementation):
+    """Ragged rows, more than a warp has lanes."""
+    groups = tuple(int(n) for n in np.random.default_rng(batch).integers(0, 13, batch))
+    case = Case(tokens, 8, 2, 128, group_size=128, capacity=12, groups=groups)
+    q, layer = random_problem(case, "bfloat16")
+    view = random_lists(case) if view == "listed" else view
+    layer, lengths = case.attended(layer, view.planes)
+    run = kernel_for(implementation, q, layer, lengths, view=view)
+    out = run(q, layer, lengths)
+    assert_close(out, exactly(q, layer, lengths, view), f"{batch} rows")
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(run(q, layer, lengths)))
+
+
 @pytest.mark.parametrize("view", [DenseView(1), DenseView(None), random_lists(CASES["T1-MHA-128"])], ids=["int4", "full", "listed"])
 @pytest.mark.parametrize("splits, num_warps", [(1, 1), (3, 4), (64, 1)])
 def test_triton_with_any_number_of_splits(view, splits, num_warps):

@@ -312,8 +312,7 @@ TEAMS = {
 
 
 def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLayer, Lengths]:
-    q, layer = random_problem(case, "bfloat16", data)
-    return q, layer, jax.tree.map(lambda x: x[: len(case.groups)], case.lengths)
+    return *random_problem(case, "bfloat16", data), case.lengths
 
 
 def attend(q, layer, lengths, view, config, *, observe=False):
@@ -332,6 +331,18 @@ def assert_close(out: jax.Array, expected: jax.Array) -> None:
     """A relative error (norm) of at most 1e-2 in each row of the batch."""
     out, expected = (np.asarray(x, np.float32).reshape(len(x), -1) for x in (out, expected))
     assert (np.linalg.norm(out - expected, axis=1) <= 1e-2 * np.linalg.norm(expected, axis=1)).all()
+
+
+# More rows than a warp has lanes, some of which have several blocks.
+MANY_ROWS = Case(1, 1, 1, 64, group_size=64, capacity=5, groups=(0, 1, 5, 0, 2) * 7)
+
+
+@pytest.mark.parametrize("view", [DenseView(1), random_lists(MANY_ROWS)], ids=["dense", "listed"])
+@pytest.mark.parametrize("splits", [1, 48])
+def test_attention_of_many_rows(splits, view):
+    q, layer, lengths = attention_problem(MANY_ROWS, "gaussian")
+    out, _ = attend(q, layer, lengths, view, Config(splits))
+    assert_close(out, exactly(q, layer, lengths, view))
 
 
 @pytest.mark.parametrize("data", ["gaussian", "outliers"])

@@ -4,44 +4,11 @@ import functools
 import math
 
 from pallas_kernels.attention import mosaic_append, mosaic_cluster
+from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
 from pallas_kernels.attention.mosaic_tile import Tile
 from pallas_kernels.gpu import fragments, numerics, ptx
-
-
-def groups_to_read(plan: Plan, at: dict, row: int, kv_head):
-    """How many groups a KV head reads in a row of the batch: as many as its list counts, or all that are quantized."""
-    if plan.planes is None:
-        return ptx.i32(0)
-    if plan.list_width is None:
-        return ptx.minimum(ptx.load_global(at["quantized"] + 4 * row)[0] // plan.group_size, ptx.i32(plan.groups))
-    (count,) = ptx.load_global(at["count"] + ptx.i64(kv_head + row * plan.kv_heads) * 4)
-    return ptx.minimum(ptx.maximum(count, ptx.i32(0)), ptx.i32(plan.list_width))
-
-
-def buffered_tokens(plan: Plan, at: dict, row):
-    """How many tokens of a row of the batch are in full precision, those that the kernel appends among them."""
-    (buffered,) = ptx.load_global(at["buffered"] + ptx.i64(row) * 4)
-    return buffered + plan.tokens if plan.appends else buffered
-
-
-def partition_work(plan: Plan, at: dict, kv_head) -> tuple[list, list]:
-    """Divides the blocks of a KV head among the rows of the batch, in proportion to what there is to read, one block at least.
-
-    Returns what each row has to read, (chunks of the buffer, groups), where a chunk counts as much as a group; and the number of each
-    row's first block, with the number of all blocks at the end.
-    """
-    units = []
-    for b in range(plan.batch):
-        buffered = buffered_tokens(plan, at, ptx.i32(b))
-        units.append(((buffered + (plan.chunk - 1)) // plan.chunk, groups_to_read(plan, at, b, kv_head)))
-    total = ptx.maximum(numerics.total([x for unit in units for x in unit]), ptx.i32(1))
-    firsts, seen = [ptx.i32(0)], ptx.i32(0)
-    for b, unit in enumerate(units[:-1]):
-        seen = seen + numerics.total(unit)
-        firsts.append(seen * (plan.splits - plan.batch) // total + (b + 1))
-    return units, [*firsts, ptx.i32(plan.splits)]
 
 
 def copy_queries(plan: Plan, at: dict, queries, thread, batch, kv_head, row_block) -> None:
@@ -67,13 +34,9 @@ def emit_block(plan: Plan, refs: dict) -> None:
     part = warp % team
     # Of a single row, which is known to be that one, the list is on its way together with the lengths.
     listed = QuantizedSource.load_list(plan, at, kv_head, lane) if plan.batch == 1 else None
-    units, firsts = partition_work(plan, at, kv_head)
-    batch, (chunks, groups), *members = ptx.i32(0), units[0], firsts[0], firsts[1]
-    for b in range(1, plan.batch):
-        here = firsts[b] < split + 1
-        new = (ptx.i32(b), *units[b], firsts[b], firsts[b + 1])
-        batch, chunks, groups, *members = (ptx.select(here, x, old) for x, old in zip(new, (batch, chunks, groups, *members)))
-    worker, workers = (split - members[0]) * plan.teams + warp // team, (members[1] - members[0]) * plan.teams
+    share = Partition(plan, at, kv_head, lane).of_block(split)
+    batch, chunks, groups = share.batch, share.chunks, share.groups
+    worker, workers = (split - share.first) * plan.teams + warp // team, (share.last - share.first) * plan.teams
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
     buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
@@ -81,7 +44,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
     queries = at["shared"]
     if plan.appends:
-        writes = (split == members[0]) & (row_block == 0)
+        writes = (split == share.first) & (row_block == 0)
         new = mosaic_append.NewTokens(plan, at, queries, thread, batch, kv_head, row_block, buffered - plan.tokens, writes)
         loaded = new.load(32 * warps)
     else:
@@ -141,7 +104,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
         columns = {"out": 0, "top": plan.head_dim, "total": plan.head_dim + 1}
         place = lambda name, row, entry: shared + plan.team_bytes + row * plan.partial_pitch + (entry + columns[name]) * 4
         tile.store(place, ptx.store_shared, state)
-        mosaic_cluster.merge(plan, at, teams + plan.team_bytes, thread, split, members, (batch, kv_head, row_block))
+        mosaic_cluster.merge(plan, at, teams + plan.team_bytes, thread, split, share, (kv_head, row_block))
         return
     first_row = (block * plan.teams + warp // team) * plan.block_rows
     width = {"out": H, "top": 1, "total": 1}
@@ -162,11 +125,8 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     batch, token = place // (R * plan.kv_heads * plan.tokens), place // (R * plan.kv_heads) % plan.tokens
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
-    _, firsts = partition_work(plan, at, kv_head)
-    first, last = firsts[0], firsts[1]
-    for b in range(1, plan.batch):
-        first, last = (ptx.select(batch == b, x, old) for x, old in zip(firsts[b : b + 2], (first, last)))
-    workers = (last - first) * plan.teams
+    share = Partition(plan, at, kv_head, lane).of_row(batch)
+    first, workers = share.first, (share.last - share.first) * plan.teams
     first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
     index = lambda worker: ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)
     load = lambda name, worker: ptx.load_global(at[name] + index(worker) * 4, result="f")[0]

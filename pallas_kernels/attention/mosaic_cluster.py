@@ -6,24 +6,25 @@ query rows and channels among them.
 
 import functools
 
+from pallas_kernels.attention.mosaic_partition import Share
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.gpu import numerics, ptx
 
 CHANNELS = 4  # of a thread: a load of 16 bytes
 
 
-def merge(plan: Plan, at: dict, partials, thread, rank, members: tuple, rows: tuple) -> None:
+def merge(plan: Plan, at: dict, partials, thread, rank, share: Share, rows: tuple) -> None:
     """Emits the merging, by all warps of a block; `at` holds where "merged" goes and, where attention is observed, "everything".
 
-    partials: the address of the partial results of the block's first team. rank: the block's number in the cluster. members: the rank of
-    the first block of this row of the batch, and of the first behind. rows: the row of the batch, the KV head, and the block of query rows.
+    partials: the address of the partial results of the block's first team. rank: the block's number in the cluster. share: the row of the
+    batch that the block reads. rows: the KV head, and the block of query rows.
     """
     H, pitch, stride = plan.head_dim, plan.partial_pitch, plan.team_bytes + plan.slots * plan.slot_bytes
     threads = 32 * WARPS * plan.config.warpgroups
     pieces = H // CHANNELS
     items = min(plan.block_rows, plan.rows) * pieces
-    first, last = members
-    batch, kv_head, row_block = rows
+    batch, first, last = share.batch, share.first, share.last
+    kv_head, row_block = rows
     # Where a row's maximum and sum are: what a block merges must not replace what another thread still reads of the first team.
     merged_at = 4 * H if plan.teams == 1 else 4 * (H + 2)
 
