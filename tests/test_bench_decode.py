@@ -235,6 +235,7 @@ def decoded_batches(small_model):
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
 
 
+@pytest.mark.slow
 def test_batches_are_measured_at_each_size(decoded_batches):
     rows = [row for row, _ in decoded_batches]
     assert [(row.batch_size, row.method, row.status, row.note) for row in rows] == [
@@ -252,6 +253,7 @@ def test_batches_are_measured_at_each_size(decoded_batches):
         assert row.speedup == pytest.approx(row.tokens_per_second / baseline.tokens_per_second)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     (_, _), (_, _), (_, (emitted, one_by_one, _)), (_, (ended, counts, lengths)) = decoded_batches
     assert len(set(counts.accepted.tolist())) > 1 and len(set(lengths.tolist())) > 1
@@ -260,6 +262,7 @@ def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     assert len(set(counts.rounds.tolist())) == 1 and ended.max() == 100 > ended.min()
 
 
+@pytest.mark.slow
 def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batches, small_model):
     weights, layers = decode.weight_bytes(small_model), small_model.config.num_layers
     one, four = ({row.method: row for row, _ in decoded_batches if row.batch_size == size} for size in (1, 4))
@@ -307,8 +310,8 @@ def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, mo
     assert [outcome[names[0], size] for size in (1, 4, 16, 64)] == [
         ("measured", ""),
         ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."),
-        ("skipped", "4 rows did not fit"),
-        ("skipped", "4 rows did not fit"),
+        ("skipped", "batch size 4 did not fit"),
+        ("skipped", "batch size 4 did not fit"),
     ]
     assert [outcome[names[1], size][0] for size in (1, 4, 16, 64)] == ["measured", "measured", "failed", "skipped"]
     # What fails for another reason may not fail with more rows.
@@ -325,7 +328,7 @@ def test_batches_in_table_plot_and_json(run, monkeypatch, tmp_path):
             for case in cases:
                 row_of = functools.partial(decode_rows.DecodeRow, case.method.name, len(prompts[0]), case.gamma, batch_size=size)
                 if size == 8 and case.method.name == "autoregressive":
-                    yield row_of("skipped", "2 rows did not fit")
+                    yield row_of("skipped", "batch size 2 did not fit")
                     continue
                 figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, tokens_per_second=200.0 * size)
                 figures |= dict(ms_per_token=5.0 / (1 + case.gamma), cache_bytes=1000, peak_memory_bytes=2000)
@@ -341,7 +344,11 @@ def test_batches_in_table_plot_and_json(run, monkeypatch, tmp_path):
     assert code == 0 and "Batch 1" not in words and "at the same context and as many rows" in words
     assert next(line for line in lines if line[:1] == ["context"])[:3] == ["context", "rows", "method"]
     assert [line[:2] for line in lines if "quantspec" in line] == [[n, size] for n in ("200", "64") for size in ("1", "2", "8")]
-    assert "skipped: 2 rows did not fit" in words and "2,400.0" in words
+    quantspec = next(line for line in lines if line[:3] == ["64", "8", "quantspec"])
+    assert quantspec[5:10] == ["1,600.0", "2,400.0", "67%", "1.25", "-"]
+    skipped = [line for line in lines if line[:3] == ["64", "8", "autoregressive"]]
+    assert len(skipped) == 1 and skipped[0][-1] == "skipped"
+    assert "64 tokens, batch size 8, autoregressive, gamma 0: skipped: batch size 2 did not fit" in words
     assert path.read_bytes().startswith(b"\x89PNG")
     (figure,) = figures
     assert [axes.get_title().split()[0] for axes in figure.axes] == ["64", "200"]

@@ -143,7 +143,7 @@ def measure(
                 DecodeRow, case.method.name, len(prompts[0]), case.gamma, temperature=case.temperature, batch_size=batch_size
             )
             if (fewer := too_many.get(case, batch_size)) < batch_size:
-                yield without_figures("skipped", f"{fewer} {'row' if fewer == 1 else 'rows'} did not fit")
+                yield without_figures("skipped", f"batch size {fewer} did not fit")
                 continue
             result = next(results)
             if isinstance(result, Exception):  # one row of many
@@ -489,58 +489,78 @@ def _working_bytes(executable: jax.stages.Compiled) -> int:
 def table(report: DecodeReport) -> Group:
     """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
     batches = any(row.batch_size > 1 for row in report.rows)
-    only_of_batches = lambda *cells: list(cells) if batches else []
     simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
     head = Text.assemble(
         (f"Decode of {report.model} on {report.device}", "bold"),
         f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
         simulated,
     )
+    columns = _columns(batches)
     whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    rate = ["tokens/s", *only_of_batches("by bytes"), "ms/token"]
-    for label in ("context", *only_of_batches("rows"), "method", "gamma", "accepted", *rate, "speed-up", "byte limit", "of it"):
-        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=True)
-    for label in ("prefill s", "compile s", "cache GB", "peak GB", "copies"):
-        whole.add_column(label, justify="right")
-    whole.add_column("")
+    for label in columns:
+        wraps = label in ("prefill s", "compile s", "cache GB", "peak GB", "copies")
+        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=not wraps)
+    names = [label for label in ("context", "rows", "method") if label in columns]
     steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("context", *only_of_batches("rows"), "method", "step", "us", "quartiles", "MB", "of its floor"):
+    for label in (*names, "step", "us", "quartiles", "MB", "of its floor"):
         steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
+    missing = ""
     for row in report.rows:
-        name = f"{row.context:,}", *only_of_batches(str(row.batch_size)), row.method
+        whole.add_row(*(cell(row) for cell in columns.values()))
         if row.status != "measured":
-            whole.add_row(*name, str(row.gamma), *["-"] * 11, *only_of_batches("-"), f"{row.status}: {row.note}")
-            continue
-        number = lambda x, form: "-" if x is None else format(x, form)
-        accepted = number(row.acceptance_ratio, ".3f") + ("" if row.simulated_rate is None else " (sim.)")
-        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-        figures = [number(row.tokens_per_second, ",.1f"), *only_of_batches(number(row.tokens_per_second_limit, ",.1f"))]
-        figures += [number(row.ms_per_token, ",.2f"), speedup]
-        figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
-        gigabytes = lambda size: "-" if size is None else f"{size / 1e9:.2f}"
-        figures += [gigabytes(row.cache_bytes), gigabytes(row.peak_memory_bytes)]
-        copies = "-" if row.cache_bytes is None else str(len(row.large_operations))
-        whole.add_row(*name, str(row.gamma), accepted, *figures, copies)
+            size = f", batch size {row.batch_size}" if batches else ""
+            missing += f"\n{row.context:,} tokens{size}, {row.method}, gamma {row.gamma}: {row.status}: {row.note}"
         for step, found in row.steps.items():
             t = found.timing
             floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
+            name = [columns[label](row) for label in names]
             steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
-    others = {f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}
     of_batches = [
-        "rows: of a batch, after the same prompt and with random draws of their own, timed until the first of them ends.",
-        "tokens/s: of all rows; by bytes: if every step took as long as reading its weights and every row's cache. ms/token: of each row.",
+        "Greedy, random prompts. rows: decoded together after the same prompt, with random draws of their own, until the first one ends.",
+        "tokens/s: of all rows. by bytes: these, if every step took as long as reading its weights and every row's cache.",
+        "ms/token: of each row. speed-up: over autoregressive decoding with a bfloat16 cache at the same context and as many rows.",
+        "peak: weights, cache and what prefill, repeating its row or decode need besides.",
+    ]
+    of_one_row = [
+        "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
+        "byte limit: the speed-up if every step took as long as reading its weights and cache.",
+        "peak: weights, cache and what prefill or decode need besides.",
     ]
     notes = [
-        "Greedy, random prompts." if batches else "Batch 1, greedy, random prompts.",
-        *only_of_batches(*of_batches),
-        f"speed-up: over autoregressive decoding with a bfloat16 cache at the same context{' and as many rows' if batches else ''}.",
-        "byte limit: the speed-up if every step took as long as reading its weights and cache.",
-        f"peak: weights, cache and what prefill{', repeating its row' if batches else ''} or decode need besides.",
-        "copies: operations of the size of a cache or more in the loop.",
-        "of its floor: time over that of reading the bytes.",
-        *sorted(others),
+        *(of_batches if batches else of_one_row),
+        "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes.",
+        *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
     ]
-    return Group(head, whole, Text(), steps, Text("\n" + " ".join(notes), "dim"))
+    return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))
+
+
+def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
+    """The columns of whole decodes; of batches those that depend on how many rows there are."""
+    number = lambda form: lambda figure: "-" if figure is None else format(figure, form)
+    figure = lambda name, form: lambda row: number(form)(getattr(row, name))
+    ratio = lambda row: number(".3f")(row.acceptance_ratio) + ("" if row.simulated_rate is None else " (sim.)")
+    share = lambda row: number(".0%")(row.tokens_per_second_limit and row.tokens_per_second / row.tokens_per_second_limit)
+    gigabytes = lambda name: lambda row: number(".2f")(getattr(row, name) and getattr(row, name) / 1e9)
+    rows = {"rows": figure("batch_size", "d")}
+    by_bytes = {"by bytes": figure("tokens_per_second_limit", ",.1f"), "of it": share}
+    limit = {"byte limit": figure("byte_limit", ".2f"), "of it": figure("share_of_limit", ".0%")}
+    once = {"prefill s": figure("prefill_s", ".2f"), "compile s": figure("compile_s", ".1f")}
+    return {
+        "context": figure("context", ",d"),
+        **(rows if batches else {}),
+        "method": lambda row: row.method,
+        "gamma": figure("gamma", "d"),
+        "accepted": ratio,
+        "tokens/s": figure("tokens_per_second", ",.1f"),
+        **(by_bytes if batches else {}),
+        "ms/token": figure("ms_per_token", ",.2f"),
+        "speed-up": lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x",
+        **({} if batches else limit | once),
+        "cache GB": gigabytes("cache_bytes"),
+        "peak GB": gigabytes("peak_memory_bytes"),
+        "copies": lambda row: "-" if row.cache_bytes is None else str(len(row.large_operations)),
+        "": lambda row: "" if row.status == "measured" else row.status,
+    }
 
 
 def plot(report: DecodeReport, path: Path) -> None:
