@@ -1,9 +1,11 @@
 """`qspec bench decode` on a model that a CPU decodes at once: what it simulates, counts and reports. No figure of speed is tested."""
 
+import functools
 import gc
 import importlib.util
 import json
 import subprocess
+import types
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
+from qspec_jax import plots
 from qspec_jax.bench import decode, decode_rows, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
@@ -21,6 +24,7 @@ from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.quantization.weights import quantize_head, quantize_linears
 
+ONE_LAYER = ARCHITECTURES["tiny"] | {"num_hidden_layers": 1}
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
 
 
@@ -40,7 +44,15 @@ def model():
 @pytest.fixture
 def one_layer(monkeypatch):
     """The tiny architecture with one layer of its two, which compiles in half the time."""
-    monkeypatch.setitem(ARCHITECTURES, "tiny", ARCHITECTURES["tiny"] | {"num_hidden_layers": 1})
+    monkeypatch.setitem(ARCHITECTURES, "tiny", ONE_LAYER)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    """A model of one layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "tiny", ONE_LAYER)
+        return random_model(architecture("tiny"))
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 7])
@@ -204,6 +216,164 @@ def test_json(run, one_layer):
     assert both["cache_bytes"] < baseline["cache_bytes"]
 
 
+@pytest.fixture(scope="module")
+def decoded_batches(small_model):
+    """Rows of batches of 1 and 4, each with the state behind its decode. Half of the drafts are accepted."""
+    cases = [decode_rows.Case(decode_rows.METHODS["autoregressive"], 0), decode_rows.Case(decode_rows.METHODS["quantspec-kv-only"], 3)]
+    states, whole = [], decode._Measured._decoded
+
+    def recorded(self, *args):
+        run, state = whole(self, *args)
+        states.append(jax.device_get((state.emitted, state.counts, state.cache.lengths.total)))
+        return run, state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode._Measured, "_decoded", recorded)
+        patch.setattr(timing, "LOOP_TRIPS", (2, 2))
+        patch.setattr(timing, "BATCH_SECONDS", 1e-3)
+        settings = dict(batch_sizes=(1, 4), rate=0.5, bandwidth=20.0, repeats=1)
+        rows = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], 100, **settings)
+        return list(zip(decode_rows.compared(list(rows)), states, strict=True))
+
+
+@pytest.mark.slow
+def test_batches_are_measured_at_each_size(decoded_batches):
+    rows = [row for row, _ in decoded_batches]
+    assert [(row.batch_size, row.method, row.status, row.note) for row in rows] == [
+        (size, method, "measured", "") for size in (1, 4) for method in ("autoregressive", "quantspec-kv-only")
+    ]
+    for row, (emitted, counts, _) in decoded_batches:
+        assert emitted.shape == (row.batch_size,)
+        # Without the first token, which prefill chooses, and the two rounds of the warm-up.
+        assert row.batch_size * 2 == counts.rounds.sum() - row.rounds
+        assert row.new_tokens < (emitted - 1).sum() == (counts.accepted + counts.rounds).sum()
+        assert row.tokens_per_second == pytest.approx(row.new_tokens / row.decode_s)
+        assert row.ms_per_token == pytest.approx(1e3 * row.batch_size / row.tokens_per_second)
+    for baseline, row in (rows[:2], rows[2:]):  # at the same batch size
+        assert baseline.speedup == 1
+        assert row.speedup == pytest.approx(row.tokens_per_second / baseline.tokens_per_second)
+
+
+@pytest.mark.slow
+def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
+    (_, _), (_, _), (_, (emitted, one_by_one, _)), (_, (ended, counts, lengths)) = decoded_batches
+    assert len(set(counts.accepted.tolist())) > 1 and len(set(lengths.tolist())) > 1
+    assert emitted.tolist() == [100] * 4 and one_by_one.rounds.tolist() == [99] * 4
+    # Until the first row has all of its tokens.
+    assert len(set(counts.rounds.tolist())) == 1 and ended.max() == 100 > ended.min()
+
+
+@pytest.mark.slow
+def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batches, small_model):
+    weights, layers = decode.weight_bytes(small_model), small_model.config.num_layers
+    one, four = ({row.method: row for row, _ in decoded_batches if row.batch_size == size} for size in (1, 4))
+    assert one.keys() == four.keys() == {"autoregressive", "quantspec-kv-only"}
+    for method, row in four.items():
+        for step in ("target", *["draft"] * bool(row.gamma)):
+            of_cache = one[method].steps[step].bytes - weights
+            assert of_cache > 0 and row.steps[step].bytes == weights + 4 * of_cache
+        assert row.cache_bytes == 4 * one[method].cache_bytes
+        tokens = row.new_tokens / row.rounds
+        seconds = (row.steps["target"].bytes + (3 * row.steps["draft"].bytes if row.gamma else 0)) / 20e9
+        assert row.tokens_per_second_limit == pytest.approx(4 * tokens / seconds)
+        assert row.byte_limit == pytest.approx(row.tokens_per_second_limit / four["autoregressive"].tokens_per_second_limit)
+    # 100 tokens and the one that is appended, in 2 heads of 64 values of 2 bytes for keys, and as much for values.
+    assert one["autoregressive"].steps["target"].bytes == weights + layers * 101 * 2 * 2 * 64 * 2
+
+
+def test_peak_memory_counts_the_making_of_a_batch(monkeypatch, model):
+    """The program that repeats a row is given no weights, which stay where they are; prefill and decode are given them."""
+    monkeypatch.setattr(decode, "_working_bytes", lambda size: size)
+    measured = types.SimpleNamespace(engine=types.SimpleNamespace(target=model, draft=None))
+    weights = decode.bytes_of(model)
+    assert decode._Measured._peak_bytes(measured, weights + 10, 30, weights + 20, None) == weights + 30
+    assert decode._Measured._peak_bytes(measured, weights + 10, None, weights + 20, None) == weights + 20
+
+
+def test_more_rows_than_did_not_fit_are_skipped_and_not_compiled(monkeypatch, model):
+    began = []
+
+    class Fails:
+        """Autoregressive decoding has room for 1 row, which it finds out when it runs; with an int8 cache for 4, found out before."""
+
+        def __init__(self, model, draft, case, prompts, max_new_tokens, pool, *, batch_size, **settings):
+            began.append((case.method.name, batch_size))
+            self.name, self.batch_size = case.method.name, batch_size
+            if (self.name, batch_size) == ("autoregressive-int8", 16):
+                raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+
+        def row(self, bandwidth, repeats):
+            if (self.name, self.batch_size) == ("autoregressive", 4):
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes.\nstack")
+            if self.name == "quantspec-kv-only":
+                raise ValueError("no kernel")
+            return decode_rows.DecodeRow(self.name, 3, 0, "measured", batch_size=self.batch_size)
+
+    monkeypatch.setattr(decode, "_Measured", Fails)
+    names = ["autoregressive", "autoregressive-int8", "quantspec-kv-only"]
+    cases = [decode_rows.Case(decode_rows.METHODS[name], 0) for name in names]
+    found = list(decode.measure(model, lambda: model, cases, [[1, 2, 3]], 32, batch_sizes=(1, 4, 16, 64)))
+    assert [(row.method, row.batch_size) for row in found] == [(name, size) for size in (1, 4, 16, 64) for name in names]
+    outcome = {(row.method, row.batch_size): (row.status, row.note) for row in found}
+    assert [outcome[names[0], size] for size in (1, 4, 16, 64)] == [
+        ("measured", ""),
+        ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."),
+        ("skipped", "batch size 4 did not fit"),
+        ("skipped", "batch size 4 did not fit"),
+    ]
+    assert [outcome[names[1], size][0] for size in (1, 4, 16, 64)] == ["measured", "measured", "failed", "skipped"]
+    # What fails for another reason may not fail with more rows.
+    assert [outcome[names[2], size] for size in (1, 4, 16, 64)] == [("failed", "ValueError: no kernel")] * 4
+    assert began == [(name, size) for size in (1, 4, 16, 64) for name in names if outcome[name, size][0] != "skipped"]
+
+
+def test_batches_in_table_plot_and_json(run, monkeypatch, tmp_path):
+    """They are asked for in any order, with repetitions."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+    def measured(model, drafts, cases, prompts, *args, batch_sizes, **settings):
+        for size in batch_sizes:
+            for case in cases:
+                row_of = functools.partial(decode_rows.DecodeRow, case.method.name, len(prompts[0]), case.gamma, batch_size=size)
+                if size == 8 and case.method.name == "autoregressive":
+                    yield row_of("skipped", "batch size 2 did not fit")
+                    continue
+                figures = dict(prefill_s=0.1, compile_s=2.0, decode_s=0.5, new_tokens=100, rounds=40, tokens_per_second=200.0 * size)
+                figures |= dict(ms_per_token=5.0 / (1 + case.gamma), cache_bytes=1000, peak_memory_bytes=2000)
+                yield row_of("measured", tokens_per_second_limit=300.0 * size, **figures)
+
+    figures, save = [], plots.save
+    monkeypatch.setattr(decode, "measure", measured)
+    monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    path, sizes = tmp_path / "batches.png", ["--batch-size", 8, "--batch-size", 1, "--batch-size", 2, "--batch-size", 8]
+    code, out, _ = run(*FAST, "--context", 64, *sizes, "--plot", path)
+    words = " ".join(out.split())
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and "Batch 1" not in words and "at the same context and as many rows" in words
+    assert next(line for line in lines if line[:1] == ["context"])[:3] == ["context", "rows", "method"]
+    assert [line[:2] for line in lines if "quantspec" in line] == [[n, size] for n in ("200", "64") for size in ("1", "2", "8")]
+    quantspec = next(line for line in lines if line[:3] == ["64", "8", "quantspec"])
+    assert quantspec[5:10] == ["1,600.0", "2,400.0", "67%", "1.25", "-"]
+    skipped = [line for line in lines if line[:3] == ["64", "8", "autoregressive"]]
+    assert len(skipped) == 1 and skipped[0][-1] == "skipped"
+    assert "64 tokens, batch size 8, autoregressive, gamma 0: skipped: batch size 2 did not fit" in words
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    assert [axes.get_title().split()[0] for axes in figure.axes] == ["64", "200"]
+    for axes in figure.axes:
+        drawn = {(line.get_label(), line.get_linestyle()): line.get_xydata().tolist() for line in axes.lines}
+        assert drawn["autoregressive", "-"] == [[1, 200], [2, 400]]
+        assert drawn["quantspec", "-"] == [[1, 200], [2, 400], [8, 1600]]
+        dotted = [points for (_, style), points in drawn.items() if style == ":"]
+        assert dotted == [[[1, 300], [2, 600]], [[1, 300], [2, 600], [8, 2400]]]
+    code, out, _ = run(*FAST, "--batch-size", 2, "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [(row["method"], row["batch_size"], row["speedup"]) for row in rows] == [
+        ("autoregressive", 2, 1.0),
+        ("quantspec", 2, 4.0),
+    ]
+
+
 def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     def measured(model, drafts, cases, prompts, *args, **settings):
         return [decode_rows.DecodeRow(case.method.name, len(prompts[0]), case.gamma, "failed", "no room", 0.0) for case in cases]
@@ -232,6 +402,8 @@ def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
         for size in (64, 16):  # tokens of the target's groups, which the draft's own cache does not have
             found = decode.step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401)
             assert found == weights + layers * heads * (held * token[kind] + token["full"])
+            rows = decode.step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401, batch=3)
+            assert rows == weights + 3 * (found - weights)
     dense = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig(group_size=group), 401)
     assert dense == weights + layers * decode.layer_bytes_read(model, 401, 1, 1)
     full = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig("full"), 401)
@@ -333,7 +505,7 @@ def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
     path = tmp_path / "decode.png"
     plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []
     code, out, _ = run(*FAST, "--method", "autoregressive", "--method", "quantspec-kv-only", *plot)
-    assert code == 0 and path.exists() == bool(plot)
+    assert code == 0 and path.exists() == bool(plot) and "Batch 1, greedy" in out
     assert "--simulate-ratio" in caplog.text
     assert "SIMULATED" not in out and "(sim.)" not in out
     assert "quantspec-kv-only" in out and "flush not due" in out and "1.00x" in out
@@ -380,6 +552,8 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
+        (["--arch", "tiny", "--batch-size", 0], ["--batch-size"]),
+        (["--arch", "tiny", "--batch-size", 1, "--batch-size", 4, "--transformers"], ["--transformers", "one row", "--batch-size"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--gamma", 2, "--gamma", 3], ["--simulate-ratio", "--gamma"]),
         (["--arch", "tiny", "--methods", "autoregressive,medusa"], ["medusa"]),
         (["--model", "no/such/folder"], ["no/such/folder"]),

@@ -1,7 +1,8 @@
 """`qspec bench decode`: a whole decode, its steps one by one, and how near each is to the bytes it must read.
 
-The byte model: a step reads its weights and what is cached, once, at the read bandwidth that is measured in the same run. The drafts of
-random weights are accepted by chance; with a simulated rate the loop runs as in `generate`, except for which drafts the target accepts.
+The byte model: a step reads its weights and what every row has cached, once, at the read bandwidth that is measured in the same run. The
+drafts of random weights are accepted by chance; with a simulated rate the loop runs as in `generate`, except for which drafts the target
+accepts.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,10 +45,13 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.provenance import Run, this_run
 
+# What jax's errors say where the device has too little memory, which a launch may be the first to meet.
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeReport(Run):
-    """Whole decodes: a row for every method, gamma and context, and the rows of other programs."""
+    """Whole decodes: a row for every method, gamma, context and batch size, and the rows of other programs."""
 
     read_bandwidth_gb_per_s: float
     model: str
@@ -65,21 +69,24 @@ def run(
     *,
     max_new_tokens: int,
     rates: Mapping[int, float] | None,
+    batch_sizes: Sequence[int] = (1,),
     beside: Sequence[DecodeRow] = (),
     repeats: int = 20,
     seed: int = 0,
     directory: str | Path | None = None,
     progress: bool | None = None,
 ) -> DecodeReport:
-    """Measures every method at every context, those that draft with each gamma, batch 1, greedy, on random prompts.
+    """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
 
-    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. beside: rows of other
-    programs, to compare with. directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error; None where
-    that is a terminal. A method that fails (for want of memory, say) gets a row that says so.
+    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. batch_sizes: ascending.
+    beside: rows of other programs, to compare with. directory: where the model was loaded from, see `make_draft`. progress: a bar on
+    standard error; None where that is a terminal. A method that fails (for want of memory, say) gets a row that says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
-    with tqdm(total=1 + len(contexts) * len(cases), leave=False, disable=None if progress is None else not progress) as bar:
+    with tqdm(
+        total=1 + len(contexts) * len(batch_sizes) * len(cases), leave=False, disable=None if progress is None else not progress
+    ) as bar:
         bar.set_description("read bandwidth")
         bandwidth = read_bandwidth(repeats=repeats)
         bar.update()
@@ -88,7 +95,7 @@ def run(
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
             settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats, directory=directory)
-            for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, **settings):
+            for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
                 found.append(row)
                 bar.set_description(f"{context:,} tokens")
                 bar.update()
@@ -109,26 +116,62 @@ def measure(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
+    batch_sizes: Sequence[int] = (1,),
     rate: float | None = None,
     seed: int = 0,
     bandwidth: float | None = None,
     repeats: int = 20,
     directory: str | Path | None = None,
 ) -> Iterator[DecodeRow]:
-    """Measures each case after these prompts of one length, and yields its row; a case that fails (for want of memory, say) gets a row too.
+    """Measures each case with each batch size after these prompts of one length, and yields its row; a case that fails (for want of memory,
+    say) gets a row too.
 
-    First the drafts are made, which all stay; then all programs are compiled, side by side. rate: simulated acceptance; None verifies for
-    real. bandwidth: GB/s, with which the steps are measured too, `repeats` times. directory: where the model was loaded from, see
-    `make_draft`.
+    First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
+    batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
+    rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the steps are measured too, `repeats` times. directory:
+    where the model was loaded from, see `make_draft`.
     """
     make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
-    made = [_attempt(make, case) for case in cases]
-    settings = dict(rate=rate, seed=seed, began=time.perf_counter())
+    made = [(case, _attempt(make, case)) for case in cases]
+    too_many: dict[Case, int] = {}  # the rows that did not fit
+    for batch_size in batch_sizes:
+        fitting = [(case, draft) for case, draft in made if case not in too_many]
+        settings = dict(batch_size=batch_size, rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+        results = _results(model, fitting, prompts, max_new_tokens, **settings)
+        for case in cases:
+            without_figures = functools.partial(
+                DecodeRow, case.method.name, len(prompts[0]), case.gamma, temperature=case.temperature, batch_size=batch_size
+            )
+            if (fewer := too_many.get(case, batch_size)) < batch_size:
+                yield without_figures("skipped", f"batch size {fewer} did not fit")
+                continue
+            result = next(results)
+            if isinstance(result, Exception):  # one row of many
+                if any(sign in str(result) for sign in OUT_OF_MEMORY):
+                    too_many[case] = batch_size
+                result = without_figures("failed", named(result))
+            yield result
+
+
+def _results(
+    model: Llama,
+    made: Sequence[tuple[Case, Draft | Exception | None]],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    batch_size: int,
+    rate: float | None,
+    seed: int,
+    bandwidth: float | None,
+    repeats: int,
+) -> Iterator[DecodeRow | Exception]:
+    """The row of each case with its draft, or why there is none; see `measure`."""
+    settings = dict(batch_size=batch_size, rate=rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
         begun = [
             draft if isinstance(draft, Exception) else _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
-            for case, draft in zip(cases, made)
+            for case, draft in made
         ]
         if bandwidth is not None:  # behind what takes longest to compile
             loops = functools.cache(loop)  # which methods share
@@ -138,12 +181,9 @@ def measure(
     except BaseException:  # such as an interrupt
         pool.shutdown(cancel_futures=True)
         raise
-    for case in cases:
+    while begun:
         measured = begun.pop(0)
-        row = measured if isinstance(measured, Exception) else _attempt(measured.row, bandwidth, repeats)
-        if isinstance(row, Exception):  # one row of many
-            row = DecodeRow(case.method.name, len(prompts[0]), case.gamma, "failed", named(row), case.temperature)
-        yield row
+        yield measured if isinstance(measured, Exception) else _attempt(measured.row, bandwidth, repeats)
 
 
 def _attempt(function: Callable, *args, **settings):
@@ -157,8 +197,8 @@ def _attempt(function: Callable, *args, **settings):
 
 
 class _Measured:
-    """One method after prompts of one length. Making the object begins to compile its programs, `with_steps` those of its steps alone;
-    `row` runs them."""
+    """One method after prompts of one length, with batch_size rows of each. Making the object begins to compile its programs, `with_steps`
+    those of its steps alone; `row` runs them."""
 
     def __init__(
         self,
@@ -169,10 +209,12 @@ class _Measured:
         max_new_tokens: int,
         pool: Executor,
         *,
+        batch_size: int,
         rate: float | None,
         seed: int,
         began: float,
     ):
+        self.batch_size = batch_size
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = GenerationConfig(
             draft=case.method.draft,
@@ -186,24 +228,31 @@ class _Measured:
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else SimulatedGreedy(jnp.float32(rate))
         self.limits = make_limits(model, self.config)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
-        keys = prompt_keys(jax.random.key(seed), len(prompts))
+        self.keys = prompt_keys(jax.random.key(seed), len(prompts))
         self.calls = [
-            self.engine.prefill_call([list(prompt)], self.sampler, keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
+            self.engine.prefill_call([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
         ]
         self.loops = {}
         self._compile(pool, began)
 
     def _compile(self, pool: Executor, began: float) -> None:
+        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
         state = self.calls[0].shapes()
+        fork = self._fork_call(0, state) if self.batch_size > 1 else None
+        state = state if fork is None else fork.shapes()
         rounds = self.engine.rounds_call(state, self.sampler, self.limits, 1, lazy=True)
         self.shapes = state, rounds.args[1]
-        compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
         self.prepare, self.decode = compiled(self.calls[0]), compiled(rounds)
+        self.fork: Future | None = fork and compiled(fork)
+
+    def _fork_call(self, prompt: int, row: DecodeState) -> Call:
+        """Makes the batch of a prompt's row. Rows of one key would draw alike, and accept in lockstep."""
+        return self.engine.fork_call(row, prompt_keys(self.keys[prompt], self.batch_size))
 
     def with_steps(self, pool: Executor, bandwidth: float, loop: Callable) -> Self:
         """Begins to compile the loops of its steps. loop: as in timing.py, and the same object for the same arguments."""
         state, draft = self.shapes
-        tokens = jax.ShapeDtypeStruct((1, self.gamma + 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((self.batch_size, self.gamma + 1), jnp.int32)
         for step in self._steps(state, draft, bandwidth):
             call = Call(loop(step.function, step.trips), ((tokens, state.cache, step.kept(state.draft)), step.inputs))
             self.loops[step.name] = pool.submit(call.compile), step.trips
@@ -213,70 +262,90 @@ class _Measured:
         """Decodes every prompt; where the read bandwidth (GB/s) is given, also times the steps, `repeats` times each."""
         # Waits for all of them first: what cannot be compiled fails before minutes of decoding.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
+        fork, fork_s = (None, 0.0) if self.fork is None else self.fork.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.engine.draft))
         state = jax.block_until_ready(prepare(*self.calls[0].args))  # to warm up
-        draft = self.engine.draft_in_loop
+        draft, cache = self.engine.draft_in_loop, self.shapes[0].cache
         row = DecodeRow(
             self.method.name,
             self.context,
             self.gamma,
             "measured",
             temperature=self.config.temperature,
+            batch_size=self.batch_size,
             simulated_rate=self.rate,
             simulated_ratio=None if self.rate is None else ratio_of_rate(self.rate, self.gamma),
-            compile_s=max(prepare_s, decode_s),
-            cache_bytes=state.cache.num_bytes,
-            peak_memory_bytes=self._peak_bytes(prepare, decode, draft),
-            large_operations=large_operations(decode.as_text(), self._large(state.cache)),
+            compile_s=max(prepare_s, fork_s, decode_s),
+            cache_bytes=cache.num_bytes,
+            peak_memory_bytes=self._peak_bytes(prepare, fork, decode, draft),
+            large_operations=large_operations(decode.as_text(), self._large(cache)),
         )
         runs = []
-        for call in self.calls:
+        for i, call in enumerate(self.calls):
             del state  # its cache is gone before the next is made
             state, prefill_s = _timed(functools.partial(prepare, *call.args))
-            lengths, drafting = jax.tree.map(jnp.copy, (state.cache.lengths, state.draft))
+            prepared = jax.tree.map(jnp.copy, (state.cache.lengths, state.draft))  # of one row
+            if fork is not None:
+                state = jax.block_until_ready(fork(*self._fork_call(i, state).args))
             run, state = self._decoded(decode, state, prefill_s)
             runs.append(run)
         row = _totalled(row, runs)
         if bandwidth is None:
             return row
-        return dataclasses.replace(
-            row,
-            steps=self._measured_steps(
-                loops, dataclasses.replace(state, cache=state.cache.rollback(lengths), draft=drafting), bandwidth, repeats
-            ),
-        )
+        state = dataclasses.replace(state, draft=())  # gone before the one to begin with is repeated
+        if fork is not None:
+            prepared = jax.tree.map(lambda x: jnp.repeat(x, self.batch_size, axis=0), prepared)
+        lengths, drafting = prepared
+        state = dataclasses.replace(state, cache=state.cache.rollback(lengths), draft=drafting)
+        row = dataclasses.replace(row, steps=self._measured_steps(loops, state, bandwidth, repeats))
+        if row.round_bytes is None:
+            return row
+        # In a round every row emits so many tokens in the mean.
+        limit = self.batch_size * (row.new_tokens / row.rounds) * bandwidth * 1e9 / row.round_bytes
+        return dataclasses.replace(row, tokens_per_second_limit=limit)
 
-    def _peak_bytes(self, prepare: jax.stages.Compiled, decode: jax.stages.Compiled, in_decode: Draft | None) -> int:
-        """The larger of what prefill and decode hold, with the draft as each of them has it; shared arrays count once."""
+    def _peak_bytes(
+        self,
+        prepare: jax.stages.Compiled,
+        fork: jax.stages.Compiled | None,
+        decode: jax.stages.Compiled,
+        in_decode: Draft | None,
+    ) -> int:
+        """The largest of what the programs hold, with the draft as each of them has it; shared arrays count once."""
         held = lambda draft: bytes_of((self.engine.target, draft)) - bytes_of(self.engine.target)
-        return max(_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_of(in_decode))
+        peaks = [_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_of(in_decode)]
+        if fork is not None:  # which is given neither target nor draft
+            peaks.append(_working_bytes(fork) + bytes_of((self.engine.target, in_decode)))
+        return max(peaks)
 
     def _large(self, cache: Cache) -> int:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
         arrays = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
-        logits = 4 * (self.gamma + 1) * self.model.config.vocab_size
+        logits = 4 * self.batch_size * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
 
     def _decoded(self, decode: jax.stages.Compiled, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
-        """Decodes to the end, the first rounds as a warm-up; also returns the state after it."""
-        rounds = lambda state, most: decode(*self.engine.rounds_call(state, self.sampler, self.limits, most).args)
+        """Decodes until the first row ends, so that the batch is full throughout, the first rounds as a warm-up; also returns the state
+        after it."""
+        rounds = lambda state, most: decode(*self.engine.rounds_call(state, self.sampler, self.limits, most, self.batch_size).args)
         state = jax.block_until_ready(rounds(state, 2))
         before = jax.device_get((state.emitted, state.counts))
         state, decode_s = _timed(lambda: rounds(state, UNLIMITED))
         after = jax.device_get((state.emitted, state.counts))
         emitted, counts = jax.tree.map(lambda a, b: int((a - b).sum()), after, before)
-        return _Decode(prefill_s, decode_s, emitted, counts, np.asarray(state.tokens)[0, : after[0][0]].tolist()), state
+        tokens = [row[:count].tolist() for row, count in zip(np.asarray(state.tokens), after[0])]
+        return _Decode(prefill_s, decode_s, emitted, counts, tokens), state
 
     def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: float) -> list["_Work"]:
         """The steps of a round, each to be timed alone on a filled cache; `state` is the one after prefill."""
-        lengths = state.cache.lengths
+        lengths, B = state.cache.lengths, self.batch_size
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
-        logits = jax.random.normal(jax.random.key(0), (1, width, vocabulary))
-        keys, positions = prompt_keys(jax.random.key(0), 1), jnp.arange(width)[None]
-        eligible = jnp.full(1, self.gamma, jnp.int32)
+        logits = jax.random.normal(jax.random.key(0), (B, width, vocabulary))
+        keys, positions = prompt_keys(jax.random.key(0), B), jnp.broadcast_to(jnp.arange(width), (B, width))
+        eligible = jnp.full(B, self.gamma, jnp.int32)
         _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
-        proposals = jnp.broadcast_to(proposal[:, None], (1, self.gamma, proposal.shape[-1]))
+        proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
 
         def work_of(name: str, function: Callable, model: Any, size: int) -> _Work:
             return _Work(name, function, (lengths, model), size / bandwidth / 1e9, size)
@@ -284,19 +353,21 @@ class _Measured:
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
         work = [work_of("target", verified, self.engine.target, self.target_bytes(width))]
         if isinstance(draft, StepwiseDraft):
-            work.append(work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1)))
-        work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), 5e-5))
+            work.append(work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1, batch=B)))
+        # Goes through the logits a few times.
+        seconds = max(5e-5, 4 * logits.nbytes / bandwidth / 1e9)
+        work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
         if self.method.cache == "int8":
             group = self.config.cache_config.group_size_for(self.model.config.head_dim)
             for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
-                at = dataclasses.replace(lengths, buffered=jnp.full(1, buffered, jnp.int32))
+                at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
                 work.append(_Work(name, _flushed, (at,), seconds))
         return work
 
     def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: float, repeats: int) -> dict[str, StepTiming]:
         """Times every step. loops: the program of each step and its trips. The state's cache and its draft's state are spent: a step
         overwrites what the one before wrote, and flushes move its buffer."""
-        tokens, cache = jnp.zeros((1, self.gamma + 1), jnp.int32), state.cache
+        tokens, cache = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache
         shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
         steps = {}
         for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
@@ -306,10 +377,10 @@ class _Measured:
         return steps
 
     def target_bytes(self, width: int) -> int:
-        """The bytes that a verification must read: its weights, and the cache with the tokens that it appends."""
+        """The bytes that a verification must read: its weights, and the cache of every row with the tokens that it appends."""
         planes = None if self.method.cache == "full" else BOTH_PLANES.planes
         layers = self.model.config.num_layers
-        return weight_bytes(self.model) + layers * layer_bytes_read(self.model, self.context + width, width, planes)
+        return weight_bytes(self.model) + self.batch_size * layers * layer_bytes_read(self.model, self.context + width, width, planes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,13 +438,14 @@ def _flushed(tokens, cache, state, lengths):
 
 @dataclasses.dataclass(frozen=True)
 class _Decode:
-    """The decode of one prompt. decode_s, new_tokens and counts leave the warm-up out; tokens are all that it emitted."""
+    """The decode of one prompt, by all its rows. decode_s, new_tokens and counts leave the warm-up out; tokens are all that each row
+    emitted."""
 
     prefill_s: float
     decode_s: float
     new_tokens: int
     counts: Counts
-    tokens: list[int]
+    tokens: list[list[int]]
 
 
 def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
@@ -388,14 +460,14 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
         rounds=total(lambda run: run.counts.rounds),
         flushes=total(lambda run: run.counts.flushes),
         acceptance_ratio=total(lambda run: run.counts.accepted) / drafted if drafted else None,
-        repeated_ngrams=repeated_ngrams([run.tokens for run in runs]),
+        repeated_ngrams=repeated_ngrams([tokens for run in runs for tokens in run.tokens]),
         tokens_per_second=new / decode_s,
-        ms_per_token=1e3 * decode_s / new,
+        ms_per_token=1e3 * decode_s * row.batch_size / new,
     )
 
 
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """The bytes that queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
+    """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
     c = model.config
     group = CacheConfig().group_size_for(c.head_dim)
     return bytes_read(Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
@@ -415,53 +487,85 @@ def _working_bytes(executable: jax.stages.Compiled) -> int:
 
 
 def table(report: DecodeReport) -> Group:
-    """Two tables: whole decodes, and their steps."""
+    """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
+    batches = any(row.batch_size > 1 for row in report.rows)
     simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
     head = Text.assemble(
         (f"Decode of {report.model} on {report.device}", "bold"),
         f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
         simulated,
     )
+    columns = _columns(batches)
     whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("context", "method", "gamma", "accepted", "tokens/s", "ms/token", "speed-up", "byte limit", "of it"):
-        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=True)
-    for label in ("prefill s", "compile s", "cache GB", "peak GB", "copies"):
-        whole.add_column(label, justify="right")
-    whole.add_column("")
+    for label in columns:
+        wraps = label in ("prefill s", "compile s", "cache GB", "peak GB", "copies")
+        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=not wraps)
+    names = [label for label in ("context", "rows", "method") if label in columns]
     steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("context", "method", "step", "us", "quartiles", "MB", "of its floor"):
+    for label in (*names, "step", "us", "quartiles", "MB", "of its floor"):
         steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
+    missing = ""
     for row in report.rows:
-        name = f"{row.context:,}", row.method
+        whole.add_row(*(cell(row) for cell in columns.values()))
         if row.status != "measured":
-            whole.add_row(*name, str(row.gamma), *["-"] * 11, f"{row.status}: {row.note}")
-            continue
-        number = lambda x, form: "-" if x is None else format(x, form)
-        accepted = number(row.acceptance_ratio, ".3f") + ("" if row.simulated_rate is None else " (sim.)")
-        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-        figures = [number(row.tokens_per_second, ",.1f"), number(row.ms_per_token, ",.2f"), speedup]
-        figures += [number(row.byte_limit, ".2f"), number(row.share_of_limit, ".0%"), f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}"]
-        gigabytes = lambda size: "-" if size is None else f"{size / 1e9:.2f}"
-        figures += [gigabytes(row.cache_bytes), gigabytes(row.peak_memory_bytes)]
-        copies = "-" if row.cache_bytes is None else str(len(row.large_operations))
-        whole.add_row(*name, str(row.gamma), accepted, *figures, copies)
+            size = f", batch size {row.batch_size}" if batches else ""
+            missing += f"\n{row.context:,} tokens{size}, {row.method}, gamma {row.gamma}: {row.status}: {row.note}"
         for step, found in row.steps.items():
             t = found.timing
             floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
+            name = [columns[label](row) for label in names]
             steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
-    others = {f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}
-    notes = [
+    of_batches = [
+        "Greedy, random prompts. rows: decoded together after the same prompt, with random draws of their own, until the first one ends.",
+        "tokens/s: of all rows. by bytes: these, if every step took as long as reading its weights and every row's cache.",
+        "ms/token: of each row. speed-up: over autoregressive decoding with a bfloat16 cache at the same context and as many rows.",
+        "peak: weights, cache and what prefill, repeating its row or decode need besides.",
+    ]
+    of_one_row = [
         "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
         "byte limit: the speed-up if every step took as long as reading its weights and cache.",
-        "peak: weights, cache and what prefill or decode need besides. copies: operations of the size of a cache or more in the loop.",
-        "of its floor: time over that of reading the bytes.",
-        *sorted(others),
+        "peak: weights, cache and what prefill or decode need besides.",
     ]
-    return Group(head, whole, Text(), steps, Text("\n" + " ".join(notes), "dim"))
+    notes = [
+        *(of_batches if batches else of_one_row),
+        "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes.",
+        *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
+    ]
+    return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))
+
+
+def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
+    """The columns of whole decodes; of batches those that depend on how many rows there are."""
+    number = lambda form: lambda figure: "-" if figure is None else format(figure, form)
+    figure = lambda name, form: lambda row: number(form)(getattr(row, name))
+    ratio = lambda row: number(".3f")(row.acceptance_ratio) + ("" if row.simulated_rate is None else " (sim.)")
+    share = lambda row: number(".0%")(row.tokens_per_second_limit and row.tokens_per_second / row.tokens_per_second_limit)
+    gigabytes = lambda name: lambda row: number(".2f")(getattr(row, name) and getattr(row, name) / 1e9)
+    rows = {"rows": figure("batch_size", "d")}
+    by_bytes = {"by bytes": figure("tokens_per_second_limit", ",.1f"), "of it": share}
+    limit = {"byte limit": figure("byte_limit", ".2f"), "of it": figure("share_of_limit", ".0%")}
+    once = {"prefill s": figure("prefill_s", ".2f"), "compile s": figure("compile_s", ".1f")}
+    return {
+        "context": figure("context", ",d"),
+        **(rows if batches else {}),
+        "method": lambda row: row.method,
+        "gamma": figure("gamma", "d"),
+        "accepted": ratio,
+        "tokens/s": figure("tokens_per_second", ",.1f"),
+        **(by_bytes if batches else {}),
+        "ms/token": figure("ms_per_token", ",.2f"),
+        "speed-up": lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x",
+        **({} if batches else limit | once),
+        "cache GB": gigabytes("cache_bytes"),
+        "peak GB": gigabytes("peak_memory_bytes"),
+        "copies": lambda row: "-" if row.cache_bytes is None else str(len(row.large_operations)),
+        "": lambda row: "" if row.status == "measured" else row.status,
+    }
 
 
 def plot(report: DecodeReport, path: Path) -> None:
-    """Three panels against context, with each method's best gamma: speed-up, the time of a quantspec round by its steps, and memory.
+    """Each method with its best gamma. Of several batch sizes: tokens/s against rows, a panel for each context. Of one: speed-up, the time
+    of a quantspec round by its steps, and memory, against context.
 
     Raises InputError if nothing was measured, or the file cannot be written.
     """
@@ -472,39 +576,72 @@ def plot(report: DecodeReport, path: Path) -> None:
         raise InputError(f"--plot {path}: nothing was measured")
     best = {}
     for row in sorted(rows, key=lambda row: row.tokens_per_second):
-        best[row.method, row.context] = row
+        best[row.method, row.context, row.batch_size] = row
     lines = defaultdict(list)
-    for row in best.values():
+    for row in sorted(best.values(), key=lambda row: (row.context, row.batch_size)):
         lines[row.method].append(row)
-    contexts = sorted({row.context for row in rows})
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    # METHODS have the same colors in every plot.
+    lines = {
+        name: (f"C{number}", lines[name]) for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]) if name in lines
+    }
+    batch_sizes = sorted({row.batch_size for row in rows})
+    figure = Figure(layout="constrained")
+    if len(batch_sizes) > 1:
+        _plot_batches(figure, lines, batch_sizes)
+    else:
+        _plot_contexts(figure, lines)
+    for axes in figure.axes:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    simulated = "; acceptance SIMULATED" if _simulated(report) else ""
+    alike = f", {batch_sizes[0]} rows" if len(batch_sizes) == 1 and batch_sizes[0] > 1 else ""
+    figure.suptitle(f"Decoding {report.model} on {report.device}{alike}, {report.date}{simulated}", fontsize=11)
+    plots.save(figure, path)
+
+
+def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
+    """Three panels against context. lines: each method's color and its rows, by context."""
+    contexts = sorted({row.context for _, rows in lines.values() for row in rows})
+    figure.set_size_inches(15, 4.5)
     speed, time, memory = figure.subplots(1, 3)
     for axes in (speed, memory):
         plots.context_axis(axes, contexts)
-    for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]):
-        found = sorted(lines.get(name, []), key=lambda row: row.context)
-        style = dict(color=f"C{number}", marker="o", label=name)
+    for name, (color, found) in lines.items():
+        style = dict(color=color, marker="o", label=name)
         if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
             speed.plot(*zip(*speedups), **style)
             if limits := [(row.context, row.byte_limit) for row in found if row.byte_limit]:
-                speed.plot(*zip(*limits), color=f"C{number}", linestyle=":")
+                speed.plot(*zip(*limits), color=color, linestyle=":")
         if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
             memory.plot(*zip(*peaks), **style)
     speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
     memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
-    rounds = sorted(lines.get("quantspec", []), key=lambda row: row.context)
+    _, rounds = lines.get("quantspec", ("", []))
     bottom = [0.0] * len(rounds)
     for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
         heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
         time.bar([f"{row.context:,}\n{row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
         bottom = [a + b for a, b in zip(bottom, heights)]
     time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
-    for axes in (speed, time, memory):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    simulated = "; acceptance SIMULATED" if _simulated(report) else ""
-    figure.suptitle(f"Decoding {report.model} on {report.device}, {report.date}{simulated}", fontsize=11)
-    plots.save(figure, path)
+
+
+def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]], batch_sizes: Sequence[int]) -> None:
+    """A panel for each context, against the rows of a batch. lines: each method's color and its rows, by batch size within a context."""
+    contexts = sorted({row.context for _, rows in lines.values() for row in rows})
+    figure.set_size_inches(5 * len(contexts) + 1, 4.5)
+    for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts):
+        for name, (color, rows) in lines.items():
+            found = [row for row in rows if row.context == context]
+            if not found:
+                continue
+            axes.plot([row.batch_size for row in found], [row.tokens_per_second for row in found], color=color, marker="o", label=name)
+            if limits := [(row.batch_size, row.tokens_per_second_limit) for row in found if row.tokens_per_second_limit]:
+                axes.plot(*zip(*limits), color=color, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
+        axes.minorticks_off()
+        axes.set(xlabel="rows", ylabel="tokens/s of all rows", ylim=(0, None), title=f"{context:,} tokens (dotted: by the bytes alone)")
+        axes.grid(alpha=0.3)
 
 
 def _simulated(report: DecodeReport) -> list[str]:

@@ -57,16 +57,21 @@ class StepTiming:
 class DecodeRow:
     """Figures of one method at one context, over one prompt or several that were decoded one after the other.
 
+    batch_size: rows that decode each prompt together, alike but for their random draws. status: "measured", "failed", or "skipped" where
+    fewer rows did not fit the memory.
     decode_s: seconds of all prompts together, for `new_tokens`, after a warm-up; prefill_s: seconds for one prompt. compile_s: seconds from
-    when all programs of a context begin to be compiled, side by side, until prefill and decode are.
+    when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
+    flushes: of all rows together.
+    tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
     steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
     simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_ratio: accepted over
     drafted tokens that this rate gives in the mean; acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's,
     as in evaluate/acceptance.py.
-    speedup: over the autoregressive row of the same context and temperature. byte_limit: the speed-up by the byte model, if every step took
-    no longer than reading its bytes; share_of_limit: speedup over byte_limit.
-    peak_memory_bytes: what the larger of prefill and decode holds, by their executables, and the draft. large_operations: operations of the
-    size of a cache or more in the compiled loop; there should be none.
+    speedup: over the autoregressive row of the same context, batch size and temperature. byte_limit: the speed-up by the byte model, if
+    every step took no longer than reading its bytes; share_of_limit: speedup over byte_limit. tokens_per_second_limit: tokens_per_second by
+    the same model.
+    peak_memory_bytes: what the largest of prefill, decode and, between them, the making of a batch of rows holds, by their executables, and
+    the draft. large_operations: operations of the size of a cache or more in the compiled loop; there should be none.
     """
 
     method: str
@@ -75,6 +80,7 @@ class DecodeRow:
     status: str
     note: str = ""
     temperature: float = 0.0
+    batch_size: int = 1
     simulated_rate: float | None = None
     simulated_ratio: float | None = None
     prefill_s: float | None = None
@@ -86,6 +92,7 @@ class DecodeRow:
     acceptance_ratio: float | None = None
     repeated_ngrams: float | None = None
     tokens_per_second: float | None = None
+    tokens_per_second_limit: float | None = None
     ms_per_token: float | None = None
     speedup: float | None = None
     byte_limit: float | None = None
@@ -94,6 +101,13 @@ class DecodeRow:
     cache_bytes: int | None = None
     peak_memory_bytes: int | None = None
     large_operations: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def round_bytes(self) -> int | None:
+        """The bytes that the steps of a round must read; None where they were not measured, or nobody knows what the draft reads."""
+        if "target" not in self.steps or (self.gamma and "draft" not in self.steps):
+            return None
+        return self.steps["target"].bytes + (self.gamma * self.steps["draft"].bytes if self.gamma else 0)
 
 
 def select_methods(names: Iterable[str], drafts: Iterable[str] = ()) -> list[Method]:
@@ -115,18 +129,19 @@ def select_methods(names: Iterable[str], drafts: Iterable[str] = ()) -> list[Met
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
-    """The rows of one context and temperature with what the baseline makes of them; with the byte model's limit, if steps were measured."""
-    baseline = next((row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token), None)
+    """The rows of one temperature with what the baseline of the same context and batch size makes of them; with the byte model's limit, if
+    steps were measured."""
+    place = lambda row: (row.context, row.batch_size)
+    baselines = {place(row): row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token}
 
     def compared(row: DecodeRow) -> DecodeRow:
+        baseline = baselines.get(place(row))
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
-        if not (row.steps and baseline.steps) or (row.gamma and "draft" not in row.steps):
-            return row  # of such a draft nobody knows what it reads
-        tokens = row.new_tokens / row.rounds
-        drafts = row.gamma * (row.steps["draft"].bytes if row.gamma else 0)
-        limit = baseline.steps["target"].bytes * tokens / (row.steps["target"].bytes + drafts)
+        if row.round_bytes is None or baseline.round_bytes is None:
+            return row
+        limit = baseline.round_bytes * (row.new_tokens / row.rounds) / row.round_bytes
         return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
 
     return [compared(row) for row in rows]

@@ -181,6 +181,10 @@ def bench_decode(
         ),
     ] = None,
     num_speculative_tokens: Gammas = None,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Rows decoded together, all after the same prompt; may be given several times: 1, if not given."),
+    ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Read only the shape of --model; --arch always has random weights.")
     ] = False,
@@ -200,7 +204,10 @@ def bench_decode(
     seed: Seed = 0,
     repeats: Repeats = 10,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw speed-up, a round and memory to this file (.png, .pdf or .svg).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw speed-up, a round and memory, or with several batch sizes tokens/s, to this file (.png, .pdf or .svg)."),
+    ] = None,
     as_json: Json = False,
 ):
     """Whole decodes and their steps, by each method, against the bytes that they must read."""
@@ -212,7 +219,7 @@ def bench_decode(
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio goes with one --gamma; with several give --simulate-acceptance")
-    contexts = list(dict.fromkeys(context or [4096]))
+    contexts, batch_sizes = list(dict.fromkeys(context or [4096])), sorted(set(batch_size or [1]))
     simulated = simulate_acceptance or [rate_of_ratio(ratio, gammas[0]) for ratio in simulate_ratio or []]
     if len(simulated) not in (0, 1, len(contexts)):
         flag = "--simulate-ratio" if simulate_ratio else "--simulate-acceptance"
@@ -221,6 +228,8 @@ def bench_decode(
     if transformers:
         if random_weights:
             raise InputError("--transformers goes with --arch or a whole checkpoint, not with --random-weights")
+        if batch_sizes != [1]:
+            raise InputError("--transformers measures one row only; leave out --batch-size")
         transformers_decode.check()
     if plot:
         plots.check(plot, output)
@@ -248,6 +257,7 @@ def bench_decode(
             gammas,
             max_new_tokens=max_new_tokens,
             rates=rates,
+            batch_sizes=batch_sizes,
             beside=beside,
             repeats=repeats,
             seed=seed,

@@ -74,8 +74,16 @@ def _prefilled(
 
 def _repeated(row: DecodeState, batch: int) -> DecodeState:
     """A batch of rows like this one, which have all ended."""
-    rows = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
-    return dataclasses.replace(rows, status=jnp.full(batch, LENGTH, jnp.int32))
+    return dataclasses.replace(_rows_like(row, batch), status=jnp.full(batch, LENGTH, jnp.int32))
+
+
+def _forked(row: DecodeState, keys: Key[Array, "B"]) -> DecodeState:
+    """A batch of rows that go on from this one, each with a key of its own."""
+    return dataclasses.replace(_rows_like(row, keys.shape[0]), keys=keys)
+
+
+def _rows_like(row: DecodeState, batch: int) -> DecodeState:
+    return jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
 
 
 def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], width: int) -> tuple[Array, Logprobs | None]:
@@ -87,6 +95,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
 PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
 DECODE = Compiled(decode, donate_argnames=("state",))
 REPEAT = Compiled(_repeated, static_argnames=("batch",))
+FORK = Compiled(_forked)
 REPLACE = Compiled(replace_rows, donate_argnames=("state",))
 WINDOW = Compiled(_window, static_argnames=("width",))
 
@@ -186,6 +195,10 @@ class Engine:
         return Call(
             PREFILL, (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits), self.static
         )
+
+    def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
+        """Makes a batch of rows that go on from this one, each with a key of its own; returns a `DecodeState`."""
+        return Call(FORK, (row, keys))
 
     def rounds_call(
         self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1, *, lazy: bool = False

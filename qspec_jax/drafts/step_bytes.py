@@ -12,16 +12,16 @@ from qspec_jax.models.llama import Llama
 ITEM_BYTES = 2
 
 
-def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, most_item_bytes: int = 8) -> int | None:
+def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, most_item_bytes: int = 8) -> int | None:
     """The bytes that a draft's step must read: its weights, and what it reads of keys and values, where the target's cache would hold so
-    many tokens with the one that it appends. None for a draft that is no `ModelDraft` (prompt-lookup, combine).
+    many tokens in each row with the one that it appends. None for a draft that is no `ModelDraft` (prompt-lookup, combine).
 
-    cache: the target's. most_item_bytes: see `bytes_of`.
+    cache: the target's. batch: rows, which share the weights. most_item_bytes: see `bytes_of`.
     """
     if not isinstance(draft, ModelDraft):
         return None
     of_weights = weight_bytes(draft.step.model, most_item_bytes=most_item_bytes)
-    return of_weights + sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
+    return of_weights + batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
 
 
 def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
