@@ -97,7 +97,10 @@ def with_others_spoilt(layer: HierarchicalLayer, view: ListedGroups) -> Hierarch
     spoil = lambda x: jnp.where(listed, x, jnp.nan)
     return dataclasses.replace(
         layer,
-        **{name: dataclasses.replace(x, scale=spoil(x.scale), zero=spoil(x.zero)) for name, x in vars(layer).items() if name != "buffer"},
+        **{
+            name: dataclasses.replace(x, scale=spoil(x.scale), zero=spoil(x.zero))
+            for name, x in (("keys", layer.keys), ("values", layer.values))
+        },
     )
 
 

@@ -37,13 +37,14 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} device_description_str: "{NAME}"
 """
-# The cache, rows, drafts a round, and the draft.
+# The cache, rows, drafts a round, the draft, and whether the rows share a pool of pages.
 METHODS = {
-    "quantspec": ("int8", 2, 4, "quantspec"),
-    "quantspec, one row": ("int8", 1, 4, "quantspec"),
-    "sparse": ("int8", 2, 4, "sparse"),
-    "autoregressive, int8": ("int8", 2, 0, "none"),
-    "autoregressive, full": ("full", 2, 0, "none"),
+    "quantspec": ("int8", 2, 4, "quantspec", False),
+    "quantspec, one row": ("int8", 1, 4, "quantspec", False),
+    "sparse": ("int8", 2, 4, "sparse", False),
+    "sparse, paged": ("int8", 2, 4, "sparse", True),
+    "autoregressive, int8": ("int8", 2, 0, "none", False),
+    "autoregressive, full": ("full", 2, 0, "none", False),
 }
 
 
@@ -57,10 +58,10 @@ def main() -> None:
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     device = AbstractDevice(device_kind=NAME, num_cores=MULTIPROCESSORS, platform="gpu")
     prefill = functools.cache(lambda kind: [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)])
-    for name, (kind, rows, gamma, draft) in METHODS.items():
+    for name, (kind, rows, gamma, draft, paged) in METHODS.items():
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             settings = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
-            settings |= {"draft": draft, "dtype": jnp.bfloat16, "temperature": 1.0, "place": place, "in_loop": in_loop}
+            settings |= {"draft": draft, "dtype": jnp.bfloat16, "temperature": 1.0, "place": place, "in_loop": in_loop, "paged": paged}
             compiled, state = compiled_loop(kind, rows, gamma, **settings)
             found = prefill(kind)
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')

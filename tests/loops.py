@@ -33,12 +33,14 @@ def compiled_loop(
     draft: str = "quantspec",
     donate: bool = True,
     place=lambda x: x,
+    paged: bool = False,
     in_loop=lambda draft: draft,
     **model_settings: int,
 ) -> tuple[jax.stages.Compiled, DecodeState]:
     """The decode loop over a large cache, and the shapes of its state.
 
-    place: what to make of each argument first. in_loop: what to make of the draft, before that.
+    paged: whether the rows share a pool of pages. place: what to make of each argument first. in_loop: what to make of the draft, before
+    that.
     """
     # Heads of 64: where they are much smaller, the logits of attention are of the cache's size too.
     model = random_model(dtype, head_dim=head_dim, max_position_embeddings=CAPACITY, **model_settings)
@@ -64,7 +66,7 @@ def compiled_loop(
     def begin():
         cache = config.cache_config.empty(model.config, **sizes)
         return start(
-            cache,
+            cache.pooled(batch, 1 + batch * cache.groups) if paged else cache,
             jnp.zeros(batch, jnp.int32),
             prompt_keys(jax.random.key(0), batch),
             limits,

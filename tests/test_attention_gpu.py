@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_problems import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
 from gpus import skip_or_fail
+from paging import in_pages
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
@@ -271,6 +272,17 @@ def test_all_groups_in_a_list_are_the_dense_view(name, team):
     run = jax.jit(functools.partial(mosaic_gpu.decode_attention, config=mosaic_gpu.Config(splits=1, team=team)))
     dense = run(q, layer, case.lengths, DenseView(1))
     np.testing.assert_array_equal(np.asarray(run(q, layer, case.lengths, all_listed(case))), np.asarray(dense))
+
+
+@every_kernel
+@pytest.mark.parametrize("name, planes", [*((name, planes) for name, planes in KINDS if planes), *((name, "listed") for name in LISTED)])
+def test_groups_in_pages_give_the_same_bits(name, planes, implementation):
+    case = CASES[name]
+    q, layer = problem(name, "gaussian")
+    view = random_lists(case) if planes == "listed" else DenseView(planes)
+    run = kernel_for(implementation, q, layer, case.lengths, view=view)
+    expected = np.asarray(run(q, layer, case.lengths))
+    np.testing.assert_array_equal(np.asarray(run(q, in_pages(layer), case.lengths)), expected)
 
 
 @every_kernel

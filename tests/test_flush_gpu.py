@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flushes import DUE, B, K, bits, check, filled_layer, lengths_of
 from jax import lax
+from paging import in_pages, of_nobody, out_of_pages
 
 import pallas_kernels.flush
 from pallas_kernels.flush import flush, mosaic_gpu
@@ -67,6 +68,18 @@ def with_extremes(layer: HierarchicalLayer) -> HierarchicalLayer:
         keys[:, :, :G, channel] = case(keys[:, :, :G, channel])
         values[:, :, token] = case(values[:, :, token])
     return dataclasses.replace(layer, buffer=FullLayer(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16)))
+
+
+@gpu
+@pytest.mark.parametrize("due", DUE)
+def test_groups_in_pages_get_the_same_bits(due):
+    run = jax.jit(functools.partial(flush, scheme="int8_first", implementation="mosaic_gpu"))
+    layer, due = filled_layer(128, "bfloat16", 128), jnp.array(due)
+    expected, found = run(layer, lengths_of(128), due), run(paged := in_pages(layer), lengths_of(128), due)
+    for x, y in zip(jax.tree.leaves(out_of_pages(found)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+    for x, y in zip(of_nobody(found), of_nobody(paged)):
+        np.testing.assert_array_equal(x, y)
 
 
 @gpu

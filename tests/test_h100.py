@@ -43,6 +43,7 @@ def test_the_loop_with_kernels_makes_nothing_of_cache_size(methods):
         "quantspec": quantspec,
         "quantspec, one row": quantspec + 1,
         "sparse": quantspec,
+        "sparse, paged": quantspec,
         "autoregressive, int8": 2 * (layer + 2 + 1) + 1 + target,
         "autoregressive, full": 2 * (layer + 2) + 1 + target,
     }

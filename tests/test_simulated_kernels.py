@@ -17,6 +17,7 @@ import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
+from paging import in_pages
 from simulated_gpu import launch
 from simulated_ptx import simulate
 
@@ -343,6 +344,17 @@ def test_attention_of_many_rows(splits, view):
     q, layer, lengths = attention_problem(MANY_ROWS, "gaussian")
     out, _ = attend(q, layer, lengths, view, Config(splits))
     assert_close(out, exactly(q, layer, lengths, view))
+
+
+@pytest.mark.parametrize("kind", ["dense", "listed", "long list"])
+def test_attention_of_groups_in_pages(monkeypatch, kind):
+    case, config = Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 0, 7)), Config(7)
+    q, layer, lengths = attention_problem(case, "gaussian")
+    view = DenseView(2) if kind == "dense" else random_lists(case)
+    if kind == "long list":  # that lanes do not keep
+        monkeypatch.setattr(mosaic_plan, "LIST_WORDS", 0)
+    expected, _ = attend(q, layer, lengths, view, config)
+    np.testing.assert_array_equal(np.asarray(attend(q, in_pages(layer), lengths, view, config)[0]), np.asarray(expected))
 
 
 @pytest.mark.parametrize("data", ["gaussian", "outliers"])

@@ -73,6 +73,7 @@ def plan_for(
         list_width=list_width if quantized else None,
         observe=observe and quantized,
         appends=appends,
+        paged=quantized and layer.pages is not None,
     )
     # As many query rows in a block as leave room for the ring.
     for most in MAX_ROWS:
@@ -118,6 +119,8 @@ def run(
         inputs, updated = inputs | updated, {}
     if lists is not None:
         inputs["listed"] = lists.groups
+    if plan.paged:
+        inputs["pages"] = layer.pages
     if plan.planes is not None:
         for name, planes in ("key", layer.keys), ("value", layer.values):
             inputs |= {f"{name}_upper": planes.upper, f"{name}_scale": planes.scale, f"{name}_zero": planes.zero}
@@ -133,7 +136,7 @@ def run(
         merged |= numbers(everything=(plan.batch, plan.tokens, plan.kv_heads, plan.heads_per_kv_head))
         observed = numbers(observed=(plan.batch, plan.kv_heads, plan.groups, plan.padded_rows))
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
-    name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends
+    name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends + "_paged" * plan.paged
     emit = functools.partial(mosaic_blocks.emit_block, plan)
     outputs = (merged if plan.merges else partial) | observed
     cluster = plan.splits if plan.merges else 1

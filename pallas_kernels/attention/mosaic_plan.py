@@ -46,7 +46,7 @@ class Plan:
 
     block_tiles: query tiles of a block. list_width: columns of the lists of groups to read; None: all groups are read. observe: whether
     each group's attention mass is to be found. appends: whether queries, keys and values come as they were projected, for the kernel to
-    rotate and to append.
+    rotate and to append. paged: whether the rows' groups lie in pages of a pool.
     """
 
     batch: int
@@ -63,6 +63,7 @@ class Plan:
     list_width: int | None = None
     observe: bool = False
     appends: bool = False
+    paged: bool = False
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":

@@ -68,8 +68,9 @@ class QuantizedSource:
     """
 
     def __init__(self, plan: Plan, at: dict, head, lane, part, listed: list):
-        self.plan, self.at, self.head, self.listed = plan, at, head, listed
+        self.plan, self.at, self.head = plan, at, head
         self.lane, self.thread = lane, part * 32 + lane
+        self.listed = [self._place(word) for word in listed]  # where the groups of the list lie
 
     @staticmethod
     def load_list(plan: Plan, at: dict, head, lane) -> list:
@@ -78,23 +79,29 @@ class QuantizedSource:
         return [ptx.load_global(at["listed"] + ptx.i64(head * plan.list_width + column) * 4)[0] for column in columns]
 
     def place(self, step):
-        """Where the group of a step lies in the cache, as a number among the groups of all KV heads; of any step, also beyond the last.
+        """Where the group of a step lies in the cache, as a number among the groups of all KV heads; of any step, also beyond the last."""
+        plan = self.plan
+        if plan.list_width is None:
+            return self._place(step)
+        column = ptx.minimum(step, ptx.i32(plan.list_width - 1))
+        if not self.listed:
+            return self._place(ptx.load_global(self.at["listed"] + ptx.i64(self.head * plan.list_width + column) * 4)[0])
+        word = self.listed[0]
+        for i, other in enumerate(self.listed[1:], 1):
+            word = ptx.select(column < 32 * i, word, other)
+        return ptx.of_lane(word, column & 31)
 
-        The only place where a copy's address comes from a step: a table of blocks would be looked up here.
-        """
-        plan, group = self.plan, step
-        if plan.list_width is not None:
-            column = ptx.minimum(step, ptx.i32(plan.list_width - 1))
-            if self.listed:
-                word = self.listed[0]
-                for i, other in enumerate(self.listed[1:], 1):
-                    word = ptx.select(column < 32 * i, word, other)
-                group = ptx.of_lane(word, column & 31)
-            else:
-                (group,) = ptx.load_global(self.at["listed"] + ptx.i64(self.head * plan.list_width + column) * 4)
+    def _place(self, group):
+        """Where a group of the row lies."""
+        plan = self.plan
+        if plan.list_width is not None or plan.paged:
             # Whatever stands in a list, nothing is read that is not of this KV head.
             group = ptx.minimum(ptx.maximum(group, ptx.i32(0)), ptx.i32(plan.groups - 1))
-        return self.head * plan.groups + group
+        if not plan.paged:
+            return self.head * plan.groups + group
+        row, kv_head = self.head // plan.kv_heads, self.head % plan.kv_heads
+        (page,) = ptx.load_global(self.at["pages"] + ptx.i64(row * plan.groups + group) * 4)
+        return page * plan.kv_heads + kv_head
 
     def copy_keys(self, shared, place) -> None:
         self._copy("key", self.plan.head_dim, shared, place)

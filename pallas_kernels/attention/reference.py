@@ -108,10 +108,11 @@ def _groups(
         group = start + jnp.arange(chunk)
         visible = (group >= i * chunk) & (group < count[..., None])
         take = lambda x: _slice(x, start, chunk)
-        if listed:
+        if listed or layer.pages is not None:
             # What stands behind the count is no group, perhaps, and must not be read as NaN: it is weighted with 0.
-            numbers = jnp.clip(take(view.groups), 0, layer.groups - 1)
-            take = lambda x: jnp.take_along_axis(x, numbers.reshape(*numbers.shape, *(1,) * (x.ndim - 3)), axis=2)
+            numbers = jnp.clip(take(view.groups), 0, layer.groups - 1) if listed else group[None, None]
+            places = layer.places(numbers)
+            take = lambda x: x[places]
         k, v = dequantize_groups(*jax.tree.map(take, (layer.keys, layer.values)), planes=view.planes, dtype=rows.dtype)
         merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
         visible = jnp.repeat(visible, G, axis=-1)[:, :, None]

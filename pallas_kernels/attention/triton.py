@@ -69,6 +69,7 @@ def decode_attention(
     # Without any, q stands for what is not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
     lists = [view.groups, view.count] if problem.list_width else [q] * 2
+    paged = bool(problem.planes) and layer.pages is not None
     if config is None:
         config = tuning.tuned(KERNEL, problem.named, lambda found: problem.checked(Config(**found))) or problem.default()
     groups = layer.groups if problem.planes else 0
@@ -80,6 +81,7 @@ def decode_attention(
         lengths.quantized,
         lengths.buffered,
         *lists,
+        layer.pages if paged else q,
         *quantized,
         buffer.keys,
         buffer.values,
@@ -98,6 +100,7 @@ def decode_attention(
         PLANES=problem.planes,
         GROUPS=groups,
         LIST_WIDTH=problem.list_width or 0,
+        PAGED=paged,
         G=problem.group_size,
         CAPACITY=capacity,
         TILE=config.tile,

@@ -50,18 +50,18 @@ def normalized(low, high):
 
 @triton.jit
 def attend(
-    q_ptr, quantized_ptr, buffered_ptr, listed_ptr, count_ptr,
+    q_ptr, quantized_ptr, buffered_ptr, listed_ptr, count_ptr, pages_ptr,
     key_upper, key_lower, key_scale, key_zero,
     value_upper, value_lower, value_scale, value_zero,
     keys_ptr, values_ptr,
     out_ptr, top_ptr, total_ptr,
     TO_BASE_2, T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    PLANES: tl.constexpr, GROUPS: tl.constexpr, LIST_WIDTH: tl.constexpr, G: tl.constexpr,
+    PLANES: tl.constexpr, GROUPS: tl.constexpr, LIST_WIDTH: tl.constexpr, PAGED: tl.constexpr, G: tl.constexpr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Weighted values, maximum (base 2) and sum of exponentials of each query row, over the program's share of the tokens.
 
-    LIST_WIDTH: columns of the lists of groups to read; 0: all groups are read.
+    LIST_WIDTH: columns of the lists of groups to read; 0: all groups are read. PAGED: whether a row's groups lie in pages of a pool.
     """
     R: tl.constexpr = T * PER_HEAD
     head = tl.program_id(0).to(tl.int64)
@@ -105,6 +105,8 @@ def attend(
                 # Whatever stands in a list, nothing is read that is not of this KV head.
                 number = tl.minimum(tl.maximum(tl.load(listed_ptr + head * LIST_WIDTH + i), 0), GROUPS - 1)
             group = head * GROUPS + number
+            if PAGED:
+                group = tl.load(pages_ptr + batch * GROUPS + number).to(tl.int64) * K + head % K
             low = group * H + half_channels
             scale_low, scale_high, scale_power = normalized(tl.load(key_scale + low), tl.load(key_scale + low + H // 2))
             zero_low, zero_high, zero_power = normalized(tl.load(key_zero + low), tl.load(key_zero + low + H // 2))

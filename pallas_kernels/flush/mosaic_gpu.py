@@ -5,6 +5,7 @@ through shared memory, so that a group spans the rows for both. Columns half a r
 through the schemes of `formats/quantization.py`. Little is moved, once in G tokens: the plain structure costs nothing that matters.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -47,22 +48,24 @@ def unsupported(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"
 def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
     """See `pallas_kernels.flush.flush`."""
     batch, kv_heads, _, head_dim = layer.buffer.keys.shape
-    group = jnp.where(due, lengths.quantized // layer.group_size, layer.groups)
-    refs = jax.tree.map(jax.new_ref, layer)
+    places = layer.next_places(lengths, due)
+    refs = jax.tree.map(jax.new_ref, dataclasses.replace(layer, pages=None))
     plgpu.kernel(
         functools.partial(_body, scheme=scheme),
         grid=(batch, kv_heads, 2),
         grid_names=("row", "head", "part"),
         scratch_types=(plgpu.SMEM((layer.group_size, head_dim), jnp.bfloat16),),
         kernel_name="flush",
-    )(refs, group)
-    return jax.tree.map(jax.freeze, refs)
+    )(refs, places)
+    return dataclasses.replace(jax.tree.map(jax.freeze, refs), pages=layer.pages)
 
 
-def _body(layer: HierarchicalLayer, group, staged, *, scheme: str) -> None:
+def _body(layer: HierarchicalLayer, places, staged, *, scheme: str) -> None:
     row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
-    due = (group[row] >= 0) & (group[row] < layer.groups)
-    of_group = lambda planes: jax.tree.map(lambda ref: ref.at[row, head, group[row]], planes)
+    first, third = (index[row] for index in places)
+    size = layer.keys.upper.shape
+    due = (first < size[0]) & (third >= 0) & (third < size[2])
+    of_group = lambda planes: jax.tree.map(lambda ref: ref.at[first, head, third], planes)
 
     @pl.when(due & (part == 0))
     def _():

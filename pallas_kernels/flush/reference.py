@@ -11,8 +11,7 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
     """See `pallas_kernels.flush.flush`."""
     G = layer.group_size
     buffer = layer.buffer
-    row = jnp.arange(due.shape[0])
-    group = jnp.where(due, lengths.quantized // G, layer.groups)
+    row, group = layer.next_places(lengths, due)
     codes = quantize_groups(buffer.keys[:, :, None, :G], buffer.values[:, :, None, :G], scheme=scheme, dtype=layer.keys.scale.dtype)
     append = lambda cache, new: cache.at[row, :, group].set(new[:, :, 0], mode="drop")
     keys, values = jax.tree.map(append, (layer.keys, layer.values), codes)
@@ -20,4 +19,4 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
     def shift(x: Array) -> Array:
         return jnp.where(due[:, None, None, None], jnp.roll(x, -G, axis=2), x)
 
-    return HierarchicalLayer(keys, values, FullLayer(shift(buffer.keys), shift(buffer.values)))
+    return HierarchicalLayer(keys, values, FullLayer(shift(buffer.keys), shift(buffer.values)), layer.pages)

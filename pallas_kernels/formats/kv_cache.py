@@ -9,7 +9,7 @@ Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix, for the hierarch
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.quantization import dequantize, pack, quantize, unpack
@@ -68,11 +68,17 @@ class Planes:
 
 @pytree()
 class HierarchicalLayer:
-    """One layer's cache: the quantized region and the full-precision buffer of recent tokens."""
+    """One layer's cache: the quantized region and the full-precision buffer of recent tokens.
+
+    pages: None where each row has room of its own for C groups. Otherwise the rows share a pool of P pages, each of which has room for one
+    group of every KV head: pages[b, c] is the page that holds group c of row b, and the arrays of `Planes` begin with [P, K, 1] in place
+    of [B, K, C].
+    """
 
     keys: Planes
     values: Planes
     buffer: FullLayer
+    pages: Int[Array, "B C"] | None = None
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, groups: int, group_size: int, buffer_rows: int, head_dim: int, dtype) -> "HierarchicalLayer":
@@ -97,14 +103,30 @@ class HierarchicalLayer:
 
     @property
     def groups(self) -> int:
-        """Capacity of the quantized region, in groups."""
-        return self.keys.upper.shape[2]
+        """Capacity of the quantized region of a row, in groups."""
+        return self.keys.upper.shape[2] if self.pages is None else self.pages.shape[1]
+
+    def places(self, groups: Int[Array, "#B #K n"]) -> tuple[Array, Array, Array]:
+        """The first three indices of these groups of each row and KV head, 0 to C - 1, in the arrays of `Planes`."""
+        B, K = self.buffer.keys.shape[:2]
+        row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[:, None]
+        if self.pages is None:
+            return row, head, groups
+        return self.pages[row, groups], head, jnp.zeros_like(groups)
+
+    def next_places(self, lengths: Lengths, due: Bool[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        """The first and the third index of the group that each row quantizes next; beyond the arrays for rows that are not due or full."""
+        group = lengths.quantized // self.group_size
+        if self.pages is None:
+            return jnp.arange(due.shape[0], dtype=group.dtype), jnp.where(due, group, self.groups)
+        page = jnp.take_along_axis(self.pages, jnp.clip(group, 0, self.groups - 1)[:, None], 1)[:, 0]
+        return jnp.where(due & (group < self.groups), page, self.keys.upper.shape[0]), jnp.zeros_like(group)
 
 
-def _take(x: Array, *numbers: Int[Array, "#B #K T"] | slice) -> Array:
-    """Entries of x [B, K, ...], T for each row and KV head, by their numbers along the axes behind; a slice takes a whole axis."""
+def _take(x: Array, rows: Int[Array, "#B #K T"]) -> Array:
+    """Rows of x [B, K, S, ...], T for each row of the batch and KV head."""
     B, K = x.shape[:2]
-    return x[jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], *numbers]
+    return x[jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], rows]
 
 
 def _write_rows(buffer: Array, rows: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> Array:
@@ -130,16 +152,17 @@ def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tu
 
 
 def dequantize_tokens(
-    keys: Planes, values: Planes, tokens: Int[Array, "#B #K T"], *, dtype
+    layer: HierarchicalLayer, tokens: Int[Array, "#B #K T"], *, dtype
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
-    """Keys and values of single tokens, from both planes; a number beyond either end stands for the token at that end."""
-    C, G = keys.upper.shape[2:4]
-    group, at = jnp.divmod(jnp.clip(tokens, 0, C * G - 1), G)
-    upper, lower = (unpack(_take(plane, group, at)) for plane in (keys.upper, keys.lower))
-    k = dequantize(upper, lower, _take(keys.scale, group), _take(keys.zero, group), dtype)
+    """Keys and values of single quantized tokens, from both planes; a number beyond either end stands for the token at that end."""
+    keys, values, G = layer.keys, layer.values, layer.group_size
+    group, at = jnp.divmod(jnp.clip(tokens, 0, layer.groups * G - 1), G)
+    place = layer.places(group)
+    upper, lower = (unpack(plane[*place, at]) for plane in (keys.upper, keys.lower))
+    k = dequantize(upper, lower, keys.scale[place], keys.zero[place], dtype)
     # A value's byte holds the codes of two tokens, half a group apart.
     byte, high = at % (G // 2), (at >= G // 2)[..., None]
-    taken = (_take(plane, group, slice(None), byte) for plane in (values.upper, values.lower))
+    taken = (plane[*place, :, byte] for plane in (values.upper, values.lower))
     upper, lower = (jnp.where(high, codes >> 4, codes & 15) for codes in taken)
-    v = dequantize(upper, lower, _take(values.scale, group, at)[..., None], _take(values.zero, group, at)[..., None], dtype)
+    v = dequantize(upper, lower, values.scale[*place, at][..., None], values.zero[*place, at][..., None], dtype)
     return k, v

@@ -81,6 +81,13 @@ class Cache(AppendedCache):
         """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
         return self.layers
 
+    def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
+        """The cache with the rows of another of the same capacity in place of k of its own.
+
+        pages: of a cache whose rows share a pool, the page of each group of these rows, 0 for groups that they will never have.
+        """
+        return jax.tree.map(lambda x, row: x.at[slots].set(row), self, rows)
+
     def filled(self, layers: tuple[Any, ...], n: Int[Array, "B"]) -> Self:
         """The cache of these layers, whose rows hold n[b] tokens."""
         return dataclasses.replace(self, layers=layers, lengths=self.schedule.lengths(n))

@@ -4,11 +4,12 @@ A draft reads the upper plane (INT4), the target both (INT8). The most recent G 
 """
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
@@ -23,16 +24,28 @@ from qspec_jax.caches.schedule import Schedule
 class HierarchicalCache(Cache):
     """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds.
 
-    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`.
+    scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages: see `HierarchicalLayer`; all layers
+    have the same, which therefore stand here and not in `layers`. Where rows share a pool, nothing is ever written to page 0, which
+    stands for the groups that a row will never have.
     """
 
     layers: tuple[HierarchicalLayer, ...]
     lengths: Lengths
     scheme: str = dataclasses.field(metadata={"static": True})
+    pages: Int[Array, "B C"] | None = None
 
     @property
     def group_size(self) -> int:
         return self.layers[0].group_size
+
+    @property
+    def groups(self) -> int:
+        """Capacity of the quantized region of a row, in groups."""
+        return self._layer(0).groups
+
+    def _layer(self, layer: int) -> HierarchicalLayer:
+        """A layer with its pages."""
+        return dataclasses.replace(self.layers[layer], pages=self.pages)
 
     @property
     def schedule(self):
@@ -69,23 +82,54 @@ class HierarchicalCache(Cache):
         key_planes, value_planes = jax.tree.map(write, (old.keys, old.values), codes)
         return dataclasses.replace(old, keys=key_planes, values=value_planes)
 
+    def pooled(self, batch: int, pages: int) -> Self:
+        """An empty batch of rows with the capacity of this cache's, which share a pool of so many pages, page 0 among them."""
+
+        def layer(old: HierarchicalLayer) -> HierarchicalLayer:
+            of_pool = lambda x: jnp.zeros((pages, x.shape[1], 1, *x.shape[3:]), x.dtype)
+            of_rows = lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype)
+            buffer = jax.tree.map(of_rows, old.buffer)
+            return HierarchicalLayer(jax.tree.map(of_pool, old.keys), jax.tree.map(of_pool, old.values), buffer)
+
+        table = jnp.zeros((batch, self.groups), jnp.int32)
+        return dataclasses.replace(self, layers=tuple(map(layer, self.layers)), lengths=no_tokens(batch), pages=table)
+
+    def with_rows(self, rows, slots, pages=None):
+        if self.pages is None:
+            return super().with_rows(rows, slots)
+        k, C = pages.shape
+        # What a row has no page for is dropped: no index is beyond the pool otherwise.
+        to = jnp.where(pages == 0, self.layers[0].keys.upper.shape[0], pages).reshape(k * C)
+
+        def layer(old: HierarchicalLayer, new: HierarchicalLayer) -> HierarchicalLayer:
+            by_group = lambda x: jnp.swapaxes(x, 1, 2).reshape(k * C, x.shape[1], 1, *x.shape[3:])
+            put = lambda pool, x: pool.at[to].set(by_group(x), mode="drop")
+            keys, values = jax.tree.map(put, (old.keys, old.values), (new.keys, new.values))
+            return HierarchicalLayer(keys, values, jax.tree.map(lambda x, row: x.at[slots].set(row), old.buffer, new.buffer))
+
+        lengths = jax.tree.map(lambda x, row: x.at[slots].set(row), self.lengths, rows.lengths)
+        layers = tuple(map(layer, self.layers, rows.layers))
+        return dataclasses.replace(self, layers=layers, lengths=lengths, pages=self.pages.at[slots].set(pages))
+
     def tokens(self, layer, positions):
-        held, quantized = self.layers[layer], self.lengths.quantized[:, None, None]
+        held, quantized = self._layer(layer), self.lengths.quantized[:, None, None]
         recent = held.buffer.read(positions - quantized)
         if held.groups == 0:
             return recent
         wide = accumulation_dtype(held.buffer.keys.dtype)
-        old = dequantize_tokens(held.keys, held.values, positions, dtype=wide)
+        old = dequantize_tokens(held, positions, dtype=wide)
         choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
         return tuple(map(choose, old, recent))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, view, observe=observe)
+        attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view, observe=observe)
+        return attended, dataclasses.replace(new, pages=None), mass
 
     def flushed_layers(self, due):
         def once(carry):
-            layers, _ = carry
-            return tuple(flush(layer, self.lengths, due, scheme=self.scheme) for layer in layers), jnp.array(False)
+            cache = dataclasses.replace(self, layers=carry[0])
+            flushed = (flush(cache._layer(i), self.lengths, due, scheme=self.scheme) for i in range(len(cache.layers)))
+            return tuple(dataclasses.replace(layer, pages=None) for layer in flushed), jnp.array(False)
 
         # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
         return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
+from qspec_jax.decoding.pages import PagePool
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import with_costs, with_draft
@@ -149,6 +150,12 @@ class _Slots:
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
+        schedule = configs[0].cache_config.schedule_for(model.config.head_dim)
+        # The most groups that the row of each request quantizes: with so many pages no round is ever without one.
+        self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) if schedule.group_size else 0 for r in requests]
+        # None: the cache has no groups to share.
+        self.pool = PagePool(1 + sum(sorted(self.groups, reverse=True)[:batch])) if schedule.group_size else None
+        self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.waiting = deque(range(len(requests)))
@@ -189,19 +196,23 @@ class _Slots:
         if self.refill or not self._running:
             for slot, index in enumerate(self.request_of):
                 if index is None and self.waiting:
+                    pages = self.pool and self.pool.reserve(self.groups[self.waiting[0]])
+                    if pages is None and self.pool:  # until others end
+                        break
                     placed.append(self.waiting.popleft())
-                    self._put(slot, placed[-1])
+                    self._put(slot, placed[-1], pages)
         return placed
 
-    def _put(self, slot: int, index: int) -> None:
+    def _put(self, slot: int, index: int, pages: list[int] | None) -> None:
         request = self.requests[index]
         sampler, limits = self._settings([index])
         row = self.engine.prefill([request.tokens], sampler, request.key[None], limits)
         self._wait_for_prefill()  # no more than two rows at once take memory besides the batch
         self.newest = row.status
         if self.state is None:
-            self.state = self.engine.batch_of(row, len(self.request_of))
-        self.state = self.engine.replace(self.state, row, slot)
+            self.state = self.engine.batch_of(row, len(self.request_of), self.pool and self.pool.size)
+        self.state = self.engine.replace(self.state, row, slot, pages)
+        self.pages_of[slot] = pages or []
         self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
 
     def _wait_for_prefill(self) -> float:
@@ -260,6 +271,8 @@ class _Slots:
             if row.finish_reason is None:
                 continue
             self.request_of[slot] = None
+            if self.pool:  # the row may be read still, but is never written to
+                self.pool.release(self.pages_of[slot])
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new, prompt = len(row.token_ids), len(self.requests[index].tokens)
             stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)

@@ -72,9 +72,11 @@ def _prefilled(
     return start(filled, first, keys, limits, **sizes, draft=draft_state, seen=seen, logprobs=of_first)
 
 
-def _repeated(row: DecodeState, batch: int) -> DecodeState:
-    """A batch of rows like this one, which have all ended."""
-    return dataclasses.replace(_rows_like(row, batch), status=jnp.full(batch, LENGTH, jnp.int32))
+def _repeated(row: DecodeState, batch: int, pages: int | None) -> DecodeState:
+    """A batch of rows like this one, which have all ended; where pages are given, without its cached tokens, in a pool of so many."""
+    cache = _rows_like(row.cache, batch) if pages is None else row.cache.pooled(batch, pages)
+    rows = _rows_like(dataclasses.replace(row, cache=None), batch)
+    return dataclasses.replace(rows, cache=cache, status=jnp.full(batch, LENGTH, jnp.int32))
 
 
 def _forked(row: DecodeState, keys: Key[Array, "B"]) -> DecodeState:
@@ -82,7 +84,7 @@ def _forked(row: DecodeState, keys: Key[Array, "B"]) -> DecodeState:
     return dataclasses.replace(_rows_like(row, keys.shape[0]), keys=keys)
 
 
-def _rows_like(row: DecodeState, batch: int) -> DecodeState:
+def _rows_like(row: Any, batch: int) -> Any:
     return jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
 
 
@@ -94,7 +96,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
 
 PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
 DECODE = Compiled(decode, donate_argnames=("state",))
-REPEAT = Compiled(_repeated, static_argnames=("batch",))
+REPEAT = Compiled(_repeated, static_argnames=("batch", "pages"))
 FORK = Compiled(_forked)
 REPLACE = Compiled(replace_rows, donate_argnames=("state",))
 WINDOW = Compiled(_window, static_argnames=("width",))
@@ -238,14 +240,20 @@ class Engine:
         self._executable("rounds", self.rounds_call(state, sampler, limits), None)
         jax.block_until_ready(self.draft_in_loop)
 
-    def batch_of(self, row: DecodeState, batch: int) -> DecodeState:
-        """A batch whose rows have all ended, to put rows like this one in."""
-        call = Call(REPEAT, (row,), dict(batch=batch))
-        return self._executable("repeat", call, batch)(row)
+    def batch_of(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
+        """A batch whose rows have all ended, to put rows like this one in. pages: of the pool that they share; None: each has its own room,
+        which a cache in full precision always is."""
+        call = Call(REPEAT, (row,), dict(batch=batch, pages=pages))
+        return self._executable("repeat", call, (batch, pages))(row)
 
-    def replace(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
-        """The batch with another row in place of one of its own. The state given is used up."""
-        call = Call(REPLACE, (state, row, jnp.array([slot])))
+    def replace(self, state: DecodeState, row: DecodeState, slot: int, pages: Sequence[int] | None = None) -> DecodeState:
+        """The batch with another row in place of one of its own. The state given is used up. pages: the row's, where there is a pool."""
+        table = None
+        if pages is not None:
+            table = np.zeros((1, state.cache.groups), np.int32)
+            table[0, : len(pages)] = pages
+            table = jnp.asarray(table)
+        call = Call(REPLACE, (state, row, jnp.array([slot]), table))
         return self._executable("replace", call, None)(*call.args)
 
     def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:

@@ -123,9 +123,12 @@ def stopped(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
     return dataclasses.replace(state, status=jnp.where(rows & (state.status == RUNNING), STOP, state.status))
 
 
-def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"]) -> DecodeState:
-    """The state with others in place of k of its rows."""
-    return jax.tree.map(lambda all, new: all.at[slots].set(new), state, rows)
+def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> DecodeState:
+    """The state with others in place of k of its rows. pages: see `Cache.with_rows`."""
+    cache = state.cache.with_rows(rows.cache, slots, pages)
+    without = lambda state: dataclasses.replace(state, cache=None)
+    replaced = jax.tree.map(lambda all, new: all.at[slots].set(new), without(state), without(rows))
+    return dataclasses.replace(replaced, cache=cache)
 
 
 def status_after(

@@ -76,7 +76,7 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
 
     def choose(self, queries: tuple[Float[Array, "B N H"], ...], cache: Cache) -> tuple[Bool[Array, "B K S"], ...]:
         """The tokens to read in each layer: the first chunk, and those whose mean key gets the most attention."""
-        tokens, found = cache.layers[0].groups * cache.group_size, []
+        tokens, found = cache.groups * cache.group_size, []
         parts = cache.lengths.quantized // self.chunk
         count = jnp.minimum(jnp.ceil(parts_asked(self.budget, parts, self.chunk)).astype(jnp.int32), parts)[:, None, None]
         number = jnp.arange(tokens // self.chunk)

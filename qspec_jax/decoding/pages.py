@@ -1,0 +1,19 @@
+"""The pages of a pool of groups that rows of a batch share, and which of them are free. The device has the tables (`HierarchicalCache`)."""
+
+
+class PagePool:
+    """Pages 1 to `size` - 1 are handed out; page 0 is nobody's, and stands in tables for what a row will never have."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free = list(range(size - 1, 0, -1))
+
+    def reserve(self, count: int) -> list[int] | None:
+        """So many free pages, or None where there are not as many."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        """Gives pages back."""
+        self._free += reversed(pages)
