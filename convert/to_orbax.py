@@ -98,10 +98,12 @@ def _check_places(source: Path, directory: Path, overwrite: bool) -> None:
     check_apart(source, directory)
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
+    if not directory.is_dir():
+        raise InputError(f"{directory}: exists already and is no directory; give another place, where a new directory can be made")
     if not overwrite:
         raise InputError(f"{directory}: exists already; --overwrite replaces an earlier conversion")
     known = {MANIFEST, TARGET, DRAFT, *SMALL_FILES}
-    others = sorted(path.name for path in directory.iterdir() if path.name not in known) if directory.is_dir() else []
+    others = sorted(path.name for path in directory.iterdir() if path.name not in known)
     if others or not converted.is_converted(directory) or "format" not in read_json(directory / MANIFEST):
         found = f", it holds {others[0]!r}" if others else ""
         raise InputError(f"{directory}: is not an earlier conversion and nothing else{found}; it is not replaced, give another directory")

@@ -14,7 +14,7 @@ def check(path: Path, output: Path | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'qspec-jax[plot]'") from None
+        raise InputError("--plot needs matplotlib: pip install matplotlib") from None
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"--plot {path}: the name must end in one of {', '.join(SUFFIXES)}")
     if path.is_dir() or not path.parent.is_dir():

@@ -565,6 +565,13 @@ def test_bad_flags(fails, flags, words):
     fails(["bench", "decode", *flags], *words)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+@pytest.mark.parametrize("command", ["decode", "batch"])
+def test_large_shapes_need_a_gpu(fails, command):
+    said = "--arch llama-3.1-8b needs a GPU, and JAX finds none; --arch tiny runs anywhere"
+    fails(["bench", command, "--arch", "llama-3.1-8b"], said)
+
+
 def test_transformers_needs_torch(fails, monkeypatch):
     monkeypatch.setattr(transformers_decode.importlib.util, "find_spec", lambda name: None)
     fails(["bench", "decode", "--arch", "tiny", "--transformers"], "pip install torch")

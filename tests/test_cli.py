@@ -285,9 +285,32 @@ def test_settings_reach_the_loop(run, directory):
     assert result("--adaptive", "--draft-cost", 0.1, "--min-draft-confidence", 0.01)["token_ids"][0] == ids
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--model", "x", "--max-new-tokens", "1e3"],
+        ["generate", "--model", "x", "--seed", "abc"],
+        ["generate", "--model", "x", "--seed", "-1"],
+        ["eval", "acceptance", "--temperature", "abc"],
+        ["eval", "acceptance", "--texts", "0"],
+        ["bench", "decode", "--simulate-acceptance", "92"],
+        ["bench", "decode", "--simulate-acceptance", "nan"],
+        ["bench", "decode", "--max-new-tokens", "4"],
+    ],
+)
+def test_a_refused_number_is_named(fails, arguments):
+    """With its option, whatever version of typer words it."""
+    fails(arguments, *arguments[-2:])
+
+
+def test_without_drafts_the_table_says_so(run, directory):
+    code, _, err = run(*GENERATE, directory, "--gamma", 0)
+    assert code == 0 and err.split()[0] == "none"
+
+
 def test_acceptance_needs_drafts_and_room(fails):
-    fails(["eval", "acceptance", "--gamma", "0", "--prompt-tokens", "64"], "gamma")
-    fails(["eval", "acceptance", "--max-new-tokens", "1", "--prompt-tokens", "64"], "max_new_tokens")
+    fails(["eval", "acceptance", "--gamma", "0", "--prompt-tokens", "64"], "--gamma 0")
+    fails(["eval", "acceptance", "--max-new-tokens", "1", "--prompt-tokens", "64"], "max_new_tokens 1 should be at least 3")
     fails(["eval", "acceptance", "--prompt-tokens", "20000"], "8192 positions")
     fails(["demo", "--prompt-tokens", "20000"], "--prompt-tokens 20000", "8192 positions")
     fails(["demo", "--prompt-tokens", "8000"], "--max-new-tokens 256", "8192 positions")

@@ -33,7 +33,8 @@ def test_a_destination_that_exists(source, tmp_path):
     (out / "notes.txt").write_text("mine")
     refused("'notes.txt'", source, out, overwrite=True)
     (tmp_path / "file").write_text("x")
-    refused("exists already", source, tmp_path / "file")
+    for overwrite in (False, True):
+        refused("file: exists already and is no directory", source, tmp_path / "file", overwrite=overwrite)
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty")
 

@@ -14,6 +14,7 @@ from runs import random_model, random_prompts
 from qspec_jax import demo, plots
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import evaluate
+from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
@@ -67,11 +68,13 @@ def test_drafts_side_by_side(run, directory, file):
     assert code == 0 and [row["draft"] for row in rows] == [drafts[0]] * 2 + [drafts[1]] * 2
     assert [row["acceptance_rate"] for row in rows[:2]] == [1.0, 1.0]
     report = acceptance.AcceptanceReport(1, [], rows)
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=TABLE_WIDTH, file=io.StringIO())
     table = acceptance.table(report)
     assert len({column.header for column in table.columns}) == len(table.columns) == 13
     console.print(table)
-    assert all(console.file.getvalue().count(draft) == 2 for draft in drafts)
+    parts = ["quantspec:weight_bits=16,", "cache=int8", "sparse:budget=0.5,", "weight_bits=16\n"]  # long names break behind a comma
+    lines = "".join(line.strip().partition(" ")[0] + "\n" for line in console.file.getvalue().splitlines())
+    assert [lines.count(part) for part in parts] == [2, 2, 2, 2]
 
 
 @pytest.mark.slow
@@ -106,6 +109,31 @@ def test_what_drafts_with_caches_of_their_own_cover():
     assert everything == pytest.approx(1, abs=2e-3) and chosen == pytest.approx(1, abs=2e-3)
     # A token in its own position or in none: the target's keys are the same, up to the rounds that were drafted.
     assert 0.1 < kept < 0.9 and window == pytest.approx(kept, abs=0.02)
+
+
+def test_budgets_below_the_least_groups_are_named(run, directory, file):
+    """Of 4 groups 25 % is one and 75 % are three: with at least two of them the table says which budget was raised, and to what."""
+    base = ["eval", "acceptance", "--model", directory, "--file", file, "--temperature", 0, "--no-calibrate", "--mode", "teacher-forced"]
+    base += ["--context", 80, "--max-new-tokens", 3, "--texts", 1, "--group-size", 16, "--draft", "sparse:least_groups=2,weight_bits=16"]
+    code, out, _ = run(*base, "--budget", 0.25, "--budget", 0.75)
+    note = "At 80 tokens these read 2 groups (least_groups), more than their budgets ask for: "
+    assert code == 0 and note + "sparse:least_groups=2,weight_bits=16,budget=0.25." in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("draft", "budget", "said"),
+    [
+        ("sparse", "nan", "budget nan should be a share"),
+        ("sparse", "inf", "budget inf should be a share"),
+        ("sparse", "1e400", "budget inf should be a share"),
+        ("exact-topk", "-inf", "budget -inf should be a share"),
+        ("snapkv", "nan", "nan"),
+        ("streaming-llm", "inf", "inf"),
+        ("chunk-means", "nan", "nan"),
+    ],
+)
+def test_budgets_that_are_no_numbers_of_tokens(fails, directory, file, draft, budget, said):
+    fails(["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--draft", draft, "--budget", budget], said)
 
 
 def test_a_budget_is_given_once(fails, directory, file):
@@ -276,9 +304,9 @@ def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("gammas", "word"),
     [
-        ("0", "gamma"),
-        ("2,0", "gamma"),
-        ("-1", "-1"),
+        ("0", "--gamma 0 should be at least 1"),
+        ("2,0", "--gamma 0 should be at least 1"),
+        ("-1", "--gamma -1 should be at least 1"),
         ("1,x", "'1,x'"),
         ("", "''"),
         ("1,,2", "'1,,2'"),
@@ -288,6 +316,10 @@ def test_texts_too_short_are_logged(run, directory, file, tmp_path, caplog):
 )
 def test_bad_lists(fails, directory, file, gammas, word):
     fails(["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--gamma", gammas], word)
+
+
+def test_no_drafts_are_refused_before_texts_are_read(fails, tmp_path):
+    fails(["eval", "acceptance", "--file", tmp_path / "nowhere", "--gamma", 0], "--gamma 0")
 
 
 def test_bad_plot_and_texts(fails, directory, file, tmp_path):

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "mistral-7b": _llama(32768, 4096, 14336, 32, 32, 8, rope_theta=1e6),
     "tiny": _llama(256, 256, 512, 2, 4, 2),
 }
+TINY = ("tiny",)  # those that any machine runs in seconds
 
 
 def architecture(name: str) -> LlamaConfig:
@@ -47,6 +48,12 @@ def architecture(name: str) -> LlamaConfig:
     if name not in ARCHITECTURES:
         raise InputError(f"no architecture {name!r}; there are {', '.join(ARCHITECTURES)}")
     return LlamaConfig.from_hf(ARCHITECTURES[name], source=name)
+
+
+def check_gpu(name: str) -> None:
+    """Raises InputError for a shape that takes a GPU to measure, where there is none."""
+    if name not in TINY and jax.default_backend() != "gpu":
+        raise InputError(f"--arch {name} needs a GPU, and JAX finds none; --arch {' or '.join(TINY)} runs anywhere")
 
 
 def random_model(config: LlamaConfig, *, seed: int = 0) -> Llama:

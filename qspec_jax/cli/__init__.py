@@ -39,8 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif not hasattr(error, "format_message"):
             raise
         else:
-            # Typer passes on what pydantic puts before the message of a value that it refuses.
-            message = error.format_message().replace(": Value error, ", ": ")
+            message = _message(error)
             code = _fail(message) if message else 2
     if code == 130:  # which typer makes of both signals
         code = process.interrupted()
@@ -68,6 +67,26 @@ def _run(arguments: list[str], own: bool) -> int | None:
         gc.enable()
         process.raise_on_signals()
     return app(args=arguments, prog_name="qspec", standalone_mode=False)
+
+
+# What a value should be, by the name that pydantic has for the reason why it refuses another.
+SHOULD_BE = {
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _message(error: Exception) -> str:
+    """The message of an error of typer's. Of a number that pydantic refuses, typer itself does not say which it was."""
+    cause = error.__cause__
+    refused = cause.errors()[0] if hasattr(cause, "errors") else {"type": None}
+    if refused["type"] not in SHOULD_BE:
+        return error.format_message().replace(": Value error, ", ": ")  # what pydantic puts before what others say
+    should_be = SHOULD_BE[refused["type"]].format(**refused.get("ctx", {}))
+    return f"{error.param.opts[0]} {refused['input']} should be {should_be}"
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -23,7 +23,7 @@ from qspec_jax.bench import (
     matmul,
     transformers_decode,
 )
-from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
+from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
 from qspec_jax.cli.options import DtypeOption, Gamma, Json, Output, Seed, load, show
@@ -234,6 +234,8 @@ def bench_decode(
     if plot:
         plots.check(plot, output)
     shape = huggingface.load_config(model) if arch is None else architecture(arch)
+    if arch is not None and not transformers:  # that is to come before jax takes the GPU's memory
+        check_gpu(arch)
     with output_to(output) as write:
         if rates is None and (arch is not None or random_weights) and any(method.speculative for method in methods):
             log.warning("random weights: their acceptance means nothing; --simulate-ratio simulates one")
@@ -306,6 +308,8 @@ def bench_batch(
     positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
     if lengths[1] + new[1] > positions:
         raise InputError(f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} exceed the model's {positions} positions")
+    if arch is not None:
+        check_gpu(arch)
     with output_to(output) as write:
         if arch is not None:
             network = random_model(architecture(arch), seed=seed)
@@ -354,7 +358,7 @@ def bench_pretrain(
     try:
         from qspec_jax.training import benchmark_model
     except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}: pip install 'qspec-jax[train]'") from None
+        raise InputError(f"training needs {error.name}: pip install optax tokenizers") from None
     settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, smoke=smoke)
     report = benchmark_model.run(output, **settings, progress=False if as_json else None)
     show(report, benchmark_model.table, None, sys.stdout.write, as_json=as_json)

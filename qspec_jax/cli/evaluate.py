@@ -40,7 +40,7 @@ from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_draft, parse_draft, with_budget
-from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, step_bytes
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
@@ -118,6 +118,8 @@ def acceptance_command(
     asked = _with_budgets(draft or [GenerationConfig.draft], budget or [])
     chosen_drafts = _chosen_drafts(asked, draft_bits, draft_planes, sensitive_layers)
     gammas, heats, sizes = number_list("--gamma", num_speculative_tokens, int), temperature or [0.0, 1.0], context or [4096]
+    if min(gammas) < 1:
+        raise InputError(f"--gamma {min(gammas)} should be at least 1: acceptance is of drafts")
     modes, cache = mode or list(Mode), dict(scheme=scheme, group_size=group_size)
     if needles is None:
         if depths is not None or samples is not None:
@@ -184,7 +186,9 @@ def acceptance_command(
                 of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
                 read = step_bytes(drafts[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
                 share = cache_share(drafts[name], config.cache_config, walk.context + 1)
-                of_walk = {"step_bytes": read, "cache_share": share, "texts": len(prompts), "right": walk.right}
+                raised = raised_groups(drafts[name], config.cache_config, walk.context + 1)
+                reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}
+                of_walk = reads | {"texts": len(prompts), "right": walk.right}
                 results.append(of_run | dataclasses.asdict(measured) | of_walk)
             measured_in_turn.close()  # which lets go of drafts before others take as much memory
     here = {name: value for name, value in this_run().items() if name != "versions"}

@@ -32,7 +32,7 @@ from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
-from qspec_jax.drafts.registry import AUTO, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
 
@@ -96,7 +96,8 @@ def generate_command(
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not as_json:
-        Console(stderr=True).print(stats_table({config.draft: out}))
+        ran = config.draft if config.num_speculative_tokens else NONE  # --gamma 0 drafts nothing
+        Console(stderr=True).print(stats_table({ran: out}))
 
 
 def generate_with_progress(

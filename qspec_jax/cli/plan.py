@@ -74,7 +74,7 @@ def plan(
         raise InputError("one of --arch and --model should be given")
     gammas = list(dict.fromkeys(num_speculative_tokens or planning.GAMMAS))
     batches = list(dict.fromkeys(batch or [1]))
-    for option, numbers, most in ("--context", context or [], 1 << 24), ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_TOKENS - 1):
+    for option, numbers, most in ("--batch", batches, 1 << 16), ("--gamma", gammas, MAX_TOKENS - 1):
         if wrong := [number for number in numbers if not 1 <= number <= most]:
             raise InputError(f"{option} {wrong[0]} should be from 1 to {most:,}")
     if not 1 <= max_new_tokens <= 1 << 24:
@@ -86,6 +86,9 @@ def plan(
     longest = config.max_length - max_new_tokens
     if longest < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens:,} should be less than the model's {config.max_length:,} positions")
+    if wrong := [tokens for tokens in context or [] if not 1 <= tokens <= longest]:
+        room = f"the model's {config.max_length:,} positions less --max-new-tokens {max_new_tokens:,}"
+        raise InputError(f"--context {wrong[0]:,} should be from 1 to {longest:,}, {room}")
     contexts = list(dict.fromkeys(context or [min(n, longest) for n in CONTEXTS]))
     if plot:
         plots.check(plot, output)

@@ -116,7 +116,7 @@ def with_budget(text: str, budget: float) -> str:
 
 def _exact(number: float) -> str:
     """The number as a person writes it, with all of its digits."""
-    return str(int(number)) if number == int(number) else repr(number)
+    return str(int(number)) if float(number).is_integer() else repr(number)
 
 
 def _taken_apart(text: str) -> tuple[str, list[str]]:

@@ -89,6 +89,12 @@ class SparseDraft(SelfSpeculativeDraft):
         asked = max(self.least_groups, math.ceil(parts_asked(self.budget, groups, group_size)))
         return Reads(1, min(groups, asked) * group_size, buffered, listed=True)
 
+    def raised_to(self, quantized: int, group_size: int) -> int | None:
+        """How many groups are read because of least_groups, where the budget asks for fewer; None where it asks for as many."""
+        groups = quantized // group_size
+        least = min(groups, self.least_groups)
+        return least if least > math.ceil(parts_asked(self.budget, groups, group_size)) else None
+
     def commit(self, state, result, cache):
         count = result.count[:, None, None]
         averaged = lambda mass, old: self.memory * old + (1 - self.memory) * jnp.nan_to_num(mass.sum(2)) / jnp.maximum(count, 1)

@@ -6,6 +6,7 @@ import jax
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
+from qspec_jax.drafts.sparse import SparseDraft
 from qspec_jax.models.llama import Llama
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
@@ -34,6 +35,15 @@ def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
     everything = bytes_of_tokens(Reads(1, quantized, tokens - quantized), **shape)
     read = [bytes_of_tokens(reads, **shape) for reads in _reads(draft, cache, tokens)]
     return sum(read) / (everything * len(read))
+
+
+def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
+    """How many groups a sparse draft reads in a step at so many tokens, where its budget asks for fewer than `least_groups`; None for
+    others."""
+    if not isinstance(draft, SparseDraft):
+        return None
+    head_dim = draft.step.model.config.head_dim
+    return draft.raised_to(int(cache.schedule_for(head_dim).quantized_length(tokens)), cache.group_size_for(head_dim))
 
 
 def _reads(draft: ModelDraft, cache: CacheConfig, tokens: int) -> list[Reads]:

@@ -34,6 +34,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import Step
 
 NGRAM = 8
+LONGEST_NAME = 28  # of a draft, or of a part of its name between commas, in one line of the table
 COMPILED_TOGETHER = 4  # measurements whose programs are made side by side
 STYLES = {"teacher-forced": "-", "free-running": ":"}
 MODES = tuple(STYLES)
@@ -220,8 +221,10 @@ def ratio(parts: Int[np.ndarray, "B"], wholes: Int[np.ndarray, "B"]) -> tuple[fl
 
 def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
     """Raises InputError where acceptance after these prompts cannot be measured."""
-    if config.num_speculative_tokens < 1 or config.max_new_tokens < 3:
-        raise InputError("acceptance needs num_speculative_tokens (gamma) of at least 1 and max_new_tokens of at least 3")
+    if config.num_speculative_tokens < 1:
+        raise InputError(f"num_speculative_tokens (gamma) {config.num_speculative_tokens} should be at least 1: acceptance is of drafts")
+    if config.max_new_tokens < 3:
+        raise InputError(f"max_new_tokens {config.max_new_tokens} should be at least 3, to measure acceptance")
     if config.repetition_penalty != 1:
         raise InputError("acceptance is measured without a repetition penalty")
     if config.adaptive or config.min_draft_confidence:
@@ -320,8 +323,9 @@ class AcceptanceReport:
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
     one step of the draft reads behind that context, each number as two bytes at most; cache_share: what share its keys and values are of
-    the bytes of a whole upper plane and buffer; both None for a draft that is no `ModelDraft` (prompt-lookup, combine); texts, right: how
-    many at this context, see `Walk`.
+    the bytes of a whole upper plane and buffer; both None for a draft that is no `ModelDraft` (prompt-lookup, combine); raised_groups: how
+    many groups it reads where its budget asks for fewer, see `step_bytes.raised_groups`; texts, right: how many at this context, see
+    `Walk`.
     """
 
     texts: int
@@ -341,6 +345,8 @@ def table(report: AcceptanceReport) -> Table:
     """A table with a line for every draft, context, gamma, temperature and mode."""
     grid = Table(
         title="Acceptance",
+        box=None,  # whose lines would leave no room for the names of drafts
+        padding=(0, 2, 0, 0),
         caption="+-: standard error over texts. covered: share of the target's attention on what a draft reads.\n"
         "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer.",
     )
@@ -359,12 +365,17 @@ def table(report: AcceptanceReport) -> Table:
         "drafted",
         "repeated\n8-grams",
     )
+    names = [row["draft"] for row in report.results]
+    longest = max((len(part) for name in names for part in name.split(",")), default=0)
     for label in columns:
-        grid.add_column(label, justify="left" if label in ("draft", "mode") else "right", overflow="fold", no_wrap=label == "mode")
+        whole = label == "mode" or (label == "draft" and longest <= LONGEST_NAME)
+        grid.add_column(label, justify="left" if label in ("draft", "mode") else "right", overflow="fold", no_wrap=whole)
     for row in report.results:
         given = with_error(row["conditional_rate"], row.get("conditional_error"))
         size = None if row.get("step_bytes") is None else row["step_bytes"] / 1e6
-        name = row["draft"], formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
+        # Between two settings a name may be broken, in a number it may not.
+        draft = row["draft"] if len(row["draft"]) <= LONGEST_NAME else row["draft"].replace(",", ",\n")
+        name = draft, formatted(row.get("context"), ","), str(row["gamma"]), f"{row['temperature']:g}", row["mode"]
         rates = formatted(row["acceptance_rate"], ".3f"), given, formatted(row.get("covered"), ".3f")
         read = formatted(size, ".2f"), formatted(row.get("cache_share"), ".1%")
         grid.add_row(*name, *rates, *read, f"{row['mean_acceptance_length']:.2f}", f"{row['drafted']:,}", f"{row['repeated_ngrams']:.1%}")
@@ -372,6 +383,13 @@ def table(report: AcceptanceReport) -> Table:
         (row["context"], row["right"], row["texts"]) for row in report.results if row.get("right") is not None
     ):
         grid.caption += f"\nWith a full cache the model itself finds {right} of {texts} needles of {context:,} tokens."
+    raised = {}
+    for row in report.results:
+        if row.get("raised_groups") is not None:
+            raised.setdefault((row["context"], row["raised_groups"]), []).append(row["draft"])
+    for (context, groups), found in raised.items():
+        few = ", ".join(dict.fromkeys(found))
+        grid.caption += f"\nAt {context:,} tokens these read {groups} groups (least_groups), more than their budgets ask for: {few}."
     return grid
 
 
