@@ -28,6 +28,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.jsonl import Journal, read_lines
+from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.errors import InputError
 
@@ -259,6 +260,24 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     # Of three rows that are placed together two may be prefilled at once.
     assert stats.prefill_s >= 3 * 0.4 and 0 <= stats.decode_s - 0.05 * len(called) < 0.8
     assert len(rows) == 6 and any(rows[-1].made < at < rows[-1].ready for at in called) == (not stop)
+
+
+def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
+    """What a slot without a prompt holds would be read in every round of the others."""
+    seen, rounds = [], Engine.rounds
+
+    def spied(self, state, *args):
+        seen.append((np.asarray(state.status), np.asarray(state.cache.lengths.total)))
+        return rounds(self, state, *args)
+
+    monkeypatch.setattr(Engine, "rounds", spied)
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=n), KEY) for n in (3, 90, 4, 80)]
+    for refill in (True, False):
+        seen.clear()
+        list(run_batch(model, requests, batch_size=3, draft=draft, refill=refill))
+        assert any((status != RUNNING).any() for status, _ in seen)
+        for status, held in seen:
+            assert (held[status == RUNNING] > 0).all() and not held[status != RUNNING].any()
 
 
 def test_eos_ends_a_row(model, draft):

@@ -26,6 +26,11 @@ def test_json(run):
     assert [row["same_tokens"] for row in report["rows"]] == [1, 1, 1]
     assert full["stats"]["compile_s"] == fixed["stats"]["compile_s"] == 0
     assert report["speedup"] == pytest.approx(full["tokens_per_second"] / fixed["tokens_per_second"])
+    stats, took = full["stats"], full["stats"]["prefill_s"] + full["stats"]["decode_s"]
+    assert 0 < stats["full_rounds"] < stats["rounds"] and 0 < stats["full_decode_s"] < stats["decode_s"]
+    assert report["decode_alone_s"] == pytest.approx(stats["busy_rounds"] / 2 * stats["full_decode_s"] / stats["full_rounds"])
+    assert report["prefill_alone_s"] > 0
+    assert report["share_of_parts"] == pytest.approx((report["prefill_alone_s"] + report["decode_alone_s"]) / took)
     for row in report["rows"]:
         stats = row["stats"]
         assert stats["prompts"] == 5 and row["tokens_per_second"] == pytest.approx(

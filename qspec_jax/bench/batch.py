@@ -1,7 +1,9 @@
 """`qspec bench batch`: many prompts through a batch that is refilled, and through fixed batches, in one run."""
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,10 @@ from tqdm import tqdm
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
-from qspec_jax.decoding.sampling import make_sampler
+from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -41,7 +45,12 @@ class BatchRow:
 @dataclasses.dataclass(frozen=True)
 class BatchReport(Run):
     """The same prompts in several ways. speedup: tokens/s of the refilled batch over those of fixed batches; decode_speedup: the ratio of
-    their seconds of decoding alone. prompt_tokens: in all prompts together."""
+    their seconds of decoding alone. prompt_tokens: in all prompts together.
+
+    The parts that the refilled batch is made of: prefill_alone_s, all prompts prefilled one after the other and nothing else done, by the
+    time of one prompt of each padded length; decode_alone_s, all of its rounds as if every slot always had a prompt, at the pace of the
+    rounds in which that was so, None if it never was. share_of_parts: their sum over the seconds that it took.
+    """
 
     model: str
     prompts: int
@@ -52,6 +61,9 @@ class BatchReport(Run):
     rows: list[BatchRow]
     speedup: float
     decode_speedup: float
+    prefill_alone_s: float
+    decode_alone_s: float | None
+    share_of_parts: float | None
 
 
 def make_requests(
@@ -109,6 +121,7 @@ def run(
         first = first or results
         rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=sum(results[i] == first[i] for i in first) / len(first)))
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
+    prefill_s, decode_s = _prefill_seconds(model, draft, requests, strategy), _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
         **this_run(),
         model=name,
@@ -120,7 +133,32 @@ def run(
         rows=rows,
         speedup=refilled.tokens_per_second / fixed.tokens_per_second,
         decode_speedup=fixed.stats.decode_s / refilled.stats.decode_s,
+        prefill_alone_s=prefill_s,
+        decode_alone_s=decode_s,
+        share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
     )
+
+
+def _decode_seconds(stats: BatchStats, slots: int) -> float | None:
+    """What decoding would take if every slot always had a prompt."""
+    return stats.busy_rounds / slots * stats.full_decode_s / stats.full_rounds if stats.full_rounds else None
+
+
+def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Request], strategy: Callable[..., Sampler]) -> float:
+    """What prefilling all prompts takes, one after the other."""
+    configs = [request.config for request in requests]
+    engine = Engine.for_configs(model, draft, configs, prompt_tokens=max(len(request.tokens) for request in requests))
+    by_length = defaultdict(list)
+    for request in requests:
+        by_length[bucket(len(request.tokens))].append(request)
+    total = 0.0
+    for alike in by_length.values():
+        call = [alike[0].tokens], strategy(alike[0].config), alike[0].key[None], make_limits(model, alike[0].config)
+        jax.block_until_ready(engine.prefill(*call))  # to compile it, where that is needed
+        began = time.perf_counter()
+        jax.block_until_ready(engine.prefill(*call))
+        total += len(alike) * (time.perf_counter() - began)
+    return total
 
 
 def table(report: BatchReport) -> Group:
@@ -141,4 +179,7 @@ def table(report: BatchReport) -> Group:
         f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts. Refilled is "
         f"{report.speedup:.2f} times as fast as fixed batches, {report.decode_speedup:.2f} times in decoding alone.{simulated}"
     )
+    if report.share_of_parts is not None:
+        seconds = f"{report.prefill_alone_s:.1f} s, and its rounds with all slots busy {report.decode_alone_s:.1f} s"
+        notes += f" Prefill alone takes {seconds}: together {report.share_of_parts:.0%} of what refilled takes."
     return Group(head, grid, Text("\n" + notes, "dim"))

@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
+    logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
     logging.getLogger("qspec_jax.bench.end_to_end").setLevel(logging.INFO)  # each row as it is measured
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)

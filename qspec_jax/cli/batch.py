@@ -16,7 +16,7 @@ from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.cli import process
 from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
-from qspec_jax.decoding.batch import BatchStats, run_batch
+from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
 from qspec_jax.decoding.settled import with_costs, with_draft
@@ -29,6 +29,8 @@ from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_js
 from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
+
+MOST_ROWS = 1 << 20
 
 
 class OnError(enum.StrEnum):
@@ -53,7 +55,10 @@ def batch(
     ],
     model: ModelDirectory,
     config: GenerationConfig,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 8,
+    batch_size: Annotated[
+        str,
+        typer.Option(metavar="ROWS", help="Prompts at a time, or auto: as many as fit the device's memory."),
+    ] = "8",
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -62,6 +67,7 @@ def batch(
     as_json: Json = False,
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
+    rows_at_once = _rows(batch_size)
     if is_same_file(source, output):
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
@@ -84,7 +90,7 @@ def batch(
     requests = [line.request for line in lines if line.request]
     configs, lengths = [request.config for request in requests], [len(request.tokens) for request in requests]
     if chosen and configs:
-        configs = with_draft(network, configs, lengths, batch=min(batch_size, len(configs)))
+        configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
         stored, draft = _made(config, network, model)
     configs = with_costs(network, configs, lengths, draft)
@@ -104,7 +110,7 @@ def batch(
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
     try:
-        stats = _run(network, tokenizer, draft, todo, journal, batch_size, refill, quiet=as_json)
+        stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, quiet=as_json)
         journal.finish()
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -118,6 +124,15 @@ def batch(
         places = "" if busy is None else f"; {busy:.1%} of places busy"
         where = "standard output" if output == STANDARD else output
         print(f"{where}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def _rows(text: str) -> int | None:
+    """A number of rows, None for auto. Raises InputError for any other text."""
+    if text == AUTO:
+        return None
+    if not (text.isdecimal() and text.isascii() and 0 < int(text) <= MOST_ROWS):
+        raise InputError(f"--batch-size {text} should be a whole number from 1 to {MOST_ROWS:,}, or {AUTO}")
+    return int(text)
 
 
 def _drafts(config: GenerationConfig) -> bool:
@@ -177,7 +192,7 @@ def _run(
     draft: Draft | None,
     todo: list[Line],
     journal: Journal,
-    batch_size: int,
+    batch_size: int | None,
     refill: bool,
     *,
     quiet: bool,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from qspec_jax.decoding import capacity
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
@@ -23,13 +24,14 @@ from qspec_jax.decoding.pages import PagePool
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import with_costs, with_draft
-from qspec_jax.decoding.state import RUNNING, DecodeState
+from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
+ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
 
@@ -48,21 +50,25 @@ class Result:
 
 @dataclasses.dataclass
 class BatchStats:
-    """Totals of a run. slot_rounds counts every slot in every round; busy_rounds counts those that were working on a prompt.
+    """Totals of a run, of `batch_size` rows at a time. slot_rounds counts every slot in every round; busy_rounds counts those that were
+    working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt.
 
     The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart.
     """
 
+    batch_size: int = 0
     prompts: int = 0
     new_tokens: int = 0
     rounds: int = 0
     slot_rounds: int = 0
     busy_rounds: int = 0
+    full_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     compile_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    full_decode_s: float = 0.0
 
     @property
     def rates(self) -> dict[str, float | None]:
@@ -97,19 +103,19 @@ def run_batch(
     model: Llama,
     requests: Iterable[Request],
     *,
-    batch_size: int = 8,
+    batch_size: int | None = 8,
     draft: Draft | None = None,
     tokenizer=None,
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
 ) -> BatchRun:
-    """Continues every request, `batch_size` of them at a time.
+    """Continues every request, `batch_size` of them at a time; None: as many as fit the device's memory (`capacity`).
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
     comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. Raises InputError for
     requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
     requests = list(requests)
     if not requests:
@@ -119,8 +125,8 @@ def run_batch(
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
     requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
-    batch_size, lengths = min(batch_size, len(requests)), [len(request.tokens) for request in requests]
-    settled = with_draft(model, configs, lengths, batch=batch_size, draft=draft)
+    batch_size, lengths = batch_size and min(batch_size, len(requests)), [len(request.tokens) for request in requests]
+    settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
     if draft is None and any(config.num_speculative_tokens for config in settled):
         draft = make_draft(settled[0].draft, model)
     settled = with_costs(model, settled, lengths, draft)
@@ -137,7 +143,7 @@ class _Slots:
         self,
         model: Llama,
         requests: Sequence[Request],
-        batch: int,
+        batch: int | None,
         draft: Draft | None,
         tokenizer,
         refill: bool,
@@ -150,21 +156,36 @@ class _Slots:
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
-        schedule = configs[0].cache_config.schedule_for(model.config.head_dim)
-        # The most groups that the row of each request quantizes: with so many pages no round is ever without one.
-        self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) if schedule.group_size else 0 for r in requests]
-        # None: the cache has no groups to share.
-        self.pool = PagePool(1 + sum(sorted(self.groups, reverse=True)[:batch])) if schedule.group_size else None
-        self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
+        schedule = configs[0].cache_config.schedule_for(model.config.head_dim)
+        # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
+        self.groups = None
+        if schedule.group_size is not None:
+            self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
+        room = self._room() if batch is None else capacity.for_rows(batch, self.groups)
+        stats.batch_size = batch = room.rows
+        self.pool = None if room.pages is None else PagePool(room.pages)
+        self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
         self.waiting = deque(range(len(requests)))
         self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
         self.state: DecodeState | None = None
         self.request_of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
         self.rounds = np.zeros(batch, np.int32)  # that each row has had
+        self.freed = np.zeros(batch, bool)  # which slots the device knows to be empty
         self.lap_began = 0.0  # when what `_lap` counts next began
+
+    def _room(self) -> capacity.Capacity:
+        """As many rows as fit the device's memory."""
+        index = max(range(len(self.requests)), key=lambda i: len(self.requests[i].tokens))
+        return capacity.that_fits(self.engine, self.engine.prefill_call(*self._prompt(index)), self.groups, len(self.requests))
+
+    def _prompt(self, index: int) -> tuple:
+        """The arguments of prefill for a request."""
+        request = self.requests[index]
+        sampler, limits = self._settings([index])
+        return [request.tokens], sampler, request.key[None], limits
 
     def run(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
@@ -196,24 +217,22 @@ class _Slots:
         if self.refill or not self._running:
             for slot, index in enumerate(self.request_of):
                 if index is None and self.waiting:
-                    pages = self.pool and self.pool.reserve(self.groups[self.waiting[0]])
-                    if pages is None and self.pool:  # until others end
-                        break
+                    pages = None
+                    if self.pool and (pages := self.pool.reserve(self.groups[self.waiting[0]])) is None:
+                        break  # until others end
                     placed.append(self.waiting.popleft())
                     self._put(slot, placed[-1], pages)
         return placed
 
     def _put(self, slot: int, index: int, pages: list[int] | None) -> None:
-        request = self.requests[index]
-        sampler, limits = self._settings([index])
-        row = self.engine.prefill([request.tokens], sampler, request.key[None], limits)
+        row = self.engine.prefill(*self._prompt(index))
         self._wait_for_prefill()  # no more than two rows at once take memory besides the batch
         self.newest = row.status
         if self.state is None:
             self.state = self.engine.batch_of(row, len(self.request_of), self.pool and self.pool.size)
         self.state = self.engine.replace(self.state, row, slot, pages)
         self.pages_of[slot] = pages or []
-        self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer), 0
+        self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
 
     def _wait_for_prefill(self) -> float:
         """Waits for the newest row's prefill, and returns the time at which it was ready; without one, when the current lap began."""
@@ -228,7 +247,12 @@ class _Slots:
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else ROUNDS_PER_SEGMENT
-        least_running = self._running if self.waiting and self.refill else 1
+        refills = bool(self.waiting) and self.refill
+        full, least_running = refills and None not in self.request_of, self._running if refills else 1
+        empty = np.array([index is None for index in self.request_of])
+        if (empty & ~self.freed).any():
+            self.state = self.engine.free(self.state, empty)
+        self.freed = empty
         self.engine.compile_rounds(self.state, sampler, limits)
         # The call takes milliseconds to reach the device, and on a GPU it returns when the rounds have ended: another thread notes when
         # prefill does.
@@ -239,8 +263,11 @@ class _Slots:
         worked = np.asarray(self.state.counts.rounds) - self.rounds
         clock.join()
         self._lap("prefill_s", *prefilled)
-        self._lap("decode_s")
+        decode_s = self._lap("decode_s")
         self.rounds += worked
+        if full:
+            self.stats.full_rounds += int(worked.max())
+            self.stats.full_decode_s += decode_s
         self.stats.rounds += int(worked.max())
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
@@ -252,11 +279,12 @@ class _Slots:
         elif seconds:
             self._lap("compile_s")
 
-    def _lap(self, what: str, until: float | None = None) -> None:
-        """Adds the time since the last lap to the statistics, up to now by default."""
+    def _lap(self, what: str, until: float | None = None) -> float:
+        """Adds the time since the last lap to the statistics, up to now by default, and returns it."""
         until = time.perf_counter() if until is None else until
-        setattr(self.stats, what, getattr(self.stats, what) + until - self.lap_began)
-        self.lap_began = until
+        passed, self.lap_began = until - self.lap_began, until
+        setattr(self.stats, what, getattr(self.stats, what) + passed)
+        return passed
 
     def _ended(self) -> Iterator[Result]:
         """Results of the rows that have ended, whose slots are free then."""
@@ -271,7 +299,7 @@ class _Slots:
             if row.finish_reason is None:
                 continue
             self.request_of[slot] = None
-            if self.pool:  # the row may be read still, but is never written to
+            if self.pool:  # what was its row is freed before others write there
                 self.pool.release(self.pages_of[slot])
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new, prompt = len(row.token_ids), len(self.requests[index].tokens)
@@ -281,9 +309,6 @@ class _Slots:
             self.stats.num_draft_tokens += stats["num_draft_tokens"]
             self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
             ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *row.logprobs()))
-        idle = np.array([index is None for index in self.request_of])
-        if (news.status[idle] == RUNNING).any():  # what a stop string has ended
-            self.state = self.engine.stop(self.state, idle)
         self._lap("decode_s")
         yield from ended
         self.lap_began = time.perf_counter()  # what is done with results is not counted

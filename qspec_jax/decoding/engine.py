@@ -23,7 +23,7 @@ from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
-from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, replace_rows, start, stopped
+from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -246,6 +246,10 @@ class Engine:
         call = Call(REPEAT, (row,), dict(batch=batch, pages=pages))
         return self._executable("repeat", call, (batch, pages))(row)
 
+    def batch_shapes(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
+        """Shapes of what `batch_of` returns; those of the row are enough."""
+        return Call(REPEAT, (row,), dict(batch=batch, pages=pages)).shapes()
+
     def replace(self, state: DecodeState, row: DecodeState, slot: int, pages: Sequence[int] | None = None) -> DecodeState:
         """The batch with another row in place of one of its own. The state given is used up. pages: the row's, where there is a pool."""
         table = None
@@ -259,6 +263,10 @@ class Engine:
     def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
         """The state in which these rows run no more."""
         return stopped(state, jnp.asarray(rows))
+
+    def free(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
+        """The state in which these rows run no more, and cost the others next to nothing."""
+        return freed(state, jnp.asarray(rows))
 
     def look(self, state: DecodeState, looked: Sequence[int]) -> News:
         """What is new behind the first looked[b] new tokens of each row; nothing else is fetched.

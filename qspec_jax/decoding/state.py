@@ -123,6 +123,12 @@ def stopped(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
     return dataclasses.replace(state, status=jnp.where(rows & (state.status == RUNNING), STOP, state.status))
 
 
+def freed(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
+    """The state in which these rows run no more and hold nothing, so that rounds of the others read nothing for them."""
+    lengths = jax.tree.map(lambda n: jnp.where(rows, 0, n), state.cache.lengths)
+    return dataclasses.replace(stopped(state, rows), cache=state.cache.rollback(lengths))
+
+
 def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> DecodeState:
     """The state with others in place of k of its rows. pages: see `Cache.with_rows`."""
     cache = state.cache.with_rows(rows.cache, slots, pages)
