@@ -251,6 +251,20 @@ def _mma_warpgroup(found, code, b, *words):
     return tuple(out)
 
 
+def _start_products(found, code, *args):
+    """As `_mma_warpgroup`, done at once. args: the accumulators, where b is, and the fragments."""
+    columns, tile_bytes = int(found[2]) // 2, (int(found[1]) >> 32) * 16
+    acc, b, words = list(args[:columns]), args[columns], args[columns + 1 :]
+    entries = lambda x: halves(x, "bf16")
+    for i, place in enumerate(re.findall(r"add\.s64 b, start, (\d+);", code)):
+        for tile in range(columns // 4):
+            at = b + tile * tile_bytes + int(place) * 16 + (4 * LANES).astype(np.int32)
+            operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+            own = slice(4 * tile, 4 * tile + 4)
+            acc[own] = _multiplied((*words[4 * i : 4 * i + 4], *operand, *acc[own]), entries, entries, np.float32)
+    return tuple(acc)
+
+
 def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
     """Registers of lanes 4 g + t: row g of rows [8, 8] of 16-bit entries, columns 2 t and 2 t + 1."""
     entries = np.ascontiguousarray(rows.T if transposed else rows)
@@ -286,9 +300,11 @@ def _max_bf16(found, code, a, b):
     return bf16_bits(np.fmax(wide(a), wide(b))).view(np.int32)
 
 
-def _multiply_f16(found, code, a, b):
+def _multiply_pairs(found, code, a, b):
+    kind = found[1]
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray((halves(a, "f16") * halves(b, "f16")).astype(np.float16)).view(np.int32)[:, 0]
+        products = halves(a, kind) * halves(b, kind)
+        return np.ascontiguousarray(products.astype(np.float16) if kind == "f16" else bf16_bits(products)).view(np.int32)[:, 0]
 
 
 def _fma_bf16(found, code, a, b, c):
@@ -338,10 +354,12 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
     r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,
+    r"\{ \.reg \.b32 at; \.reg \.b64 start, b; .* start, start, (\d+); .*? wgmma\.mma_async\S*m64n(\d+)k16\.f32\.bf16\.bf16": _start_products,
+    r"wgmma\.wait_group\.sync\.aligned \d+;": lambda found, code, *acc: acc,
     r"fence\.proxy\.async": lambda found, code: None,
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
-    r"mul\.rn\.f16x2": _multiply_f16,
+    r"mul\.rn\.(f16|bf16)x2": _multiply_pairs,
     r"max\.u16x2": _max_u16,
     r"lop3\.b32 \$0, \$1, \$2, (\w+), 0xEA;": lambda found, code, a, b: a & b | constant(int(found[1], 0), np.int32),
     r"prmt\.b32 \$0, \$1, \$2, (\w+)": _prmt,
@@ -367,6 +385,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = {
         "Value": Lanes,
         "inline": inline,
+        "update": lambda code, values, *args: inline(code, *values, *args, results="f" * len(values), collective=True),
         "when": when,
         "fail_where": fail_where,
         "loop": loop,

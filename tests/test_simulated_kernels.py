@@ -24,6 +24,7 @@ import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
+import pallas_kernels.matmul.mosaic_wide as wide_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
@@ -35,13 +36,15 @@ from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu import ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
+from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
+from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
 from pallas_kernels.rope_append import reference as rope_append_reference
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, rope_append):
+    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, wide_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -175,6 +178,28 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
     monkeypatch.setattr(ptx, function, left_out)
     with pytest.raises(AssertionError, match="a race: warp"):
         run()
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "config"),
+    [
+        (9, 1280, (64,), 1, WideConfig(1, 1)),  # scales in two slots, of which the second is not full
+        (24, 256, (48, 16, 32), 2, WideConfig(1, 1)),  # a tile that is not full, and of two weights
+        (64, 512, (128, 64), 1, WideConfig(1, 1)),  # tiles one after the other
+        (24, 768, (80,), 1, WideConfig(2, 3)),  # a tile of rows for each block
+        (64, 1280, (64, 64), 1, WideConfig(1, 2)),  # more steps for one block than for the other
+        (33, 1024, (64,), 1, WideConfig(1, 1, 4)),
+        (1, 4608, (16,), 1, WideConfig(1, 1)),  # more steps than the ring has slots
+    ],
+)
+def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outliers):
+    weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    y = at_once(wide_matmul.run)(WidePlan(rows, inputs // 128, outputs, blocks, config), x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
+        assert test_matmul_gpu.relative_error(part, x, weight) <= 5e-3
 
 
 # Matmul with plain and INT8 weights ------------------------------------------------------------------------------------

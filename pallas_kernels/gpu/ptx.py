@@ -144,6 +144,20 @@ def pure(code: str, *args: Value, result: str = "r") -> Value:
     return inline(code, *args, results=result, effects=False)[0]
 
 
+def update(code: str, values: Sequence[Value], *args: Value) -> tuple[Value, ...]:
+    """Emits inline PTX that all lanes of the warp run together, and that changes float32 values in the registers where they are.
+
+    With n values they are $0, $1, ..., and the arguments begin with $2n.
+    """
+    n = len(values)
+    kinds = ["f" if x.is_float else "r" for x in args]
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + kinds)
+    result = llvm.StructType.get_literal([x.raw.type for x in values])
+    raw = [x.raw for x in (*values, *args)]
+    out = llvm.inline_asm(result, raw, code, constraints, has_side_effects=True, convergent=True)
+    return tuple(Value(llvm.extractvalue(x.raw.type, out, [i])) for i, x in enumerate(values))
+
+
 def shuffle(mode: str, x: Value, lane: int) -> Value:
     """Gives each lane x of lane `lane` (mode "idx"), or of the lane whose number differs from its own in those bits ("bfly")."""
     code = f"shfl.sync.{mode}.b32 $0, $1, {lane}, 31, -1;"
