@@ -1,5 +1,6 @@
-"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows, those of a batch: codes become weights on their way to the tensor cores.
+"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows, as of a batch.
 
+Codes become weights in bfloat16 on their way to the tensor cores.
 A block owns tiles of 64 outputs a warpgroup, which multiplies them by all rows at once. Weights are read once; activations, which have no
 room in a block, stream through it with the codes. Where tiles are few, the blocks of a cluster divide the inputs and add their sums.
 """

@@ -1,7 +1,7 @@
 """The program of a block of the Mosaic GPU INT4 matmul of many rows.
 
-Producer warps copy to a ring, a step of some groups of inputs at a time: the tile's codes as they are, and the activations of all rows in the
-order in which the tensor cores take them. A math warp makes weights of its 16 outputs' codes, in bfloat16, in the registers from which the
+A ring holds steps of some groups of inputs: two warps copy the tile's codes as they are, two the activations of all rows in the order in
+which the tensor cores take them. A math warp makes weights of its 16 outputs' codes, in bfloat16, in the registers from which the
 tensor cores multiply them by the activations in shared memory; what it unpacks next is unpacked meanwhile. Scales and zeros come through a
 ring of their own, those of several steps at once. The blocks of a cluster leave their sums in shared memory, where the others read them.
 
@@ -16,20 +16,23 @@ from pallas_kernels.gpu.ring import Ring
 from pallas_kernels.matmul.mosaic_block import row_of
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
+    CODE_WARPS,
     COLUMNS,
     GROUP_SIZE,
     MMA_BYTES,
     PARAMETER_GROUPS,
     PARAMETER_PITCH,
     PARAMETER_SLOTS,
-    PRODUCER_WARPS,
     X_BYTES,
+    X_WARPS,
     Plan,
 )
 
-LANES = 32 * PRODUCER_WARPS  # of the producer warps
+CODE_LANES = 32 * CODE_WARPS
 PIECE_BYTES = 16  # that a lane copies at once
-RUN_OUTPUTS = 16  # whose scales and zeros all lanes of the producer warps copy at once
+COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
+PIECES_AT_ONCE = 16  # of activations that a lane has in registers
+WARP_OUTPUTS = 16  # of a tile
 SUMS_BYTES = 16  # of a lane's sums of a tile of rows
 
 
@@ -62,14 +65,16 @@ def emit_block(plan: Plan, refs: dict) -> None:
     parameters = Ring(PARAMETER_SLOTS, shared + plan.parameters_start, plan.parameter_bytes, ring.arrivals_end)
     share = Share.of_block(plan, block)
     with ptx.when(thread == 0):
-        # Every lane of a producer warp arrives once its own copies are there, and one for all once activations are stored.
-        ring.start(33 * PRODUCER_WARPS, plan.math_warps)
-        parameters.start(32 * PRODUCER_WARPS, plan.math_warps)
+        # Every lane that copies codes arrives once its own are there, and one of a warp that stores activations.
+        ring.start(CODE_LANES + X_WARPS, plan.math_warps)
+        parameters.start(CODE_LANES, plan.math_warps)
     ptx.synchronize(ptx.i32(0), plan.warps)
     with ptx.when(warp < plan.math_warps):
         multiply(plan, at, share, ring, parameters, warp, lane)
-    with ptx.when(ptx.i32(plan.math_warps - 1) < warp):
-        produce(plan, at, share, ring, parameters, warp - plan.math_warps, lane)
+    with ptx.when((ptx.i32(plan.math_warps - 1) < warp) & (warp < plan.math_warps + CODE_WARPS)):
+        produce_codes(plan, at, share, ring, parameters, thread - 32 * plan.math_warps)
+    with ptx.when(ptx.i32(plan.math_warps + CODE_WARPS - 1) < warp):
+        produce_activations(plan, at["x"], share, ring, warp - (plan.math_warps + CODE_WARPS), lane)
     if plan.config.cluster > 1:
         ptx.synchronize(None, 1)
         ptx.meet_cluster()
@@ -98,126 +103,135 @@ def over_steps(plan: Plan, share: Share, carry, some):
     return ptx.loop(ptx.i32(0), (share.steps + (together - 1)) // together, carry, one_lot)
 
 
-# Producer warps --------------------------------------------------------------------------------------------------------
+# Warps that copy codes, scales and zeros ---------------------------------------------------------------------------------
 
 
-def produce(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, warp, lane) -> None:
-    """Fills both rings with all steps of all tiles."""
-    x = Activations(plan, at["x"], share, warp, lane)
-    thread = warp * 32 + lane
+def produce_codes(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, thread) -> None:
+    """Fills slots with codes, and those of scales and zeros, for all steps of all tiles. thread: 0 to CODE_LANES - 1."""
 
     def one_tile(tile, carry):
-        codes, scales = sources(plan, at, tile, share, thread)
+        codes, scales, zeros = (sources(plan, at, share, name, tile, thread) for name in ("codes", "scale", "zero"))
 
         def some(first, last, carry):
             slot, parity, *carry = carry
             ptx.wait_for_arrivals(parameters.emptied(slot), parity)
-            copy_parameters(plan, scales, share, first, parameters.slot(slot), thread)
+            for i, array in enumerate((scales, zeros)):
+                to = parameters.slot(slot) + i * (plan.tile * PARAMETER_PITCH)
+                copy_parameters(plan, array, share, first, to, thread)
             ptx.arrive_after_copies(parameters.filled(slot))
             return *parameters.following(slot, parity), *ptx.loop(first, last, carry, step)
 
         def step(number, carry):
-            slot, parity, pieces = carry
+            slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied(slot), parity)
             copy_codes(plan, codes, number, ring.slot(slot), thread)
             ptx.arrive_after_copies(ring.filled(slot))
-            x.store(ring.slot(slot) + plan.code_bytes, pieces)
-            fragments.publish()
-            arrive_once_all_have(ring.filled(slot), lane)
-            # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
-            following = ptx.select(number + 1 < share.steps, number + 1, ptx.i32(0))
-            return *ring.following(slot, parity), x.load(following)
+            return ring.following(slot, parity)
 
         return over_steps(plan, share, carry, some)
 
     empty = ptx.i32(0), ptx.i32(1)
-    ptx.loop(share.lower, share.upper, (*empty, *empty, x.load(ptx.i32(0))), one_tile)
+    ptx.loop(share.lower, share.upper, (*empty, *empty), one_tile)
 
 
-def sources(plan: Plan, at: dict, tile, share: Share, thread) -> tuple[list, list]:
-    """Where this lane's first codes, and its first scales or zeros, of each run of a tile lie, at the block's first step."""
-    pieces = CODE_BYTES * plan.config.step_groups // PIECE_BYTES  # of an output's codes of a step
-    output, piece = thread // pieces, thread % pieces
-    is_zero, other, word = thread >> 6, (thread >> 2) & (RUN_OUTPUTS - 1), thread & 3
-    within = ptx.i64(share.first) * plan.code_pitch + ptx.i64(piece) * PIECE_BYTES
-    group = ptx.i64(share.first * plan.config.step_groups + word * 2)
-    codes, scales = [], []
+def sources(plan: Plan, at: dict, share: Share, name: str, tile, thread) -> list:
+    """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
+    group_bytes = CODE_BYTES if name == "codes" else 2
+    within = ptx.i64(share.first) * (plan.config.step_groups * group_bytes)
+    arrays, found = [at[f"{name}{i}"] for i in range(len(plan.outputs))], []
     for first in range(0, plan.tile, plan.run):
         # What is beyond the last output repeats the last.
-        row = ptx.minimum(tile * plan.tile + first, ptx.i32(plan.width - plan.run))
-        arrays = lambda name: [at[f"{name}{i}"] for i in range(len(plan.outputs))]
-        array, local = row_of(arrays("codes"), plan.outputs, row)
-        codes.append(array + ptx.i64(local + output) * (plan.groups * CODE_BYTES) + within)
-        (scale, local), (zero, _) = (row_of(arrays(name), plan.outputs, row) for name in ("scale", "zero"))
-        scales.append(ptx.select(is_zero == 1, zero, scale) + (ptx.i64(local + other) * plan.groups + group) * 2)
-    return codes, scales
+        array, row = row_of(arrays, plan.outputs, ptx.minimum(tile * plan.tile + first, ptx.i32(plan.width - plan.run)))
+        found.append(array + ptx.i64(row) * (plan.groups * group_bytes) + within)
+    return found
 
 
 def copy_codes(plan: Plan, codes: list, number, slot, thread) -> None:
     """Starts this lane's copies of the codes of a step. codes: see `sources`."""
-    pieces = plan.code_pitch // PIECE_BYTES
+    pieces, row_bytes = plan.code_pitch // PIECE_BYTES, plan.groups * CODE_BYTES
     output, piece = thread // pieces, thread % pieces
-    to = slot + output * plan.code_pitch + (piece ^ (output & 7)) * PIECE_BYTES
-    within = ptx.i64(number) * plan.code_pitch
-    at_once = LANES // pieces
-    for first in range(0, plan.tile, at_once):
-        source = codes[first // plan.run] + within
-        ptx.copy_async(to + first * plan.code_pitch, source + first % plan.run * (plan.groups * CODE_BYTES))
+    within = ptx.i64(number) * plan.code_pitch + ptx.i64(output * row_bytes + piece * PIECE_BYTES)
+    for first in range(0, plan.tile, CODE_LANES // pieces):
+        to = slot + output * plan.code_pitch + (piece ^ ((output + first % 8) & 7)) * PIECE_BYTES
+        source = codes[first // plan.run] + within + first % plan.run * row_bytes
+        ptx.copy_async(to + first * plan.code_pitch, source, l2_bytes=plan.config.l2_bytes)
 
 
-def copy_parameters(plan: Plan, scales: list, share: Share, first, slot, thread) -> None:
-    """Starts this lane's copies of scales or zeros, from step `first` on. scales: see `sources`."""
-    is_zero, output, word = thread >> 6, (thread >> 2) & (RUN_OUTPUTS - 1), thread & 3
-    to = slot + (is_zero * plan.tile + output) * PARAMETER_PITCH + word * 4
-    groups = plan.config.step_groups
+def copy_parameters(plan: Plan, array: list, share: Share, first, to, thread) -> None:
+    """Starts this lane's copies of scales or zeros, from step `first` on. array: see `sources`."""
+    output, word, row_bytes, groups = thread >> 2, thread & 3, plan.groups * 2, plan.config.step_groups
     there = first * groups + word * 2 < share.steps * groups
-    within = ptx.i64(ptx.select(there, first * groups, ptx.i32(0))) * 2
+    within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * groups) + word * 4, ptx.i32(0)))
     size = ptx.select(there, ptx.i32(4), ptx.i32(0))
-    for more in range(0, plan.tile, RUN_OUTPUTS):
-        source = scales[more // plan.run] + within
-        ptx.copy_async(to + more * PARAMETER_PITCH, source + more % plan.run * (plan.groups * 2), size, width=4)
+    to = to + output * PARAMETER_PITCH + word * 4
+    for more in range(0, plan.tile, CODE_LANES // 4):
+        ptx.copy_async(to + more * PARAMETER_PITCH, array[more // plan.run] + within + more % plan.run * row_bytes, size, width=4)
+
+
+# Warps that copy activations ---------------------------------------------------------------------------------------------
+
+
+def produce_activations(plan: Plan, x, share: Share, ring: Ring, warp, lane) -> None:
+    """Fills slots with activations, for all steps of all tiles. x: their address. warp: 0 to X_WARPS - 1."""
+    x = Activations(plan, x, share, warp, lane)
+    first, *others = x.lots()
+
+    def one_tile(tile, carry):
+        def step(number, carry):
+            slot, parity, words = carry
+            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            to = ring.slot(slot) + plan.code_bytes
+            x.store(to, first, words)
+            for lot in others:
+                x.store(to, lot, x.load(number, lot))
+            fragments.publish()
+            arrive_once_all_have(ring.filled(slot), lane)
+            # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
+            following = ptx.select(number + 1 < share.steps, number + 1, ptx.i32(0))
+            return *ring.following(slot, parity), x.load(following, first)
+
+        return ptx.loop(ptx.i32(0), share.steps, carry, step)
+
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), x.load(ptx.i32(0), first)), one_tile)
 
 
 class Activations:
-    """A producer lane's pieces of the activations of a step: 8 neighbouring inputs of a row, of each tile of rows and some columns of inputs.
+    """A lane's pieces of the activations of a step: 8 neighbouring inputs of a row each.
 
-    A warp has eight rows of 32 inputs at a time. Half of it stores 128 bytes, of all rows.
+    A warp has 32 inputs of eight rows at a time, in columns that the warps take in turn. Half of it stores 128 bytes one after the other.
     """
 
     def __init__(self, plan: Plan, x, share: Share, warp, lane):
         self.plan = plan
         row, piece = (lane >> 1) & 7, lane >> 4 << 1 | lane & 1
         row_bytes = plan.groups * GROUP_SIZE * X_BYTES
-        start = x + ptx.i64(share.first) * self.step_bytes + ptx.i64(warp * 64 + piece * PIECE_BYTES)
+        self.step_bytes = plan.config.step_groups * GROUP_SIZE * X_BYTES  # of a row
+        start = x + ptx.i64(share.first) * self.step_bytes + ptx.i64(warp * COLUMN_BYTES + piece * PIECE_BYTES)
         # Rows that are not there repeat the last.
-        rows = [ptx.minimum(row + COLUMNS * i, ptx.i32(plan.rows - 1)) for i in range(plan.row_tiles)]
-        self.sources = [start + ptx.i64(row) * row_bytes for row in (rows[0], rows[-1])]
+        rows = row, ptx.minimum(row + COLUMNS * (plan.row_tiles - 1), ptx.i32(plan.rows - 1))
+        self.whole, self.last = (start + ptx.i64(row) * row_bytes for row in rows)
         self.tile_bytes = COLUMNS * row_bytes
-        # Inputs of an even number lie in front of the others, of 16 inputs of all rows.
+        # Inputs of an even number lie in front of the others, in each 16 inputs of all rows.
         self.to = (warp * 2 + (piece >> 1)) * MMA_BYTES + row * PIECE_BYTES + (piece & 1) * 8
 
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of a row in a step."""
-        return self.plan.config.step_groups * GROUP_SIZE * X_BYTES
+    def lots(self) -> list[list[tuple[int, int]]]:
+        """The pieces, so many at once as registers hold: their tile of rows, and which of the warp's columns."""
+        columns = range(self.step_bytes // (COLUMN_BYTES * X_WARPS))
+        pieces = [(tile, column) for tile in range(self.plan.row_tiles) for column in columns]
+        return [pieces[i : i + PIECES_AT_ONCE] for i in range(0, len(pieces), PIECES_AT_ONCE)]
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """The tile of rows of each piece, and its column of a group of inputs."""
-        return [(tile, group) for tile in range(self.plan.row_tiles) for group in range(self.plan.config.step_groups)]
-
-    def load(self, number) -> list:
-        """Starts loads of the pieces of a step."""
+    def load(self, number, lot: list) -> list:
+        """Starts loads of a lot of pieces of a step."""
         within, last = ptx.i64(number) * self.step_bytes, self.plan.row_tiles - 1
-        start = [source + within for source in self.sources]
-        place = lambda tile: start[1] if tile == last else start[0] + tile * self.tile_bytes
-        return [ptx.load_global(place(tile) + group * (GROUP_SIZE * X_BYTES), 4) for tile, group in self.pieces()]
+        tile_at = lambda tile: self.last if tile == last else self.whole + tile * self.tile_bytes
+        return [ptx.load_global(tile_at(tile) + within + column * (COLUMN_BYTES * X_WARPS), 4) for tile, column in lot]
 
-    def store(self, x, pieces: list) -> None:
-        """Stores the pieces of a step from address x on."""
-        for (tile, group), words in zip(self.pieces(), pieces):
-            to = x + self.to + tile * self.plan.x_tile_bytes + group * (GROUP_SIZE // 16 * MMA_BYTES)
+    def store(self, to, lot: list, loaded: list) -> None:
+        """Stores a lot of pieces of a step from address `to` on."""
+        for (tile, column), words in zip(lot, loaded):
+            at = to + self.to + tile * self.plan.x_tile_bytes + column * (2 * X_WARPS * MMA_BYTES)
             for half, pair in enumerate(zip(*(numerics.swap_neighbours(*words[i : i + 2]) for i in (0, 2)))):
-                ptx.store_shared(to + half * (MMA_BYTES // 2), *pair)
+                ptx.store_shared(at + half * (MMA_BYTES // 2), *pair)
 
 
 # Math warps -----------------------------------------------------------------------------------------------------
@@ -289,7 +303,7 @@ def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
 def write_outputs(plan: Plan, y, tile, warp, row_tile, sums: list, lane) -> None:
     """Writes the warp's outputs of a tile for eight rows: lane 4 g + t holds rows 2 t and 2 t + 1 of output g, then of output g + 8."""
     sums = [x * numerics.NIBBLES_DIVISOR for x in sums]
-    output, row = tile * plan.tile + warp * RUN_OUTPUTS, row_tile * COLUMNS + (lane >> 2)
+    output, row = tile * plan.tile + warp * WARP_OUTPUTS, row_tile * COLUMNS + (lane >> 2)
     # Two neighbouring outputs of row g.
     words = [fragments.transpose(numerics.pair(*sums[i : i + 2], "bf16")) for i in (0, 2)]
     with ptx.when((row < plan.rows) & (output < plan.width)):

@@ -9,7 +9,8 @@ from pallas_kernels.matmul.support import GROUP_SIZE
 WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
 COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
 MAX_ROWS = 64
-PRODUCER_WARPS = 4  # they copy
+CODE_WARPS = 2  # they copy codes, scales and zeros
+X_WARPS = 2  # they copy activations
 CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 X_BYTES = 2  # of an activation
 MMA_INPUTS = 16  # that a product of the tensor cores contracts
@@ -20,29 +21,32 @@ PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
 PARAMETER_SLOTS = 2
 LEAST_SLOTS, MOST_SLOTS = 2, 8
 STEP_GROUPS = 2
-MOST_PIECES = 16  # loads of activations that a producer's lane has on their way for a step
 RESERVED_BYTES = 2048  # of a block's shared memory: Mosaic takes some for itself
 GPC = 16  # multiprocessors of a GPC, within which a cluster lies; some of Hopper's have 18
-# What adding up the sums of a cluster takes, in bytes that a block could copy meanwhile.
-CLUSTER_BYTES = 32 * 1024
+# What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
+CLUSTER_BYTES = 96 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them. step_groups: groups
-    of inputs that a block takes at once."""
+    """How the work is divided.
+
+    warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them. step_groups: groups
+    of inputs that a block takes at once, 2, 4 or 8. l2_bytes: see `ptx.copy_async`.
+    """
 
     warpgroups: int
     cluster: int
     step_groups: int = STEP_GROUPS
+    l2_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One launch. groups: groups of inputs. outputs: the number of each weight's outputs.
 
-    Alone, a block takes tiles one after the other, each over all inputs. The blocks of a cluster take one tile, each over some of the inputs,
-    and add their sums.
+    Alone, a block takes tiles one after the other, each over all inputs. The blocks of a cluster take one tile, each over some of its
+    inputs, and add their sums.
     """
 
     rows: int
@@ -52,24 +56,21 @@ class Plan:
     config: Config
 
     @classmethod
-    def fitting(cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int) -> "Plan | None":
-        """The plan whose busiest multiprocessor copies the least, or None where none has room.
+    def fitting(cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int) -> "Plan":
+        """The plan whose busiest multiprocessor copies the least.
 
         It has the same configuration for any number of rows, and with it each row the same sums in the same order.
         """
         sizes = range(1, MAX_CLUSTER + 1)
         plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, Config(n, size)) for n in (4, 3, 2, 1) for size in sizes]
         plans = [plan for plan in plans if plan.fits]
-        return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows) if plans else None
+        return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
 
     @property
     def fits(self) -> bool:
         """Whether there is room for it, and work for each of its blocks."""
-        return self.slots >= LEAST_SLOTS and self.pieces <= MOST_PIECES and self.config.cluster <= self.steps and not self._left_over
-
-    @property
-    def _left_over(self) -> int:
-        return self.groups % self.config.step_groups
+        whole = self.groups % self.config.step_groups == 0
+        return whole and self.slots >= LEAST_SLOTS and self.config.cluster <= self.steps
 
     @property
     def cost(self) -> int:
@@ -112,7 +113,7 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        return self.math_warps + PRODUCER_WARPS
+        return self.math_warps + CODE_WARPS + X_WARPS
 
     @property
     def steps(self) -> int:
@@ -123,11 +124,6 @@ class Plan:
     def row_tiles(self) -> int:
         """Tiles of eight rows of activations."""
         return math.ceil(self.rows / COLUMNS)
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of activations that each lane of the producer warps copies in a step: 8 inputs of a row."""
-        return self.row_tiles * self.config.step_groups
 
     # Shared memory holds, in this order: the ring of codes and activations, that of scales and zeros, and the mbarriers of both. Where the
     # ring was, the blocks of a cluster keep their sums at the end.
@@ -177,4 +173,3 @@ class Plan:
 
 def _arrival_bytes(slots: int) -> int:
     return 2 * 8 * (slots + PARAMETER_SLOTS)
-
