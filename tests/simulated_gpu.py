@@ -27,13 +27,14 @@ GUARD = 256  # bytes between arrays, which nobody may touch
 
 
 class Here(threading.local):
-    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, and what
-    the warp knows to have happened."""
+    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, products
+    under way, and what the warp knows to have happened."""
 
     block: "Block"
     warp: int
     mask: np.ndarray
     copies: list[list[tuple]]
+    products: list[Callable[[], None]]
     past: "Past"
 
 
@@ -406,9 +407,10 @@ def launch(
                     device.failed.append(error)
 
     def run(block: Block, warp: int, past: Past) -> None:
-        here.block, here.warp, here.mask, here.copies, here.past = block, warp, np.ones(32, bool), [[]], past
+        here.block, here.warp, here.mask, here.copies, here.products, here.past = block, warp, np.ones(32, bool), [[]], [], past
         try:
             emit(dict(refs))
+            assert not here.products, "products that nobody waits for"
         except BaseException as error:
             device.failed.append(error)
 

@@ -1,7 +1,7 @@
 """`pallas_kernels.gpu.ptx` on a simulated GPU (simulated_gpu.py): what it emits is done at once.
 
 Its arithmetic is on arrays of 32 lanes, its PTX by the few instructions that the kernels use. Copies of lanes come as late as their waits
-allow, those of whole lines at once.
+allow, those of whole lines at once; products of a warpgroup are done when they are waited for.
 """
 
 import functools
@@ -252,17 +252,32 @@ def _mma_warpgroup(found, code, b, *words):
 
 
 def _start_products(found, code, *args):
-    """As `_mma_warpgroup`, done at once. args: the accumulators, where b is, and the fragments."""
+    """As `_mma_warpgroup`, but done when it is waited for: until then the sums are NaNs. args: the sums, where b is, and the fragments."""
     columns, tile_bytes = int(found[2]) // 2, (int(found[1]) >> 32) * 16
-    acc, b, words = list(args[:columns]), args[columns], args[columns + 1 :]
+    acc, b, words = args[:columns], args[columns], args[columns + 1 :]
+    places = [int(place) * 16 for place in re.findall(r"add\.s64 b, start, (\d+);", code)]
+    out = [np.full(32, np.nan, np.float32) for _ in acc]
     entries = lambda x: halves(x, "bf16")
-    for i, place in enumerate(re.findall(r"add\.s64 b, start, (\d+);", code)):
-        for tile in range(columns // 4):
-            at = b + tile * tile_bytes + int(place) * 16 + (4 * LANES).astype(np.int32)
-            operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
-            own = slice(4 * tile, 4 * tile + 4)
-            acc[own] = _multiplied((*words[4 * i : 4 * i + 4], *operand, *acc[own]), entries, entries, np.float32)
-    return tuple(acc)
+
+    def multiply():
+        for tile in range(0, columns, 4):
+            sums = acc[tile : tile + 4]
+            for i, place in enumerate(places):
+                at = b + tile // 4 * tile_bytes + place + (4 * LANES).astype(np.int32)
+                operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+                sums = _multiplied((*words[4 * i : 4 * i + 4], *operand, *sums), entries, entries, np.float32)
+            for register, x in zip(out[tile : tile + 4], sums):
+                register[:] = x
+
+    if here.mask.any():
+        here.products.append(multiply)
+    return tuple(out)
+
+
+def _wait_for_products(found, code, *acc):
+    while here.mask.any() and len(here.products) > int(found[1]):
+        here.products.pop(0)()
+    return acc
 
 
 def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
@@ -355,7 +370,7 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
     r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,
     r"\{ \.reg \.b32 at; \.reg \.b64 start, b; .* start, start, (\d+); .*? wgmma\.mma_async\S*n(\d+)k16\.f32\.bf16": _start_products,
-    r"wgmma\.wait_group\.sync\.aligned \d+;": lambda found, code, *acc: acc,
+    r"wgmma\.wait_group\.sync\.aligned (\d+);": _wait_for_products,
     r"fence\.proxy\.async": lambda found, code: None,
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
