@@ -236,6 +236,14 @@ def _mma(found, code, *args):
     return _multiplied(args, entries, entries, np.float32)
 
 
+def _operand(at: np.ndarray) -> list[np.ndarray]:
+    """The two words of `mma`'s b of each lane, of which the second lies 128 bytes behind the first."""
+    shared = here.block.shared
+    hidden = shared.touched.hidden[(at[here.mask] - shared.start)[:, None] // 4 + np.array([0, 32])]
+    assert not hidden.any(), f"a race: at {at[here.mask]} lies what has not been published"
+    return [shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+
+
 def _mma_warpgroup(found, code, b, *words):
     """A warp's 16 rows, for which it needs no other warp."""
     tile_bytes = (int(found[1]) >> 32) * 16
@@ -244,7 +252,7 @@ def _mma_warpgroup(found, code, b, *words):
         acc = (np.zeros(32, np.float32),) * 4
         for i in range(0, len(words), 4):
             at = b + tile * tile_bytes + i // 4 * 256 + (4 * LANES).astype(np.int32)
-            operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+            operand = _operand(at)
             entries = lambda x: halves(x, "f16")
             acc = _multiplied((*words[i : i + 4], *operand, *acc), entries, entries, np.float32)
         out += acc
@@ -263,8 +271,7 @@ def _start_products(found, code, *args):
         for tile in range(0, columns, 4):
             sums = acc[tile : tile + 4]
             for i, place in enumerate(places):
-                at = b + tile // 4 * tile_bytes + place + (4 * LANES).astype(np.int32)
-                operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+                operand = _operand(b + tile // 4 * tile_bytes + place + (4 * LANES).astype(np.int32))
                 sums = _multiplied((*words[4 * i : 4 * i + 4], *operand, *sums), entries, entries, np.float32)
             for register, x in zip(out[tile : tile + 4], sums):
                 register[:] = x
@@ -371,7 +378,7 @@ INSTRUCTIONS = {
     r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,
     r"\{ \.reg \.b32 at; \.reg \.b64 start, b; .* start, start, (\d+); .*? wgmma\.mma_async\S*n(\d+)k16\.f32\.bf16": _start_products,
     r"wgmma\.wait_group\.sync\.aligned (\d+);": _wait_for_products,
-    r"fence\.proxy\.async": lambda found, code: None,
+    r"fence\.proxy\.async": lambda found, code: here.block.shared.touched.publish(here.mask),
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
     r"mul\.rn\.(f16|bf16)x2": _multiply_pairs,

@@ -235,6 +235,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
         (ptx, "arrive_after_copies", "step"),
         (ptx, "meet_cluster", "emit_block"),
         (fragments, "products_done", "add_step"),
+        (fragments, "publish", "step"),
     ],
 )
 def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module, function, caller):
