@@ -6,13 +6,13 @@ tensor cores multiply them by the activations in shared memory; what it unpacks 
 ring of their own, those of several steps at once. The blocks of a cluster leave their sums in shared memory, where the others read them.
 
 A slot holds codes [output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different banks, and
-activations as `fragments.start_products` reads them. docs/kernels.md has more ("Many rows").
+activations as `fragments.start_products` reads them. docs/kernels.md has more ("INT4 matmul of many rows").
 """
 
 import dataclasses
 
 from pallas_kernels.gpu import fragments, numerics, ptx
-from pallas_kernels.gpu.ring import Ring
+from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
 from pallas_kernels.matmul.mosaic_block import row_of
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
@@ -83,13 +83,6 @@ def emit_block(plan: Plan, refs: dict) -> None:
         # A block's shared memory is free when it ends: not before others have read it.
         ptx.synchronize(None, 1)
         ptx.meet_cluster()
-
-
-def arrive_once_all_have(arrival, lane) -> None:
-    """Arrives for the warp, once all its lanes are here."""
-    ptx.synchronize(None, 1)
-    with ptx.when(lane == 0):
-        ptx.arrive(arrival)
 
 
 def over_steps(plan: Plan, share: Share, carry, some):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
+from pallas_kernels.gpu.launch import GPC, MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
@@ -21,8 +21,6 @@ PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
 PARAMETER_SLOTS = 2
 LEAST_SLOTS, MOST_SLOTS = 2, 8
 STEP_GROUPS = 2
-RESERVED_BYTES = 2048  # of a block's shared memory: Mosaic takes some for itself
-GPC = 16  # multiprocessors of a GPC, within which a cluster lies; some of Hopper's have 18
 # What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
 CLUSTER_BYTES = 96 * 1024
 
@@ -32,7 +30,7 @@ class Config:
     """How the work is divided.
 
     warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them. step_groups: groups
-    of inputs that a block takes at once, 2, 4 or 8. l2_bytes: see `ptx.copy_async`.
+    of inputs that a block takes at once, 2 or 4. l2_bytes: see `ptx.copy_async`.
     """
 
     warpgroups: int
