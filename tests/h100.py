@@ -53,19 +53,30 @@ def main() -> None:
     dispatch.compute_capability = lambda: 9.0
     for package in (append_attend, rope_append, attention, fused_layer, flush, matmul, norm):
         package.choose = choose
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    device = AbstractDevice(device_kind=NAME, num_cores=MULTIPROCESSORS, platform="gpu")
     prefill = functools.cache(lambda kind: [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)])
     for name, (kind, rows, gamma, draft, paged) in METHODS.items():
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_device())):
             settings = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
             settings |= {"draft": draft, "dtype": jnp.bfloat16, "temperature": 1.0, "place": place, "in_loop": in_loop, "paged": paged}
             compiled, state = compiled_loop(kind, rows, gamma, **settings)
             found = prefill(kind)
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
         print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels, "prefill": found}), flush=True)
+
+
+def abstract_device() -> AbstractDevice:
+    return AbstractDevice(device_kind=NAME, num_cores=MULTIPROCESSORS, platform="gpu")
+
+
+@functools.cache
+def sharding() -> NamedSharding:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    return NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
+
+
+def place(x) -> jax.ShapeDtypeStruct:
+    """An array like x, on the H100."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding())
 
 
 def in_loop(draft):

@@ -27,13 +27,14 @@ GUARD = 256  # bytes between arrays, which nobody may touch
 
 
 class Here(threading.local):
-    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, and what
-    the warp knows to have happened."""
+    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, products
+    under way, and what the warp knows to have happened."""
 
     block: "Block"
     warp: int
     mask: np.ndarray
     copies: list[list[tuple]]
+    products: list[Callable[[], None]]
     past: "Past"
 
 
@@ -199,7 +200,8 @@ class Past:
 class Touched:
     """Who wrote each word of a block's shared memory last, and who has read it since and when: to find accesses that nothing orders.
 
-    Copies of the same word by several warps are one write, which a warp knows once its own has landed.
+    Copies of the same word by several warps are one write, which a warp knows once its own has landed. hidden: words that products of a
+    warpgroup may not see, as the lane that wrote them has not published them.
     """
 
     def __init__(self, words: int, warps: int):
@@ -207,7 +209,13 @@ class Touched:
         self.kind = np.full(words, WRITTEN)
         self.copied = np.zeros((words, warps), np.int64)  # the step of the copies of each warp, where the last write is a copy
         self.read, self.reader = np.zeros((words, warps), np.int64), np.zeros((words, warps), np.int64)  # a step; a lane, or SEVERAL
+        self.hidden = np.zeros(words, bool)
         self.lock = threading.Lock()
+
+    def publish(self, mask: np.ndarray) -> None:
+        """The lanes of the mask publish what they have written."""
+        with self.lock:
+            self.hidden &= ~((self.writer == here.past.warp) & mask[self.lane])
 
     def reads(self, words: np.ndarray, lanes: np.ndarray) -> None:
         """words: [lane, any]; lanes: the lanes' numbers."""
@@ -238,6 +246,7 @@ class Touched:
             new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
             for array, value in new:
                 array[words] = np.where(one_more, array[words], value)
+            self.hidden[words] = kind != BULK
             self.copied[words] = np.where(one_more[..., None], self.copied[words], 0)
             self.copied[words, past.warp] = step if kind == COPIED else 0
 
@@ -406,9 +415,10 @@ def launch(
                     device.failed.append(error)
 
     def run(block: Block, warp: int, past: Past) -> None:
-        here.block, here.warp, here.mask, here.copies, here.past = block, warp, np.ones(32, bool), [[]], past
+        here.block, here.warp, here.mask, here.copies, here.products, here.past = block, warp, np.ones(32, bool), [[]], [], past
         try:
             emit(dict(refs))
+            assert not here.products, "products that nobody waits for"
         except BaseException as error:
             device.failed.append(error)
 

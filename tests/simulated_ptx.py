@@ -1,7 +1,7 @@
 """`pallas_kernels.gpu.ptx` on a simulated GPU (simulated_gpu.py): what it emits is done at once.
 
 Its arithmetic is on arrays of 32 lanes, its PTX by the few instructions that the kernels use. Copies of lanes come as late as their waits
-allow, those of whole lines at once.
+allow, those of whole lines at once; products of a warpgroup are done when they are waited for.
 """
 
 import functools
@@ -236,6 +236,14 @@ def _mma(found, code, *args):
     return _multiplied(args, entries, entries, np.float32)
 
 
+def _operand(at: np.ndarray) -> list[np.ndarray]:
+    """The two words of `mma`'s b of each lane, of which the second lies 128 bytes behind the first."""
+    shared = here.block.shared
+    hidden = shared.touched.hidden[(at[here.mask] - shared.start)[:, None] // 4 + np.array([0, 32])]
+    assert not hidden.any(), f"a race: at {at[here.mask]} lies what has not been published"
+    return [shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+
+
 def _mma_warpgroup(found, code, b, *words):
     """A warp's 16 rows, for which it needs no other warp."""
     tile_bytes = (int(found[1]) >> 32) * 16
@@ -244,11 +252,39 @@ def _mma_warpgroup(found, code, b, *words):
         acc = (np.zeros(32, np.float32),) * 4
         for i in range(0, len(words), 4):
             at = b + tile * tile_bytes + i // 4 * 256 + (4 * LANES).astype(np.int32)
-            operand = [here.block.shared.load(at + 128 * word, 1, np.int32)[0].raw for word in (0, 1)]
+            operand = _operand(at)
             entries = lambda x: halves(x, "f16")
             acc = _multiplied((*words[i : i + 4], *operand, *acc), entries, entries, np.float32)
         out += acc
     return tuple(out)
+
+
+def _start_products(found, code, *args):
+    """As `_mma_warpgroup`, but done when it is waited for: until then the sums are NaNs. args: the sums, where b is, and the fragments."""
+    columns, tile_bytes = int(found[2]) // 2, (int(found[1]) >> 32) * 16
+    acc, b, words = args[:columns], args[columns], args[columns + 1 :]
+    places = [int(place) * 16 for place in re.findall(r"add\.s64 b, start, (\d+);", code)]
+    out = [np.full(32, np.nan, np.float32) for _ in acc]
+    entries = lambda x: halves(x, "bf16")
+
+    def multiply():
+        for tile in range(0, columns, 4):
+            sums = acc[tile : tile + 4]
+            for i, place in enumerate(places):
+                operand = _operand(b + tile // 4 * tile_bytes + place + (4 * LANES).astype(np.int32))
+                sums = _multiplied((*words[4 * i : 4 * i + 4], *operand, *sums), entries, entries, np.float32)
+            for register, x in zip(out[tile : tile + 4], sums):
+                register[:] = x
+
+    if here.mask.any():
+        here.products.append(multiply)
+    return tuple(out)
+
+
+def _wait_for_products(found, code, *acc):
+    while here.mask.any() and len(here.products) > int(found[1]):
+        here.products.pop(0)()
+    return acc
 
 
 def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
@@ -286,9 +322,11 @@ def _max_bf16(found, code, a, b):
     return bf16_bits(np.fmax(wide(a), wide(b))).view(np.int32)
 
 
-def _multiply_f16(found, code, a, b):
+def _multiply_pairs(found, code, a, b):
+    kind = found[1]
     with np.errstate(all="ignore"):
-        return np.ascontiguousarray((halves(a, "f16") * halves(b, "f16")).astype(np.float16)).view(np.int32)[:, 0]
+        products = halves(a, kind) * halves(b, kind)
+        return np.ascontiguousarray(products.astype(np.float16) if kind == "f16" else bf16_bits(products)).view(np.int32)[:, 0]
 
 
 def _fma_bf16(found, code, a, b, c):
@@ -322,7 +360,7 @@ INSTRUCTIONS = {
     r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
-    r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
+    r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\d+B)? \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
     r"cp\.async\.bulk\.": _copy_bulk,
     r"cp\.async\.commit_group": _commit,
     r"cp\.async\.wait_group (\d+)": _wait_for_copies,
@@ -338,10 +376,12 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
     r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,
-    r"fence\.proxy\.async": lambda found, code: None,
+    r"\{ \.reg \.b32 at; \.reg \.b64 start, b; .* start, start, (\d+); .*? wgmma\.mma_async\S*n(\d+)k16\.f32\.bf16": _start_products,
+    r"wgmma\.wait_group\.sync\.aligned (\d+);": _wait_for_products,
+    r"fence\.proxy\.async": lambda found, code: here.block.shared.touched.publish(here.mask),
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": _load_matrices,
     r"movmatrix\.sync": _transpose,
-    r"mul\.rn\.f16x2": _multiply_f16,
+    r"mul\.rn\.(f16|bf16)x2": _multiply_pairs,
     r"max\.u16x2": _max_u16,
     r"lop3\.b32 \$0, \$1, \$2, (\w+), 0xEA;": lambda found, code, a, b: a & b | constant(int(found[1], 0), np.int32),
     r"prmt\.b32 \$0, \$1, \$2, (\w+)": _prmt,
@@ -367,6 +407,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced = {
         "Value": Lanes,
         "inline": inline,
+        "update": lambda code, values, *args: inline(code, *values, *args, results="f" * len(values), collective=True),
         "when": when,
         "fail_where": fail_where,
         "loop": loop,

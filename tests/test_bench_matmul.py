@@ -50,21 +50,24 @@ def test_bytes(name, outputs, inputs):
 
 
 def test_there_is_each_layer_at_each_number_of_rows():
-    assert len(LARGE) == len({shape.name for shape in LARGE}) == 28
-    assert {shape.rows for shape in LARGE} == {1, 4, 7, 16}
+    assert len(LARGE) == len({shape.name for shape in LARGE}) == 42
+    assert {shape.rows for shape in LARGE} == {1, 4, 7, 16, 32, 64}
 
 
 @pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
 def test_the_kernels_take_every_shape(monkeypatch, implementation):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     monkeypatch.setattr(triton, "no_triton", lambda: None)
-    assert {shape.name: matmul.unsupported(shape, implementation) for shape in SHAPES.values()} == dict.fromkeys(SHAPES)
+    reason = lambda shape: "supports up to 16 rows" if implementation == "triton" and shape.rows > 16 else None
+    for shape in SHAPES.values():
+        found, expected = matmul.unsupported(shape, implementation), reason(shape)
+        assert found == expected or found.startswith(expected), shape.name
 
 
 def test_a_whole_name_is_no_beginning():
     select = lambda *names: [shape.name for shape in kernels.select_shapes(names, (), LARGE)]
     assert select("llama-3.1-8b-o-M1") == ["llama-3.1-8b-o-M1"]
-    assert select("llama-3.1-8b-o-M16", "llama-3.1-8b-o") == [f"llama-3.1-8b-o-M{m}" for m in (1, 4, 7, 16)]
+    assert select("llama-3.1-8b-o-M16", "llama-3.1-8b-o") == [f"llama-3.1-8b-o-M{m}" for m in (1, 4, 7, 16, 32, 64)]
 
 
 def test_random_problems_differ_and_are_the_same_in_bfloat16():

@@ -13,6 +13,7 @@ from gpus import skip_or_fail
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import matmul
+from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.matmul import (
     GPU_IMPLEMENTATIONS,
@@ -22,6 +23,8 @@ from pallas_kernels.matmul import (
     mosaic_plan,
     mosaic_skinny,
     mosaic_skinny_plan,
+    mosaic_wide,
+    mosaic_wide_plan,
     reference,
     triton,
 )
@@ -166,7 +169,7 @@ def test_triton_plans_cover_every_group_and_fit(monkeypatch, groups, rows, kilob
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "group_size", "dtype", "reason"),
     [
-        (17, 256, 64, 128, jnp.bfloat16, "up to 16 rows"),
+        (65, 256, 64, 128, jnp.bfloat16, "rows, not 65"),
         (2, 256, 64, 128, jnp.float32, "bfloat16, not float32"),
         (2, 256, 64, 64, jnp.bfloat16, "groups of 128"),
         (2, 256, 72, 128, jnp.bfloat16, "multiples of 16"),
@@ -186,6 +189,102 @@ def test_what_one_kernel_alone_takes(monkeypatch):
     x, weight = jnp.zeros((2, 256), jnp.bfloat16), random_weight(64, 256, 0)
     assert "3 weights" in here(monkeypatch, "triton").unsupported(x, 4 * (weight,))
     assert here(monkeypatch, "mosaic_gpu").unsupported(x, 4 * (weight,)) is None
+    x = jnp.zeros((17, 256), jnp.bfloat16)
+    assert "up to 16 rows" in here(monkeypatch, "triton").unsupported(x, (weight,))
+    assert here(monkeypatch, "mosaic_gpu").unsupported(x, (weight,)) is None
+    x, weight = jnp.zeros((17, 384), jnp.bfloat16), random_weight(64, 384, 0)
+    assert "even number" in here(monkeypatch, "mosaic_gpu").unsupported(x, (weight,))
+
+
+# INT4, many rows ------------------------------------------------------------------------------------------------------
+
+many_rows = jax.jit(mosaic_wide.int4_matmul, static_argnames="config")
+
+
+def many_rows_kernel(x: jax.Array, weights: Sequence[Int4Weight]) -> Callable:
+    """The kernel; skips the test where this machine cannot run it, and fails where it should."""
+    skip_or_fail("mosaic_gpu", no_mosaic_gpu() or mosaic_wide.unsupported(x, weights))
+    return many_rows
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 33, 47, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (4096, (4096, 4096, 4096)), (4096, (11008, 11008)), (1280, (272, 80, 16))])
+def test_many_rows_equal_float32_and_the_same_bits_twice(inputs, outputs, rows):
+    weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
+    for outliers in (False, True):
+        x = activations(rows, inputs, outliers)
+        run = many_rows_kernel(x, weights)
+        y = run(x, weights)
+        assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3
+
+
+@gpu
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (28672,)), (4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,))])
+def test_many_rows_give_the_same_bits_in_200_launches(inputs, outputs, rows):
+    weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(rows, inputs, False)
+    run = many_rows_kernel(x, weights)
+    first = run(x, weights)
+    differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(200))
+    assert int(differing) == 0
+
+
+@gpu
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (28672,)), (4096, (4096, 1024, 1024)), (11008, (4096,))])
+def test_one_of_many_rows_depends_on_no_other(inputs, outputs):
+    weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(64, inputs, True)
+    run = many_rows_kernel(x, weights)
+    together = np.asarray(run(x, weights))
+    for fewer in (9, 16, 33, 47):
+        np.testing.assert_array_equal(np.asarray(run(x[-fewer:], weights)), together[-fewer:])
+    # The last of 47 rows stands for those that a tile has no activations for.
+    together = np.asarray(run(x[:47], weights))
+    for row, spoilt in ((2, jnp.nan), (46, jnp.nan), (46, jnp.inf)):
+        y = np.asarray(run(x[:47].at[row, 77].set(spoilt), weights))
+        assert not np.isfinite(y[row].astype(np.float32)).any()
+        np.testing.assert_array_equal(np.delete(y, row, 0), np.delete(together, row, 0))
+
+
+@gpu
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, (1024, 256)), (3072, (528, 80))])
+def test_many_rows_in_every_configuration_worth_measuring(inputs, outputs):
+    weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
+    x = activations(37, inputs, True)
+    run = many_rows_kernel(x, weights)
+    for warpgroups, cluster, step_groups in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (2, 4)):
+        config = mosaic_wide_plan.Config(warpgroups, cluster, step_groups)
+        if mosaic_wide_plan.Plan(37, inputs // 128, outputs, 132, config).fits:
+            y = run(x, weights, config=config)
+            assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3, config
+
+
+@gpu
+@pytest.mark.parametrize("rows", [mosaic_wide.FEWEST_ROWS - 1, mosaic_wide.FEWEST_ROWS, 64])
+def test_int4_matmul_takes_the_kernel_of_many_rows(rows):
+    weights, x = (random_weight(64, 256, 0), random_weight(32, 256, 1)), activations(rows, 256, False).reshape(1, rows, 256)
+    run = kernel("mosaic_gpu", x, weights)
+    ours = np.asarray(many_rows_kernel(x, weights)(x, weights))
+    y = np.asarray(run(x, weights))
+    assert y.shape == (1, rows, 96)
+    assert (y == ours).all() == (rows >= mosaic_wide.FEWEST_ROWS)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 17, 33, 47, 64])
+def test_plans_of_many_rows_fit(rows):
+    for groups, outputs in itertools.product(
+        (2, 6, 32, 64, 86, 112, 224), ((16,), (48, 16), (4096, 1024, 1024), (4096,), (28672,), (128256,))
+    ):
+        plan = mosaic_wide_plan.Plan.fitting(rows, groups, outputs, 132)
+        assert plan.fits and plan.slots >= mosaic_wide_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024
+        assert plan.tiles * plan.tile >= plan.width and plan.tile % plan.run == 0 and plan.run >= 16
+        sums = 4 * plan.tile * 8 * plan.row_tiles
+        assert plan.config.cluster == 1 or sums <= plan.slots * plan.slot_bytes
+        assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132).config
 
 
 def here(monkeypatch, implementation: str):

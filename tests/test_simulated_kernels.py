@@ -25,6 +25,7 @@ import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
+import pallas_kernels.matmul.mosaic_wide as wide_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
@@ -32,17 +33,20 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
-from pallas_kernels.formats.weights import Int8Weight
-from pallas_kernels.gpu import ptx
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.gpu import fragments, ptx
 from pallas_kernels.matmul import mosaic_block
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, Plan, Stage
+from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
+from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
+from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
 from pallas_kernels.rope_append import reference as rope_append_reference
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, rope_append):
+    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, wide_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -176,6 +180,82 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
     monkeypatch.setattr(ptx, function, left_out)
     with pytest.raises(AssertionError, match="a race: warp"):
         run()
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "blocks", "config"),
+    [
+        (9, 1280, (64,), 1, WideConfig(1, 1)),  # scales in two slots, of which the second is not full
+        (24, 256, (48, 16, 32), 2, WideConfig(1, 1)),  # a tile that is not full, and of two weights
+        (64, 512, (128, 64), 1, WideConfig(1, 1)),  # tiles one after the other
+        (24, 768, (80,), 1, WideConfig(2, 3)),  # a tile of rows for each block
+        (64, 1280, (64, 64), 1, WideConfig(1, 2)),  # more steps for one block than for the other
+        (33, 1024, (64,), 1, WideConfig(1, 1, 4)),
+        (1, 4608, (16,), 1, WideConfig(1, 1)),  # more steps than the ring has slots
+    ],
+)
+def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outliers):
+    weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    y = at_once(wide_matmul.run)(WidePlan(rows, inputs // 128, outputs, blocks, config), x, weights)
+    assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
+    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
+        assert test_matmul_gpu.relative_error(part, x, weight) <= 5e-3
+
+
+def test_one_of_many_rows_depends_on_no_other():
+    x, weight = test_matmul_gpu.activations(17, 512, True), test_matmul_gpu.random_weight(64, 512, 0)
+    multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(1, 1)), x, [weight]))
+    together = multiply(x)
+    np.testing.assert_array_equal(multiply(x[-9:]), together[-9:])
+    for row, spoilt in ((2, jnp.nan), (16, jnp.inf)):  # the last stands for those that a tile has no activations for
+        y = multiply(x.at[row, 9].set(spoilt))
+        assert not np.isfinite(y[row].astype(np.float32)).any()
+        np.testing.assert_array_equal(np.delete(y, row, 0), np.delete(together, row, 0))
+
+
+def test_nibbles_as_bfloat16_are_rounded_once():
+    """Every code of every input times scale plus zero, by activations that take one input each."""
+    r = np.random.default_rng(0)
+    scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
+    weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero, 256)
+    plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1))
+    y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
+    exact = dequantize_weight(weight, jnp.float32)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(exact.T.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "caller"),
+    [
+        (ptx, "synchronize", "arrive_once_all_have"),  # before a slot is handed over
+        (ptx, "synchronize", "one_tile"),  # before sums take the place of the ring
+        (ptx, "wait_for_arrivals", "step"),  # functions of that name in all kinds of warps
+        (ptx, "wait_for_arrivals", "some"),
+        (ptx, "arrive_after_copies", "step"),
+        (ptx, "meet_cluster", "emit_block"),
+        (fragments, "products_done", "add_step"),
+        (fragments, "publish", "step"),
+    ],
+)
+def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module, function, caller):
+    # More steps than slots of either ring, so that every slot is filled again.
+    plan = WidePlan(9, 72, (64,), 1, WideConfig(1, 2))
+    assert plan.steps > 2 * plan.slots and plan.groups > 2 * PARAMETER_SLOTS * PARAMETER_GROUPS
+    x, weight = test_matmul_gpu.activations(9, 72 * 128, False), test_matmul_gpu.random_weight(64, 72 * 128, 0)
+    done = getattr(module, function)
+
+    def left_out(*args):
+        if sys._getframe(1).f_code.co_name != caller:
+            return done(*args)
+        if function == "arrive_after_copies":  # as soon as the copies are sent, not when they are there
+            ptx.arrive(*args)
+        return args[0] if function == "products_done" else None
+
+    monkeypatch.setattr(module, function, left_out)
+    with pytest.raises(AssertionError, match=r"a race: |which has ended|nobody waits for"):
+        at_once(wide_matmul.run)(plan, x, [weight])
 
 
 # Matmul with plain and INT8 weights ------------------------------------------------------------------------------------

@@ -56,8 +56,41 @@ def mma_warpgroup(a: Sequence[Sequence[Value]], b: Value, tiles: int, tile_bytes
     return [out[i : i + 4] for i in range(0, columns, 4)]
 
 
+def start_products(acc: Sequence[Value], a: Sequence[Sequence[Value]], b: Value, places: Sequence[int], tile_bytes: int) -> list[Value]:
+    """Starts acc [64, columns] + the sum over i of a[i] [64, 16] @ b[i] [16, columns], bfloat16, and returns acc, which is not to be read
+    before `products_done`.
+
+    As `mma_warpgroup`, but b[i] lies `places[i]` bytes behind b, and a must not change before `wait_for_products` has waited.
+    """
+    columns = len(acc)
+    registers = ", ".join(f"${i}" for i in range(columns))
+    at = 2 * columns
+    distances = 128 // 16 << 16 | tile_bytes // 16 << 32
+    lines = [
+        ".reg .b32 at; .reg .b64 start, b;",
+        f"bfe.u32 at, ${at}, 4, 14; cvt.u64.u32 start, at; or.b64 start, start, {distances};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    form = f"wgmma.mma_async.sync.aligned.m64n{2 * columns}k16.f32.bf16.bf16"
+    for i, place in enumerate(places):
+        fragment = ", ".join(f"${at + 1 + 4 * i + j}" for j in range(4))
+        lines.append(f"add.s64 b, start, {place // 16}; {form} {{{registers}}}, {{{fragment}}}, b, 1, 1, 1, 0;")
+    lines.append("wgmma.commit_group.sync.aligned;")
+    return list(ptx.update(f"{{ {' '.join(lines)} }}", acc, b, *(x for fragment in a for x in fragment)))
+
+
+def wait_for_products(pending: int) -> None:
+    """Waits until no more than `pending` calls of `start_products` are under way."""
+    ptx.inline(f"wgmma.wait_group.sync.aligned {pending};", collective=True)
+
+
+def products_done(acc: Sequence[Value]) -> list[Value]:
+    """Waits for all products, and returns acc, which may be read."""
+    return list(ptx.update("wgmma.wait_group.sync.aligned 0;", acc))
+
+
 def publish() -> None:
-    """Lets `mma_warpgroup` read what this lane has written to shared memory, once all lanes have met after this."""
+    """Lets `mma_warpgroup` and `start_products` read what this lane has written to shared memory, once all lanes have met after this."""
     ptx.inline("fence.proxy.async.shared::cta;")
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
+RESERVED_BYTES = 2048  # of these: Mosaic takes some for itself
+GPC = 16  # multiprocessors of a GPC, within which a cluster lies; some of Hopper's have 18
 MAX_CLUSTER = 8  # blocks, that every device with clusters can run at once
 
 

@@ -76,6 +76,29 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     return tuple((expand(x, "0x4240"), expand(x, "0x4341")) for x in (low, high))
 
 
+NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
+
+
+def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
+    """What `nibbles_to_bf16` needs of a scale and a zero, each of them twice in a pair of bfloat16: two factors, for low and for high
+    nibbles, and the zero."""
+    powers = 133 - 32, 129 - 32, -32  # of 2
+    constants = (((power + 127) << 7) * 0x00010001 for power in powers)
+    return tuple(ptx.pure("mul.rn.bf16x2 $0, $1, $2;", x, ptx.i32(constant)) for x, constant in zip((scale, scale, zero), constants))
+
+
+def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """code * scale + zero, divided by NIBBLES_DIVISOR, for the codes in the nibbles of 4 bytes, rounded once to bfloat16.
+
+    A nibble alone in a bfloat16 is a multiple of 2^-133, the smallest number (docs/kernels.md, "Unpacking"). Returns two pairs for the low
+    nibbles, from bytes (0, 2) and (1, 3), and then two for the high nibbles.
+    """
+    low, high, zero = factors
+    take = lambda x, mask, factor: ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", x & mask, factor, zero)
+    both = x, x >> 8
+    return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))
+
+
 CODES_DIVISOR = 64.0  # of `codes_to_bf16`
 
 

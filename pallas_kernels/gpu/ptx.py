@@ -144,6 +144,20 @@ def pure(code: str, *args: Value, result: str = "r") -> Value:
     return inline(code, *args, results=result, effects=False)[0]
 
 
+def update(code: str, values: Sequence[Value], *args: Value) -> tuple[Value, ...]:
+    """Emits inline PTX that all lanes of the warp run together, and that changes float32 values in the registers where they are.
+
+    With n values they are $0, $1, ..., and the arguments begin with $2n.
+    """
+    n = len(values)
+    kinds = ["f" if x.is_float else "r" for x in args]
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + kinds)
+    result = llvm.StructType.get_literal([x.raw.type for x in values])
+    raw = [x.raw for x in (*values, *args)]
+    out = llvm.inline_asm(result, raw, code, constraints, has_side_effects=True, convergent=True)
+    return tuple(Value(llvm.extractvalue(x.raw.type, out, [i])) for i, x in enumerate(values))
+
+
 def shuffle(mode: str, x: Value, lane: int) -> Value:
     """Gives each lane x of lane `lane` (mode "idx"), or of the lane whose number differs from its own in those bits ("bfly")."""
     code = f"shfl.sync.{mode}.b32 $0, $1, {lane}, 31, -1;"
@@ -266,14 +280,16 @@ def store_shared(at: Value, *x: Value) -> None:
 # Copies to shared memory in the background -----------------------------------------------------------------------------
 
 
-def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0) -> None:
+def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0, l2_bytes: int = 0) -> None:
     """Starts a copy of `width` bytes (4, 8 or 16) from global to shared memory, `offset` bytes from both addresses.
 
-    Only the first `size` bytes are read, all by default; the rest arrive as zeros.
+    Only the first `size` bytes are read, all by default; the rest arrive as zeros. l2_bytes: whether the 64, 128 or 256 bytes in which they
+    lie come to the L2 as well.
     """
     tail, args = ("", ()) if size is None else (", $2", (size,))
     level = "cg" if width == 16 else "ca"
-    inline(f"cp.async.{level}.shared.global [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
+    prefetch = f".L2::{l2_bytes}B" if l2_bytes else ""
+    inline(f"cp.async.{level}.shared.global{prefetch} [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
 
 
 def commit_copies() -> None:

@@ -40,3 +40,10 @@ class Ring:
         """The next slot, and its parity."""
         last = slot == self.slots - 1
         return ptx.select(last, ptx.i32(0), slot + 1), ptx.select(last, parity ^ 1, parity)
+
+
+def arrive_once_all_have(arrival, lane) -> None:
+    """Arrives for the warp, once all its lanes are here."""
+    ptx.synchronize(None, 1)
+    with ptx.when(lane == 0):
+        ptx.arrive(arrival)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pallas_kernels.gpu import fragments, numerics, ptx
-from pallas_kernels.gpu.ring import Ring
+from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
 from pallas_kernels.matmul.mosaic_block import row_of
 from pallas_kernels.matmul.mosaic_skinny_plan import (
     EPILOGUE_WARPS,
@@ -84,13 +84,6 @@ def emit_block(plan: Plan, refs: dict) -> None:
         # A block's shared memory is free when it ends: not before others have read it.
         ptx.synchronize(None, 1)
         ptx.meet_cluster()
-
-
-def arrive_once_all_have(arrival, lane) -> None:
-    """Arrives for the warp, once all its lanes are here."""
-    ptx.synchronize(None, 1)
-    with ptx.when(lane == 0):
-        ptx.arrive(arrival)
 
 
 def row_at(plan: Plan, share: Share, array, row, item_bytes: int):

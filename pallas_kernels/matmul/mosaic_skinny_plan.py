@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
+from pallas_kernels.gpu.launch import GPC, MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
 UNIT_BYTES = 256  # of an output's weights, a unit: what a math warp takes of a pass
@@ -25,8 +25,6 @@ SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
 ENOUGH_SLOTS, MOST_SLOTS = 5, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 PAIR_BYTES = 8  # of two neighbouring outputs, float32
-RESERVED_BYTES = 2048  # of a block's shared memory: Mosaic takes some for itself
-GPC = 16  # multiprocessors of a GPC, within which a cluster lies; some of Hopper's have 18
 
 
 @dataclasses.dataclass(frozen=True)

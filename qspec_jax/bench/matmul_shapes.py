@@ -38,7 +38,7 @@ class Shape:
         return sum(self.outputs) * self.inputs * ITEM_BYTES
 
 
-ROWS = (1, 4, 7, 16)
+ROWS = (1, 4, 7, 16, 32, 64)
 LAYERS = (
     ("llama-3.1-8b", "qkv", 4096, (4096, 1024, 1024)),
     ("llama-3.1-8b", "o", 4096, (4096,)),

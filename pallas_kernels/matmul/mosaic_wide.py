@@ -1,0 +1,52 @@
+"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for up to 64 rows, as of a batch.
+
+Codes become weights in bfloat16 on their way to the tensor cores.
+A block owns tiles of 64 outputs a warpgroup, which multiplies them by all rows at once. Weights are read once; activations, which have no
+room in a block, stream through it with the codes. Where tiles are few, the blocks of a cluster divide the inputs and add their sums.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import multiprocessors
+from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.matmul import support
+from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
+from pallas_kernels.matmul.support import GROUP_SIZE
+
+FEWEST_ROWS = 17  # with fewer, `mosaic_gpu` takes its other kernel
+
+
+def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
+    """Why these arguments are not this kernel's, or None."""
+    if reason := support.unsupported(x, weights, MAX_ROWS):
+        return reason
+    if (groups := weights[0].codes.shape[1]) % STEP_GROUPS:
+        return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
+    return None
+
+
+def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, config: Config | None = None) -> Float[Array, "*rows out"]:
+    """See `pallas_kernels.matmul.int4_matmul`. config: how the work is divided, by default as `Plan.fitting` has it."""
+    rows = x.reshape(-1, x.shape[-1])
+    shape = rows.shape[0], weights[0].codes.shape[1], tuple(weight.shape[0] for weight in weights), multiprocessors()
+    plan = Plan.fitting(*shape) if config is None else Plan(*shape, config)
+    return run(plan, rows, tuple(weights)).reshape(*x.shape[:-1], -1)
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> Float[Array, "M out"]:
+    """The weights' outputs one after the other."""
+    from pallas_kernels.matmul import mosaic_wide_block
+
+    emit = functools.partial(mosaic_wide_block.emit_block, plan)
+    arrays = lambda i, weight: {f"codes{i}": weight.codes, f"scale{i}": weight.scale, f"zero{i}": weight.zero}
+    inputs = {"x": x} | {name: array for i, weight in enumerate(weights) for name, array in arrays(i, weight).items()}
+    outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
+    cluster = plan.config.cluster
+    return launch("int4_matmul_wide", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.shared_bytes, cluster=cluster)["y"]

@@ -1,0 +1,324 @@
+"""The program of a block of the Mosaic GPU INT4 matmul of many rows.
+
+A ring holds steps of some groups of inputs: two warps copy the tile's codes as they are, two the activations of all rows in the order in
+which the tensor cores take them. A math warp makes weights of its 16 outputs' codes, in bfloat16, in the registers from which the
+tensor cores multiply them by the activations in shared memory; what it unpacks next is unpacked meanwhile. Scales and zeros come through a
+ring of their own, those of several steps at once. The blocks of a cluster leave their sums in shared memory, where the others read them.
+
+A slot holds codes [output][16 bytes], of which those of row r change places by r % 8, so that a column of them lies in different banks, and
+activations as `fragments.start_products` reads them. docs/kernels.md has more ("INT4 matmul of many rows").
+"""
+
+import dataclasses
+
+from pallas_kernels.gpu import fragments, numerics, ptx
+from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
+from pallas_kernels.matmul.mosaic_block import row_of
+from pallas_kernels.matmul.mosaic_wide_plan import (
+    CODE_BYTES,
+    CODE_WARPS,
+    COLUMNS,
+    GROUP_SIZE,
+    MMA_BYTES,
+    PARAMETER_GROUPS,
+    PARAMETER_PITCH,
+    PARAMETER_SLOTS,
+    X_BYTES,
+    X_WARPS,
+    Plan,
+)
+
+CODE_LANES = 32 * CODE_WARPS
+PIECE_BYTES = 16  # that a lane copies at once
+COLUMN_BYTES = 64  # of 32 inputs of a row of activations, which a warp copies at once
+PIECES_AT_ONCE = 16  # of activations that a lane has in registers
+WARP_OUTPUTS = 16  # of a tile
+SUMS_BYTES = 16  # of a lane's sums of a tile of rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a block works on: tiles `lower` to `upper` - 1, in each of them `steps` steps from step `first` on."""
+
+    rank: ptx.Value
+    lower: ptx.Value
+    upper: ptx.Value
+    first: ptx.Value
+    steps: ptx.Value
+
+    @classmethod
+    def of_block(cls, plan: Plan, block) -> "Share":
+        cluster = plan.config.cluster
+        rank, number = block % cluster, block // cluster
+        lower, upper = (i * plan.tiles // plan.clusters for i in (number, number + 1))
+        first, end = (i * plan.steps // cluster for i in (rank, rank + 1))
+        return cls(rank, lower, upper, first, end - first)
+
+
+def emit_block(plan: Plan, refs: dict) -> None:
+    """Emits a block: its rings, and the program of each kind of warp."""
+    at = {name: ptx.address(ref) for name, ref in refs.items()}
+    thread, block = ptx.thread_index(), ptx.block_index()
+    warp, lane = ptx.uniform(thread >> 5), thread & 31
+    shared = at["shared"]
+    ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.arrivals_start)
+    parameters = Ring(PARAMETER_SLOTS, shared + plan.parameters_start, plan.parameter_bytes, ring.arrivals_end)
+    share = Share.of_block(plan, block)
+    with ptx.when(thread == 0):
+        # Every lane that copies codes arrives once its own are there, and one of a warp that stores activations.
+        ring.start(CODE_LANES + X_WARPS, plan.math_warps)
+        parameters.start(CODE_LANES, plan.math_warps)
+    ptx.synchronize(ptx.i32(0), plan.warps)
+    with ptx.when(warp < plan.math_warps):
+        multiply(plan, at, share, ring, parameters, warp, lane)
+    with ptx.when((ptx.i32(plan.math_warps - 1) < warp) & (warp < plan.math_warps + CODE_WARPS)):
+        produce_codes(plan, at, share, ring, parameters, thread - 32 * plan.math_warps)
+    with ptx.when(ptx.i32(plan.math_warps + CODE_WARPS - 1) < warp):
+        produce_activations(plan, at["x"], share, ring, warp - (plan.math_warps + CODE_WARPS), lane)
+    if plan.config.cluster > 1:
+        ptx.synchronize(None, 1)
+        ptx.meet_cluster()
+        with ptx.when(warp < plan.math_warps):
+            add_blocks(plan, at, share, warp, lane)
+        # A block's shared memory is free when it ends: not before others have read it.
+        ptx.synchronize(None, 1)
+        ptx.meet_cluster()
+
+
+def over_steps(plan: Plan, share: Share, carry, some):
+    """Runs carry = some(first, last, carry) for the steps whose scales and zeros are one slot's, lot after lot, and returns the carry."""
+    together = PARAMETER_GROUPS // plan.config.step_groups
+
+    def one_lot(lot, carry):
+        first = lot * together
+        return some(first, ptx.minimum(share.steps, first + together), carry)
+
+    return ptx.loop(ptx.i32(0), (share.steps + (together - 1)) // together, carry, one_lot)
+
+
+# Warps that copy codes, scales and zeros ---------------------------------------------------------------------------------
+
+
+def produce_codes(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, thread) -> None:
+    """Fills slots with codes, and those of scales and zeros, for all steps of all tiles. thread: 0 to CODE_LANES - 1."""
+
+    def one_tile(tile, carry):
+        codes, scales, zeros = (sources(plan, at, share, name, tile, thread) for name in ("codes", "scale", "zero"))
+
+        def some(first, last, carry):
+            slot, parity, *carry = carry
+            ptx.wait_for_arrivals(parameters.emptied(slot), parity)
+            for i, array in enumerate((scales, zeros)):
+                to = parameters.slot(slot) + i * (plan.tile * PARAMETER_PITCH)
+                copy_parameters(plan, array, share, first, to, thread)
+            ptx.arrive_after_copies(parameters.filled(slot))
+            return *parameters.following(slot, parity), *ptx.loop(first, last, carry, step)
+
+        def step(number, carry):
+            slot, parity = carry
+            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            copy_codes(plan, codes, number, ring.slot(slot), thread)
+            ptx.arrive_after_copies(ring.filled(slot))
+            return ring.following(slot, parity)
+
+        return over_steps(plan, share, carry, some)
+
+    empty = ptx.i32(0), ptx.i32(1)
+    ptx.loop(share.lower, share.upper, (*empty, *empty), one_tile)
+
+
+def sources(plan: Plan, at: dict, share: Share, name: str, tile, thread) -> list:
+    """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
+    group_bytes = CODE_BYTES if name == "codes" else 2
+    within = ptx.i64(share.first) * (plan.config.step_groups * group_bytes)
+    arrays, found = [at[f"{name}{i}"] for i in range(len(plan.outputs))], []
+    for first in range(0, plan.tile, plan.run):
+        # What is beyond the last output repeats the last.
+        array, row = row_of(arrays, plan.outputs, ptx.minimum(tile * plan.tile + first, ptx.i32(plan.width - plan.run)))
+        found.append(array + ptx.i64(row) * (plan.groups * group_bytes) + within)
+    return found
+
+
+def copy_codes(plan: Plan, codes: list, number, slot, thread) -> None:
+    """Starts this lane's copies of the codes of a step. codes: see `sources`."""
+    pieces, row_bytes = plan.code_pitch // PIECE_BYTES, plan.groups * CODE_BYTES
+    output, piece = thread // pieces, thread % pieces
+    within = ptx.i64(number) * plan.code_pitch + ptx.i64(output * row_bytes + piece * PIECE_BYTES)
+    for first in range(0, plan.tile, CODE_LANES // pieces):
+        to = slot + output * plan.code_pitch + (piece ^ ((output + first % 8) & 7)) * PIECE_BYTES
+        source = codes[first // plan.run] + within + first % plan.run * row_bytes
+        ptx.copy_async(to + first * plan.code_pitch, source, l2_bytes=plan.config.l2_bytes)
+
+
+def copy_parameters(plan: Plan, array: list, share: Share, first, to, thread) -> None:
+    """Starts this lane's copies of scales or zeros, from step `first` on. array: see `sources`."""
+    output, word, row_bytes, groups = thread >> 2, thread & 3, plan.groups * 2, plan.config.step_groups
+    there = first * groups + word * 2 < share.steps * groups
+    within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * groups) + word * 4, ptx.i32(0)))
+    size = ptx.select(there, ptx.i32(4), ptx.i32(0))
+    to = to + output * PARAMETER_PITCH + word * 4
+    for more in range(0, plan.tile, CODE_LANES // 4):
+        ptx.copy_async(to + more * PARAMETER_PITCH, array[more // plan.run] + within + more % plan.run * row_bytes, size, width=4)
+
+
+# Warps that copy activations ---------------------------------------------------------------------------------------------
+
+
+def produce_activations(plan: Plan, x, share: Share, ring: Ring, warp, lane) -> None:
+    """Fills slots with activations, for all steps of all tiles. x: their address. warp: 0 to X_WARPS - 1."""
+    x = Activations(plan, x, share, warp, lane)
+    first, *others = x.lots()
+
+    def one_tile(tile, carry):
+        def step(number, carry):
+            slot, parity, words = carry
+            ptx.wait_for_arrivals(ring.emptied(slot), parity)
+            to = ring.slot(slot) + plan.code_bytes
+            x.store(to, first, words)
+            for lot in others:
+                x.store(to, lot, x.load(number, lot))
+            fragments.publish()
+            arrive_once_all_have(ring.filled(slot), lane)
+            # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
+            following = ptx.select(number + 1 < share.steps, number + 1, ptx.i32(0))
+            return *ring.following(slot, parity), x.load(following, first)
+
+        return ptx.loop(ptx.i32(0), share.steps, carry, step)
+
+    ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), x.load(ptx.i32(0), first)), one_tile)
+
+
+class Activations:
+    """A lane's pieces of the activations of a step: 8 neighbouring inputs of a row each.
+
+    A warp has 32 inputs of eight rows at a time, in columns that the warps take in turn. Half of it stores 128 bytes one after the other.
+    """
+
+    def __init__(self, plan: Plan, x, share: Share, warp, lane):
+        self.plan = plan
+        row, piece = (lane >> 1) & 7, lane >> 4 << 1 | lane & 1
+        row_bytes = plan.groups * GROUP_SIZE * X_BYTES
+        self.step_bytes = plan.config.step_groups * GROUP_SIZE * X_BYTES  # of a row
+        start = x + ptx.i64(share.first) * self.step_bytes + ptx.i64(warp * COLUMN_BYTES + piece * PIECE_BYTES)
+        # Rows that are not there repeat the last.
+        rows = row, ptx.minimum(row + COLUMNS * (plan.row_tiles - 1), ptx.i32(plan.rows - 1))
+        self.whole, self.last = (start + ptx.i64(row) * row_bytes for row in rows)
+        self.tile_bytes = COLUMNS * row_bytes
+        # Inputs of an even number lie in front of the others, in each 16 inputs of all rows.
+        self.to = (warp * 2 + (piece >> 1)) * MMA_BYTES + row * PIECE_BYTES + (piece & 1) * 8
+
+    def lots(self) -> list[list[tuple[int, int]]]:
+        """The pieces, so many at once as registers hold: their tile of rows, and which of the warp's columns."""
+        columns = range(self.step_bytes // (COLUMN_BYTES * X_WARPS))
+        pieces = [(tile, column) for tile in range(self.plan.row_tiles) for column in columns]
+        return [pieces[i : i + PIECES_AT_ONCE] for i in range(0, len(pieces), PIECES_AT_ONCE)]
+
+    def load(self, number, lot: list) -> list:
+        """Starts loads of a lot of pieces of a step."""
+        within, last = ptx.i64(number) * self.step_bytes, self.plan.row_tiles - 1
+        tile_at = lambda tile: self.last if tile == last else self.whole + tile * self.tile_bytes
+        return [ptx.load_global(tile_at(tile) + within + column * (COLUMN_BYTES * X_WARPS), 4) for tile, column in lot]
+
+    def store(self, to, lot: list, loaded: list) -> None:
+        """Stores a lot of pieces of a step from address `to` on."""
+        for (tile, column), words in zip(lot, loaded):
+            at = to + self.to + tile * self.plan.x_tile_bytes + column * (2 * X_WARPS * MMA_BYTES)
+            for half, pair in enumerate(zip(*(numerics.swap_neighbours(*words[i : i + 2]) for i in (0, 2)))):
+                ptx.store_shared(at + half * (MMA_BYTES // 2), *pair)
+
+
+# Math warps -----------------------------------------------------------------------------------------------------
+
+
+def multiply(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, warp, lane) -> None:
+    """Multiplies all tiles, and writes the warp's outputs, or in a cluster its sums, to shared memory."""
+    # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
+    codes_at = (warp * 16 + (lane & 15)) * plan.code_pitch
+    moved = ((lane >> 4) ^ (lane & 7)) * PIECE_BYTES
+    parameters_at = (warp * 16 + (lane >> 2)) * PARAMETER_PITCH
+
+    def one_tile(tile, carry):
+        def some(first, last, carry):
+            parameter_slot, parameter_parity, *carry = carry
+            ptx.wait_for_arrivals(parameters.filled(parameter_slot), parameter_parity)
+            scales_at = parameters.slot(parameter_slot) + parameters_at
+
+            def step(number, carry):
+                slot, parity, acc = carry
+                ptx.wait_for_arrivals(ring.filled(slot), parity)
+                scales = scales_at + (number - first) * (2 * plan.config.step_groups)
+                acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
+                arrive_once_all_have(ring.emptied(slot), lane)
+                return *ring.following(slot, parity), acc
+
+            carry = ptx.loop(first, last, carry, step)
+            arrive_once_all_have(parameters.emptied(parameter_slot), lane)
+            return *parameters.following(parameter_slot, parameter_parity), *carry
+
+        nothing = [ptx.f32(0.0)] * (4 * plan.row_tiles)
+        *carry, acc = over_steps(plan, share, (*carry, nothing), some)
+        tiles = [acc[i : i + 4] for i in range(0, len(acc), 4)]
+        if plan.config.cluster == 1:
+            for i, sums in enumerate(tiles):
+                write_outputs(plan, at["y"], tile, warp, ptx.i32(i), sums, lane)
+        else:
+            ptx.synchronize(ptx.i32(1), plan.math_warps)  # nobody reads the ring any more
+            for i, sums in enumerate(tiles):
+                ptx.store_shared(sums_at(plan, at["shared"], warp, ptx.i32(i), lane), *sums)
+        return tuple(carry)
+
+    empty = ptx.i32(0), ptx.i32(0)
+    ptx.loop(share.lower, share.upper, (*empty, *empty), one_tile)
+
+
+def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
+    """Adds the products of a step, which are done when it returns."""
+    for group in range(plan.config.step_groups):
+        if group % 2 == 0:
+            at = [scales_at + group * 2 + array * (plan.tile * PARAMETER_PITCH) for array in (0, 1)]
+            words = [[ptx.load_shared(x + row * PARAMETER_PITCH, 1)[0] for x in at] for row in (0, 8)]
+        of_group = "0x1010" if group % 2 == 0 else "0x3232"
+        rows = [numerics.nibble_factors(*(ptx.pure(f"prmt.b32 $0, $1, $2, {of_group};", x, x) for x in pair)) for pair in words]
+        for first in (0, 2):  # of four columns of 16 bytes
+            column = (group * (CODE_BYTES // PIECE_BYTES) + first) * PIECE_BYTES
+            codes = fragments.load_matrices(slot + codes_at + (moved ^ column), transposed=False)
+            # [row][half of the group], each of the column and of the next.
+            weights = [[numerics.nibbles_to_bf16(codes[2 * i + j], rows[j]) for j in (0, 1)] for i in (0, 1)]
+            a = [[pairs[half][k] for k in (0, 1) for pairs in both] for both in weights for half in (0, 1)]
+            steps = [group * (GROUP_SIZE // 16) + first + i + 4 * half for i in (0, 1) for half in (0, 1)]
+            x = slot + plan.code_bytes
+            acc = fragments.start_products(acc, a, x, [step * MMA_BYTES for step in steps], plan.x_tile_bytes)
+            # Those before are done, and what was unpacked for them may be replaced.
+            fragments.wait_for_products(1)
+    return fragments.products_done(acc)
+
+
+def write_outputs(plan: Plan, y, tile, warp, row_tile, sums: list, lane) -> None:
+    """Writes the warp's outputs of a tile for eight rows: lane 4 g + t holds rows 2 t and 2 t + 1 of output g, then of output g + 8."""
+    sums = [x * numerics.NIBBLES_DIVISOR for x in sums]
+    output, row = tile * plan.tile + warp * WARP_OUTPUTS, row_tile * COLUMNS + (lane >> 2)
+    # Two neighbouring outputs of row g.
+    words = [fragments.transpose(numerics.pair(*sums[i : i + 2], "bf16")) for i in (0, 2)]
+    with ptx.when((row < plan.rows) & (output < plan.width)):
+        place = (ptx.i64(row) * plan.width + ptx.i64(output + (lane & 3) * 2)) * X_BYTES
+        for i, word in enumerate(words):
+            ptx.store_global(y + place + i * (8 * X_BYTES), word)
+
+
+# Adding the sums of a cluster --------------------------------------------------------------------------------------
+
+
+def sums_at(plan: Plan, shared, warp, row_tile, lane):
+    """The address of a lane's sums of a tile of rows."""
+    return shared + ((warp * plan.row_tiles + row_tile) * 32 + lane) * SUMS_BYTES
+
+
+def add_blocks(plan: Plan, at: dict, share: Share, warp, lane) -> None:
+    """Adds the sums of the cluster's blocks, in the order of their ranks, and writes outputs; each block takes some tiles of rows."""
+    cluster = plan.config.cluster
+    for first in range(0, plan.row_tiles, cluster):
+        row_tile = share.rank + first
+        with ptx.when(row_tile < plan.row_tiles):
+            mine = sums_at(plan, at["shared"], warp, row_tile, lane)
+            found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 4, "f") for rank in range(cluster)]
+            write_outputs(plan, at["y"], share.lower, warp, row_tile, [numerics.total(each) for each in zip(*found)], lane)

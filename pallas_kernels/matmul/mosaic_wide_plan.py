@@ -1,0 +1,173 @@
+"""How the Mosaic GPU INT4 matmul of many rows divides its work, and where everything lies in shared memory."""
+
+import dataclasses
+import math
+
+from pallas_kernels.gpu.launch import GPC, MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.matmul.support import GROUP_SIZE
+
+WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
+COLUMNS = 8  # of activations in a tile of the tensor cores, a row each
+MAX_ROWS = 64
+CODE_WARPS = 2  # they copy codes, scales and zeros
+X_WARPS = 2  # they copy activations
+CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
+X_BYTES = 2  # of an activation
+MMA_INPUTS = 16  # that a product of the tensor cores contracts
+MMA_BYTES = MMA_INPUTS * X_BYTES * COLUMNS  # of the activations of one such product, of eight rows
+PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one step are a few bytes of each output
+# Bytes from one output to the next in a slot of scales and zeros: neighbours lie in different banks.
+PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
+PARAMETER_SLOTS = 2
+LEAST_SLOTS, MOST_SLOTS = 2, 8
+STEP_GROUPS = 2
+# What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
+CLUSTER_BYTES = 96 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is divided.
+
+    warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them. step_groups: groups
+    of inputs that a block takes at once, 2 or 4. l2_bytes: see `ptx.copy_async`.
+    """
+
+    warpgroups: int
+    cluster: int
+    step_groups: int = STEP_GROUPS
+    l2_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One launch. groups: groups of inputs. outputs: the number of each weight's outputs.
+
+    Alone, a block takes tiles one after the other, each over all inputs. The blocks of a cluster take one tile, each over some of its
+    inputs, and add their sums.
+    """
+
+    rows: int
+    groups: int
+    outputs: tuple[int, ...]
+    multiprocessors: int
+    config: Config
+
+    @classmethod
+    def fitting(cls, rows: int, groups: int, outputs: tuple[int, ...], multiprocessors: int) -> "Plan":
+        """The plan whose busiest multiprocessor copies the least.
+
+        It has the same configuration for any number of rows, and with it each row the same sums in the same order.
+        """
+        sizes = range(1, MAX_CLUSTER + 1)
+        plans = [cls(MAX_ROWS, groups, outputs, multiprocessors, Config(n, size)) for n in (4, 3, 2, 1) for size in sizes]
+        plans = [plan for plan in plans if plan.fits]
+        return dataclasses.replace(min(plans, key=lambda plan: plan.cost), rows=rows)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it, and work for each of its blocks."""
+        whole = self.groups % self.config.step_groups == 0
+        return whole and self.slots >= LEAST_SLOTS and self.config.cluster <= self.steps
+
+    @property
+    def cost(self) -> int:
+        """Bytes that the busiest multiprocessor copies, about."""
+        cluster, ours = self.config.cluster, self.multiprocessors
+        # Two neighbouring multiprocessors always make a cluster of two; of larger ones not all may find a place at once.
+        most = ours // cluster if cluster <= 2 else ours // GPC * (GPC // cluster)
+        each = math.ceil(self.steps / cluster) * (self.slot_bytes + self.tile * 4 * self.config.step_groups)
+        return math.ceil(self.tiles / max(1, most)) * (each + (CLUSTER_BYTES if cluster > 1 else 0))
+
+    @property
+    def width(self) -> int:
+        return sum(self.outputs)
+
+    @property
+    def tile(self) -> int:
+        """Outputs that a block works on at once."""
+        return WARPGROUP_OUTPUTS * self.config.warpgroups
+
+    @property
+    def tiles(self) -> int:
+        return math.ceil(self.width / self.tile)
+
+    @property
+    def run(self) -> int:
+        """Outputs of a tile that are surely of one weight, and all there or all beyond the last: a tile is of several runs."""
+        return math.gcd(self.tile, *self.outputs)
+
+    @property
+    def clusters(self) -> int:
+        return min(self.tiles, self.multiprocessors) if self.config.cluster == 1 else self.tiles
+
+    @property
+    def blocks(self) -> int:
+        return self.clusters * self.config.cluster
+
+    @property
+    def math_warps(self) -> int:
+        return 4 * self.config.warpgroups
+
+    @property
+    def warps(self) -> int:
+        return self.math_warps + CODE_WARPS + X_WARPS
+
+    @property
+    def steps(self) -> int:
+        """Steps over all inputs, which the blocks of a cluster divide."""
+        return self.groups // self.config.step_groups
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of eight rows of activations."""
+        return math.ceil(self.rows / COLUMNS)
+
+    # Shared memory holds, in this order: the ring of codes and activations, that of scales and zeros, and the mbarriers of both. Where the
+    # ring was, the blocks of a cluster keep their sums at the end.
+
+    @property
+    def code_pitch(self) -> int:
+        """Bytes from one output's codes to the next in a slot."""
+        return CODE_BYTES * self.config.step_groups
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a step."""
+        return self.tile * self.code_pitch
+
+    @property
+    def x_tile_bytes(self) -> int:
+        """Bytes of the activations of a step, of a tile of rows."""
+        return GROUP_SIZE * self.config.step_groups // MMA_INPUTS * MMA_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.code_bytes + self.row_tiles * self.x_tile_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a slot of scales and zeros."""
+        return 2 * self.tile * PARAMETER_PITCH
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring of codes and activations, as many as there is place for."""
+        others = RESERVED_BYTES + PARAMETER_SLOTS * self.parameter_bytes + _arrival_bytes(MOST_SLOTS)
+        return max(0, min(MOST_SLOTS, (SHARED_BYTES - others) // self.slot_bytes))
+
+    @property
+    def parameters_start(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def arrivals_start(self) -> int:
+        return self.parameters_start + PARAMETER_SLOTS * self.parameter_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.arrivals_start + _arrival_bytes(self.slots)
+
+
+def _arrival_bytes(slots: int) -> int:
+    return 2 * 8 * (slots + PARAMETER_SLOTS)
