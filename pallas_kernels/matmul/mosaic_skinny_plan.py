@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.gpu.launch import GPC, MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.gpu.launch import MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES, clusters_at_once
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
 UNIT_BYTES = 256  # of an output's weights, a unit: what a math warp takes of a pass
@@ -52,9 +52,8 @@ class Plan:
         Clusters are the same for 1 to 8 rows, and for 9 to 16, so that a row's outputs do not depend on how many others there are.
         """
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
-        # Two neighbouring multiprocessors always make a cluster; of larger ones not all may find a place at once.
-        most = {size: multiprocessors // size if size <= 2 else multiprocessors // GPC * (GPC // size) for size in sizes}
-        plans = [cls(rows, inputs, outputs, size, max(1, min(tiles, most[size])), float32_out, int8) for size in sizes]
+        most = lambda size: max(1, min(tiles, clusters_at_once(size, multiprocessors)))
+        plans = [cls(rows, inputs, outputs, size, most(size), float32_out, int8) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
 

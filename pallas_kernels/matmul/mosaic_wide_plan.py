@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.gpu.launch import GPC, MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.gpu.launch import MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES, clusters_at_once
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
@@ -73,9 +73,8 @@ class Plan:
     @property
     def cost(self) -> int:
         """Bytes that the busiest multiprocessor copies, about."""
-        cluster, ours = self.config.cluster, self.multiprocessors
-        # Two neighbouring multiprocessors always make a cluster of two; of larger ones not all may find a place at once.
-        most = ours // cluster if cluster <= 2 else ours // GPC * (GPC // cluster)
+        cluster = self.config.cluster
+        most = clusters_at_once(cluster, self.multiprocessors)
         each = math.ceil(self.steps / cluster) * (self.slot_bytes + self.tile * 4 * self.config.step_groups)
         return math.ceil(self.tiles / max(1, most)) * (each + (CLUSTER_BYTES if cluster > 1 else 0))
 
