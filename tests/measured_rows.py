@@ -155,13 +155,14 @@ ATTENTION = [
 
 
 class Matmul(NamedTuple):
-    """An INT4 matmul alone, on an H100."""
+    """An INT4 matmul alone."""
 
     out: int
     inputs: int
     rows: int
     us: float
     used: bool = False
+    device: str = "h100"
 
 
 # results.md, "INT4 matmul kernels".
@@ -172,12 +173,26 @@ MATMULS = [
     Matmul(4096, 14336, 1, 13.8),
     Matmul(4096, 14336, 4, 13.9),
     Matmul(4096, 14336, 7, 17.2, used=True),
-    Matmul(4096, 14336, 16, 32.9, used=True),
     Matmul(6144, 4096, 1, 7.2),
     Matmul(6144, 4096, 7, 7.7, used=True),
     Matmul(4096, 4096, 1, 5.6, used=True),
     Matmul(4096, 4096, 4, 5.7),
     Matmul(4096, 4096, 7, 6.2),
+    # kernels.md, "INT4 matmul of many rows".
+    Matmul(28672, 4096, 16, 24.4, used=True, device="h200"),
+    Matmul(28672, 4096, 32, 29.8, device="h200"),
+    Matmul(28672, 4096, 64, 45.7, used=True, device="h200"),
+    Matmul(4096, 14336, 16, 19.1, used=True, device="h200"),
+    Matmul(4096, 14336, 32, 21.8, device="h200"),
+    Matmul(4096, 14336, 64, 30.3, used=True, device="h200"),
+    Matmul(6144, 4096, 16, 10.1, device="h200"),
+    Matmul(6144, 4096, 32, 11.2, device="h200"),
+    Matmul(6144, 4096, 64, 14.7, used=True, device="h200"),
+    Matmul(4096, 4096, 64, 13.4, device="h200"),
+    Matmul(22016, 4096, 16, 21.6, device="h200"),
+    Matmul(22016, 4096, 64, 37.7, device="h200"),
+    Matmul(12288, 4096, 16, 13.7, device="h200"),
+    Matmul(12288, 4096, 64, 20.6, device="h200"),
 ]
 
 

@@ -105,6 +105,10 @@ def attention_cost(row: rows.Attention) -> tuple[Device, Cost]:
         return device, timing.attention_cost(device, c, layer, G, tokens=row.tokens, observe=row.observed)
 
 
+def matmul_cost(row: rows.Matmul) -> Cost:
+    return timing.int4_matmul_cost(DEVICES[row.device], row.out, row.inputs, row.rows)
+
+
 def prefill_seconds(row: rows.Prefill) -> float:
     return timing.prefill_cost(H100, LLAMA_8B, batch=1, tokens=row.context).seconds(H100)
 
@@ -140,7 +144,7 @@ def fitted() -> Efficiencies:
     for row in (row for row in rows.DECODES if row.used):
         known += zip(step_costs(row), (row.baseline_ms / 1e3, row.step_ms / 1e3, row.verify_ms / 1e3))
     known += [(attention_cost(row)[1], row.us / 1e6) for row in rows.ATTENTION if row.used]
-    known += [(timing.int4_matmul_cost(H100, row.out, row.inputs, row.rows), row.us / 1e6) for row in rows.MATMULS if row.used]
+    known += [(matmul_cost(row), row.us / 1e6) for row in rows.MATMULS if row.used]
     names = sorted({name for cost, _ in known for name, count in cost.counts.items() if count})
     matrix = np.array([[cost.counts[name] / seconds for name in names] for cost, seconds in known])
     size = np.abs(matrix).max(0)
@@ -204,8 +208,9 @@ def compared_others() -> list[Compared]:
             what += ", again"
         found.append(Compared(what, "us", 1e6 * cost.seconds(device), row.us, row.used))
     for row in rows.MATMULS:
-        seconds = timing.int4_matmul_cost(H100, row.out, row.inputs, row.rows).seconds(H100)
-        found.append(Compared(f"INT4 matmul, {row.out} x {row.inputs}, {row.rows} rows", "us", 1e6 * seconds, row.us, row.used))
+        seconds = matmul_cost(row).seconds(DEVICES[row.device])
+        what = f"INT4 matmul, {row.device.upper()}, {row.out} x {row.inputs}, {row.rows} rows"
+        found.append(Compared(what, "us", 1e6 * seconds, row.us, row.used))
     for row in rows.PREFILLS:
         found.append(Compared(f"prefill, {row.context:,} tokens ({row.place})", "s", prefill_seconds(row), row.seconds, row.used))
     for row in rows.BATCHES:

@@ -381,10 +381,13 @@ def test_a_tuned_configuration_counts_for_its_own_problem():
 
 
 def test_int4_weights_without_a_kernel_do_not_pay():
-    """Beyond 16 rows they are dequantized in every step: slower than the target's own."""
-    found = plan("8b", LLAMA_8B, DEVICES["h200"], [4096], [1, 32], drafts=["quantspec"], gammas=[2, 4])
-    assert [best.draft for best in found.best] == ["quantspec", "none"]
-    assert any("no kernel for more than 16 rows" in note for note in found.notes)
+    """Beyond so many rows they are dequantized in every step: slower than the target's own. Above 8 rows another kernel multiplies them."""
+    for name, most in (("h200", 64), ("l40s", 16)):
+        found = plan("8b", LLAMA_8B, DEVICES[name], [1024], [1, 2 * most], drafts=["quantspec"], gammas=[2, 4])
+        assert [best.draft for best in found.best] == ["quantspec", "none"]
+        assert any(f"no kernel there for more than {most} rows" in note for note in found.notes)
+    costs = [timing.int4_matmul_cost(DEVICES["h200"], 28672, 4096, rows).seconds(DEVICES["h200"]) for rows in (1, 8, 9, 64)]
+    assert costs == sorted(costs) and costs[3] < 3 * costs[0]
 
 
 def test_devices_that_were_never_measured_are_estimates():

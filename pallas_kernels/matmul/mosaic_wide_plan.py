@@ -79,6 +79,12 @@ class Plan:
         return math.ceil(self.tiles / max(1, most)) * (each + (CLUSTER_BYTES if cluster > 1 else 0))
 
     @property
+    def most_weights(self) -> int:
+        """Weights that the busiest block multiplies, those of a last tile that is not full among them."""
+        turns, steps = math.ceil(self.tiles / self.clusters), math.ceil(self.steps / self.config.cluster)
+        return turns * self.tile * steps * self.config.step_groups * GROUP_SIZE
+
+    @property
     def width(self) -> int:
         return sum(self.outputs)
 

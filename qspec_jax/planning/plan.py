@@ -5,7 +5,6 @@ import enum
 import functools
 from collections.abc import Mapping, Sequence
 
-from pallas_kernels.matmul.support import MAX_ROWS
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts import registry
 from qspec_jax.errors import InputError
@@ -503,8 +502,8 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append("an ESTIMATE: nothing was measured on this device; it rests on its datasheet, and efficiencies of an H100 and an H200")
     if max(batches) > 1:
         notes.append("batches of several rows rest on one measured row, of 8")
-    if max(batches) > MAX_ROWS:
-        notes.append(f"INT4 weights have no kernel for more than {MAX_ROWS} rows; above, they are dequantized in every step")
+    if max(batches) > (most := timing.int4_rows(device)):
+        notes.append(f"INT4 weights have no kernel there for more than {most} rows; above, they are dequantized in every step")
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")
     for batch in batches:

@@ -15,7 +15,9 @@ from pallas_kernels.attention.mosaic_plan import KERNEL
 from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
-from pallas_kernels.matmul.support import MAX_ROWS
+from pallas_kernels.matmul import mosaic_wide_plan
+from pallas_kernels.matmul.mosaic_wide import FEWEST_ROWS
+from pallas_kernels.matmul.support import GROUP_SIZE, MAX_ROWS
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.devices import DEVICES, Device
@@ -55,6 +57,8 @@ class Efficiencies:
     tile_triton: the same of the Triton kernels. observed: finding each group's mass, for each quantized token and
     tile of query rows.
     int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
+    launch_wide: in place of launch_matmul for the INT4 matmul of many rows. int4_wide: the same, for each row and each weight, as if all
+    multiprocessors had as many as the one that has most.
     round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
     prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
     """
@@ -62,13 +66,13 @@ class Efficiencies:
     layer_one_row: float = 1.606e-05
     layer_rows: float = 3.454e-05
     layer_int4: float = 1.027e-05
-    layer_batch: float = 2.93e-06
+    layer_batch: float = 3.29e-06
     launch_attention: float = 8.23e-06
     launch_attention_triton: float = 2.36e-05
     launch_listed: float = 7.52e-06
-    launch_matmul: float = 2.47e-06
+    launch_matmul: float = 2.38e-06
     launch_small: float = 2e-6
-    matmul_floor: float = 0.0827
+    matmul_floor: float = 0.14
     full: float = 5.42e-13
     int4: float = 5.19e-12
     int8: float = 6.32e-12
@@ -80,8 +84,10 @@ class Efficiencies:
     int4_triton: float = 2.11e-11
     int8_triton: float = 1.159e-10
     tile_triton: float = 1.55e-11
-    int4_rows: float = 2.57e-14
-    int4_parts: float = 9.96e-14
+    int4_rows: float = 1.95e-14
+    int4_parts: float = 6.06e-14
+    launch_wide: float = 6.19e-06
+    int4_wide: float = 2.91e-15
     round: float = 0.000149
     flush_layer: float = 2.19e-05
     prefill_share: float = 0.577
@@ -159,7 +165,7 @@ def _roofline(device: Device, work: Work) -> float:
 
 def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     """The linear layers of a layer in INT4: fused in one launch, one launch each, or the reference where there are too many rows."""
-    if rows > MAX_ROWS:
+    if rows > int4_rows(device):
         dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
         return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
     pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
@@ -175,9 +181,18 @@ def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     return Cost(int4_bytes(config) / device.read_bytes_per_s, counts)
 
 
+def int4_rows(device: Device) -> int:
+    """The most rows of activations that a kernel multiplies by INT4 weights; above, they are dequantized in every step."""
+    return mosaic_wide_plan.MAX_ROWS if device.kernels == "mosaic_gpu" else MAX_ROWS
+
+
 def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
     """An INT4 matmul in a launch of its own."""
     floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
+    if device.kernels == "mosaic_gpu" and rows >= FEWEST_ROWS:
+        plan = mosaic_wide_plan.Plan.fitting(rows, inputs // GROUP_SIZE, (out,), device.multiprocessors)
+        weights = device.multiprocessors * plan.most_weights
+        return Cost(floor, Counter(launch_wide=1, int4_wide=rows * weights))
     return Cost(floor, Counter(launch_matmul=1, matmul_floor=floor) + _int4_tiles(out, inputs, rows))
 
 
