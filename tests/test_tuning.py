@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -47,6 +48,36 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
     tuning.store(mosaic_plan.KERNEL, plan.problem, {"splits": 3, "blocks": 1, "warpgroups": 2, "team": 2}, tuning.path())
     assert plan.configured(None).config == other
     assert plan.configured(default.config) == default
+
+
+def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
+    """Of one row, or of a few tiles more; the problem's own comes first, and blocks of a cluster stay with theirs."""
+    default = plan.configured(None)
+    stored = lambda splits, **changed: tuning.store(
+        mosaic_plan.KERNEL, plan.problem | changed, {"splits": splits, "warpgroups": 2, "team": 2, "launches": 1}, tuning.path()
+    )
+    stored(3, block_tiles=plan.block_tiles + mosaic_plan.MORE_TILES + 1)
+    assert plan.configured(None) == default
+    stored(4, block_tiles=plan.block_tiles + 2)
+    assert plan.configured(None).config == mosaic_plan.Config(splits=4, warpgroups=2, team=2)
+    rows = dataclasses.replace(plan, batch=5)
+    assert (rows.configured(None).config.warpgroups, rows.configured(None).config.team) == (2, 2)
+    stored(5)
+    assert plan.configured(None).config == mosaic_plan.Config(splits=5, warpgroups=2, team=2, launches=1)
+    assert rows.configured(None).config.launches == 2
+    stored(6, batch=5)
+    assert rows.configured(None).config.splits == 6
+
+
+def test_blocks_for_the_rows_of_a_batch():
+    """As many for each row, enough besides to deal out, and few multiprocessors without one at the end."""
+    for resident in (1, 4, 16, 33):
+        alone = dataclasses.replace(plan, config=mosaic_plan.Config(resident))
+        assert alone.balanced() == alone
+        for batch in range(2, 200):
+            splits = dataclasses.replace(alone, batch=batch).balanced().splits
+            assert splits % batch == 0 and 2 * resident <= splits - batch <= 8 * (batch + resident)
+            assert splits / (math.ceil(splits / resident) * resident) >= 0.75
 
 
 @pytest.mark.parametrize(

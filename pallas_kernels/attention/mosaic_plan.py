@@ -1,7 +1,9 @@
 """How the Mosaic GPU attention is laid out: blocks, teams of warps, query tiles, and what each keeps in shared memory."""
 
 import dataclasses
+import functools
 import itertools
+import math
 
 from pallas_kernels import tuning
 from pallas_kernels.attention.support import listed_problem
@@ -13,6 +15,9 @@ WARPS = 4  # of a warpgroup
 WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
 WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
+# Of a batch: blocks beside one for each row, times those that are resident at once; more of them are tried, for the most that are busy.
+TURNS, MORE_TURNS, BUSY = 2, 4, 0.95
+MORE_TILES = 3  # of query rows that another problem may have, whose configuration is taken
 LEAST_SLOTS = 2  # of a team: keys and values in turn
 LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
@@ -38,6 +43,13 @@ class Config:
 
     def __post_init__(self):
         tuning.check_counts(self)
+
+
+def alike(problem: dict) -> list[dict]:
+    """A problem, and those whose best configurations will do for it: of one row of the batch, and of a few tiles of query rows more."""
+    batches = dict.fromkeys((problem["batch"], 1))
+    tiles = range(problem["block_tiles"], problem["block_tiles"] + MORE_TILES + 1)
+    return [problem | {"batch": batch, "block_tiles": number} for number in tiles for batch in batches]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +81,8 @@ class Plan:
     def configured(self, config: Config | None) -> "Plan":
         """The plan with this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
         if config is None:
-            return tuning.tuned(KERNEL, self.problem, lambda found: self.configured(Config(**found)).with_room()) or self.default()
+            found = (tuning.tuned(KERNEL, problem, functools.partial(self._tuned, problem)) for problem in alike(self.problem))
+            return next(filter(None, found), None) or self.default().balanced()
         if config.splits > (most := max(1, WAVES * multiprocessors() // self.heads)):
             raise ValueError(f"splits is {config.splits}, should be at most {most}")
         if config.warpgroups > WARPGROUPS:
@@ -83,6 +96,28 @@ class Plan:
         if config.team > 1 and plan.teams > TEAMS:
             raise ValueError(f"{config} has {plan.teams} teams; a block has barriers for {TEAMS}")
         return plan
+
+    def _tuned(self, problem: dict, found: dict) -> "Plan":
+        """The plan with what was found to be best for a problem."""
+        if problem == self.problem:
+            return self.configured(Config(**found)).with_room()
+        # Blocks of a cluster are known to find a place for the very problem alone.
+        return self.configured(Config(**(found | {"launches": 2}))).with_room().balanced()
+
+    def balanced(self) -> "Plan":
+        """The plan with splits to deal out among the rows of a batch, in a number that leaves few multiprocessors idle at the end.
+
+        Its splits so far are as many blocks as are resident at once. Each row gets one, whatever it holds, so there have to be more for
+        rows that hold much; and a multiple of the rows, for rows that all hold the same.
+        """
+        if self.batch == 1 or self.merges:
+            return self
+        resident = self.config.splits
+        busy = lambda splits: splits / (math.ceil(splits / resident) * resident)
+        least = math.ceil((self.batch + TURNS * resident) / self.batch)
+        options = [self.batch * each for each in range(least, least + resident // self.batch + MORE_TURNS)]
+        splits = next(splits for splits in options if busy(splits) >= BUSY * max(map(busy, options)))
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, splits=splits))
 
     def with_room(self) -> "Plan":
         """The plan itself. Raises ValueError where its configuration leaves too few slots of the ring."""
@@ -136,8 +171,8 @@ class Plan:
             crowded = warpgroups * blocks > 3
             slots = LEAST_SLOTS if crowded or (plan.merges and self.list_width is not None) else 3
             if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
-                plans.append(plan)
-        return list(dict.fromkeys([self.default(), *plans]))
+                plans += dict.fromkeys((plan, plan.balanced()))
+        return list(dict.fromkeys([self.default().balanced(), *plans]))
 
     def _resident(self, blocks: int, warpgroups: int, team: int) -> "Plan":
         """The plan with as many blocks as are resident at once."""
