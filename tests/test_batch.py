@@ -235,8 +235,8 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     rows, called = [], []
 
     class SlowDevice(batch._Slots):
-        def _put(self, slot, index, pages):
-            super()._put(slot, index, pages)
+        def _put(self, *args):
+            super()._put(*args)
             rows.append(Late(0.4))
             self.newest = rows[-1]
 

@@ -4,13 +4,16 @@ Within a layer the prompt is worked on in chunks: memory grows linearly with its
 is so on a GPU; for a CPU XLA orders the layers' operations otherwise, and keeps several alive.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import Block, Llama
 from qspec_jax.models.prompts import CHUNK_TOKENS, attend_prompt, by_chunks, equal_parts, replaced
 
 
@@ -22,23 +25,49 @@ def prefill(
     tokens: prompts of n[b] tokens padded on the right to S, a `bucket`. cache: empty. queries: also returns, for each layer, the queries
     after RoPE of the last so many tokens of each prompt, the last one in the last row; zeros stand before a prompt's first token.
     """
-    S = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(S), tokens.shape)
+    x, angles = embedded(model, tokens, n)
+    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, queries=queries)
+    out = last_logits(model, x, n), cache.filled(layers, n)
+    return (*out, last_queries) if queries else out
+
+
+def embedded(
+    model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]
+) -> tuple[Float[Array, "B S D"], list[tuple[Float[Array, "B S half"], Float[Array, "B S half"]]]]:
+    """Where prefill begins: the hidden states before the first layer, and each layer's cosines and sines. Arguments as of `prefill`."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
-    x = model.embed(tokens)
+    return model.embed(tokens), [model.angles_of(i, *angles) for i in range(len(model.layers))]
+
+
+def through_layers(
+    blocks: Sequence[Block],
+    angles: Sequence[tuple[Array, Array]],
+    x: Float[Array, "B S D"],
+    n: Int[Array, "B"],
+    cache: Cache,
+    *,
+    queries: int,
+) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
+    """The hidden states behind these layers; the layers of the cache that hold the prompts, of an empty cache of as many; and the last
+    queries of each layer, see `prefill`."""
     layers, last_queries = [], []
-    for i, block in enumerate(model.layers):
-        q, k, v = by_chunks(block.before_attention, x, *model.angles_of(i, *angles))
+    for i, block in enumerate(blocks):
+        q, k, v = by_chunks(block.before_attention, x, *angles[i])
         if queries:
             last_queries.append(_last(q, n, queries))
         attended = attend_prompt(q, k, v)
-        x = replaced(block.after_attention, x, attended, parts=equal_parts(S, CHUNK_TOKENS))
+        x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
         # The barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
         layers.append(layer)
+    return x, tuple(layers), tuple(last_queries)
+
+
+def last_logits(model: Llama, x: Float[Array, "B S D"], n: Int[Array, "B"]) -> Float[Array, "B V"]:
+    """Logits after the last token of each prompt, of the hidden states behind the last layer."""
     last = jax.vmap(lambda row, at: row[at - 1])(x, n)
-    out = model.logits(last[:, None])[:, 0], cache.filled(tuple(layers), n)
-    return (*out, tuple(last_queries)) if queries else out
+    return model.logits(last[:, None])[:, 0]
 
 
 def _last(q: Float[Array, "B S N H"], n: Int[Array, "B"], count: int) -> Float[Array, "B Q N H"]:

@@ -29,8 +29,11 @@ from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import bucket
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
+# Prompts longer than fit into this, in tokens times layers, are prefilled in parts, with so many rounds of the other rows between them.
+PART, ROUNDS_BETWEEN = 1 << 16, 4
 ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
@@ -190,7 +193,7 @@ class _Slots:
     def run(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
         while True:
-            placed = self._fill()
+            placed = yield from self._fill()
             if not self._running:
                 return
             if any(self.requests[index].config.stop for index in placed):
@@ -211,8 +214,9 @@ class _Slots:
         of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
         return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
 
-    def _fill(self) -> list[int]:
-        """Puts requests into empty slots, and returns them. The device may still be at work on the last."""
+    def _fill(self) -> Generator[Result, None, list[int]]:
+        """Puts requests into empty slots, and returns them. The device may still be at work on the last. Yields what ends while a long
+        prompt is prefilled."""
         placed = []
         if self.refill or not self._running:
             for slot, index in enumerate(self.request_of):
@@ -221,11 +225,27 @@ class _Slots:
                     if self.pool and (pages := self.pool.reserve(self.groups[self.waiting[0]])) is None:
                         break  # until others end
                     placed.append(self.waiting.popleft())
-                    self._put(slot, placed[-1], pages)
+                    self._put(slot, placed[-1], pages, (yield from self._prefilled(placed[-1])))
         return placed
 
-    def _put(self, slot: int, index: int, pages: list[int] | None) -> None:
-        row = self.engine.prefill(*self._prompt(index))
+    def _prefilled(self, index: int) -> Generator[Result, None, DecodeState]:
+        """The state of a row, for which the others never wait longer than for a part of a prompt."""
+        layers = max(1, PART // bucket(len(self.requests[index].tokens)))
+        if layers >= self.engine.target.model.config.num_layers:
+            return self.engine.prefill(*self._prompt(index))
+        for part in self.engine.prefill_in_parts(*self._prompt(index), layers=layers):
+            if isinstance(part, DecodeState):
+                return part
+            self._wait_for_prefill()
+            self.newest = part
+            if any(i is not None and self.requests[i].config.stop for i in self.request_of):  # as before any round, see `run`
+                yield from self._ended()
+            if self._running:
+                self._segment(ROUNDS_BETWEEN)
+                yield from self._ended()
+        raise AssertionError("prefill in parts comes to a state")
+
+    def _put(self, slot: int, index: int, pages: list[int] | None, row: DecodeState) -> None:
         self._wait_for_prefill()  # no more than two rows at once take memory besides the batch
         self.newest = row.status
         if self.state is None:
@@ -242,11 +262,11 @@ class _Slots:
         newest.block_until_ready()
         return time.perf_counter()
 
-    def _segment(self) -> None:
+    def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> None:
         """At most so many rounds; fewer if a row ends and a request waits for its slot."""
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
-        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else ROUNDS_PER_SEGMENT
+        rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
         refills = bool(self.waiting) and self.refill
         full, least_running = refills and None not in self.request_of, self._running if refills else 1
         empty = np.array([index is None for index in self.request_of])

@@ -5,18 +5,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.prefill import prefill
+from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import Limits
@@ -55,21 +55,74 @@ def _prefilled(
     logprobs: int | None,
     extra_rows: int,
 ) -> DecodeState:
-    model, drafts = target.model, gamma + extra_rows
-    empty = cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=drafts, dtype=model.dtype)
+    model = target.model
+    empty = _empty(model, tokens, cache, capacity, gamma + extra_rows)
     with jax.named_scope("prefill"):
-        wanted = 0 if draft is None else draft.prompt_queries
-        logits, filled, *queries = prefill(model, tokens, n, empty, queries=wanted)
+        logits, *found = prefill(model, tokens, n, empty, queries=_queries(draft))
+    sizes = dict(capacity=capacity, max_new_tokens=max_new_tokens, gamma=gamma, logprobs=logprobs)
+    return _started(draft, tokens, n, logits, *found, sampler=sampler, keys=keys, limits=limits, **sizes)
+
+
+def _empty(model: Llama, tokens: Array, cache: CacheChoice, capacity: int, drafts: int) -> Cache:
+    return cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=drafts, dtype=model.dtype)
+
+
+def _queries(draft: Draft | None) -> int:
+    return 0 if draft is None else draft.prompt_queries
+
+
+def _started(
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    logits: Float[Array, "B V"],
+    filled: Cache,
+    queries: tuple[Array, ...] = (),
+    *,
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    capacity: int,
+    max_new_tokens: int,
+    gamma: int,
+    logprobs: int | None,
+) -> DecodeState:
+    """The state after a prefill that came to these logits, cache and last queries."""
     # As wide for every prompt, so that states fit where one row takes another's place.
     room = jnp.pad(tokens, ((0, 0), (0, capacity - max_new_tokens - tokens.shape[1])))
     shapes = dict(capacity=capacity, gamma=gamma, width=tokens.shape[1])
-    draft_state = begin(draft, Prompt(room, n, filled, *queries, **shapes))
+    draft_state = begin(draft, Prompt(room, n, filled, *([queries] if queries else []), **shapes))
     seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
     processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
     first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
     of_first = None if logprobs is None else Logprobs.of(logits[:, None], first[:, None], logprobs)
     sizes = dict(max_new_tokens=max_new_tokens, gamma=gamma)
     return start(filled, first, keys, limits, **sizes, draft=draft_state, seen=seen, logprobs=of_first)
+
+
+def _parts_begun(
+    target: ViewedModel, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, cache: CacheChoice, capacity: int, drafts: int
+) -> tuple[Array, list[tuple[Array, Array]], Cache]:
+    """What prefill in parts goes on from: hidden states, angles, and an empty cache."""
+    return *embedded(target.model, tokens, n), _empty(target.model, tokens, cache, capacity, drafts)
+
+
+def _parts_ended(
+    target: ViewedModel,
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    x: Float[Array, "B S D"],
+    cache: Cache,
+    queries: tuple[Array, ...],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    **sizes: int | None,
+) -> DecodeState:
+    """The state after the last part."""
+    logits = last_logits(target.model, x, n)
+    return _started(draft, tokens, n, logits, cache.filled(cache.layers, n), queries, sampler=sampler, keys=keys, limits=limits, **sizes)
 
 
 def _repeated(row: DecodeState, batch: int, pages: int | None) -> DecodeState:
@@ -95,6 +148,9 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
 
 
 PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
+PARTS_BEGIN = Compiled(_parts_begun, static_argnames=("cache", "capacity", "drafts"))
+PART = Compiled(through_layers, static_argnames=("queries",), donate_argnames=("x", "cache"))
+PARTS_END = Compiled(_parts_ended, static_argnames=("capacity", "max_new_tokens", "gamma", "logprobs"), donate_argnames=("cache",))
 DECODE = Compiled(decode, donate_argnames=("state",))
 REPEAT = Compiled(_repeated, static_argnames=("batch", "pages"))
 FORK = Compiled(_forked)
@@ -221,6 +277,29 @@ class Engine:
         executable = self._executable("prefill", call, call.args[2].shape)
         self._unseen += 1
         return executable(*call.args)
+
+    def prefill_in_parts(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
+    ) -> Iterator[Array | DecodeState]:
+        """What `prefill` does, so many layers at a time. Yields an array that is ready when a part is done, and at last the state."""
+        target, draft, tokens, n, *settings = self.prefill_call(prompts, sampler, keys, limits).args
+        blocks, sizes = list(target.model.layers), dict(self.static)
+        sizes_of_cache = dict(cache=sizes.pop("cache"), drafts=self.gamma + sizes.pop("extra_rows"), capacity=sizes["capacity"])
+        x, angles, cache = self._run("parts_begin", Call(PARTS_BEGIN, (target, tokens, n), sizes_of_cache), tokens.shape)
+        filled, queries = (), ()
+        for first in range(0, len(blocks), layers):
+            if first:
+                yield x
+            part = slice(first, first + layers)
+            args = blocks[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
+            x, *found = self._run("part", Call(PART, args, dict(queries=_queries(draft))), (tokens.shape, len(args[0])))
+            filled, queries = (old + new for old, new in zip((filled, queries), found))
+        args = target, draft, tokens, n, x, dataclasses.replace(cache, layers=filled), queries, *settings
+        self._unseen += 1
+        yield self._run("parts_end", Call(PARTS_END, args, sizes), tokens.shape)
+
+    def _run(self, name: str, call: Call, shape: Hashable) -> Any:
+        return self._executable(name, call, shape)(*call.args)
 
     def rounds(self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1) -> DecodeState:
         """The state after rounds: at most so many, and until fewer than `least_running` rows run. The state given is used up."""
