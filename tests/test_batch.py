@@ -14,9 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+from runs import random_model
 
 from convert.to_orbax import convert
 from qspec_jax import drafts
@@ -76,25 +78,25 @@ def with_settings(request: Request, **settings) -> Request:
     return dataclasses.replace(request, config=dataclasses.replace(request.config, **settings))
 
 
-class Chance(float):
-    """A log-probability, the same to four digits: sums of a batch of another size are rounded otherwise."""
+class Close(float):
+    """A log-probability, equal to four digits: sums of a batch of another size are rounded otherwise."""
+
+    __hash__ = None
 
     def __eq__(self, other):
         return abs(self - other) <= 5e-5
 
-    __hash__ = float.__hash__
-
 
 def outcome(run) -> list:
     """In order."""
-    return sorted(map(with_chances, run), key=lambda result: result.index)
+    return sorted(map(with_close_logprobs, run), key=lambda result: result.index)
 
 
-def with_chances(result: Result) -> Result:
+def with_close_logprobs(result: Result) -> Result:
     if result.logprobs is None:
         return result
-    top = [[(token, Chance(chance)) for token, chance in place] for place in result.top_logprobs]
-    return dataclasses.replace(result, logprobs=list(map(Chance, result.logprobs)), top_logprobs=top)
+    top = [[(token, Close(logprob)) for token, logprob in place] for place in result.top_logprobs]
+    return dataclasses.replace(result, logprobs=list(map(Close, result.logprobs)), top_logprobs=top)
 
 
 @pytest.mark.slow
@@ -278,6 +280,32 @@ def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
         assert any((status != RUNNING).any() for status, _ in seen)
         for status, held in seen:
             assert (held[status == RUNNING] > 0).all() and not held[status != RUNNING].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["quantspec", "sparse", "streaming-llm:budget=24,sinks=2", "none"])
+def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
+    """A layer at a time, with rounds of the other rows between: the same results, and nobody waits for more than a part of a prompt."""
+    model = random_model(jnp.float32, vocab_size=4096, num_hidden_layers=3)
+    config = dataclasses.replace(CONFIG, draft=method, cache="int8")
+    short = lambda r: dataclasses.replace(config, max_new_tokens=r.config.max_new_tokens, num_speculative_tokens=2)
+    requests = [dataclasses.replace(r, config=short(r)) for r in some_requests(7)]
+    draft = drafts.make_draft(method, model)
+    expected = outcome(run_batch(model, requests, batch_size=3, draft=draft))
+    events, rounds, in_parts = [], Engine.rounds, Engine.prefill_in_parts
+
+    def seen(*args, **settings):
+        for ready in in_parts(*args, **settings):
+            events.append("part")
+            yield ready
+
+    monkeypatch.setattr(Engine, "rounds", lambda *args: events.append("rounds") or rounds(*args))
+    monkeypatch.setattr(Engine, "prefill_in_parts", seen)
+    monkeypatch.setattr(batch, "PART", 64)
+    run = run_batch(model, requests, batch_size=3, draft=draft)
+    assert outcome(run) == expected
+    assert events.count("part") == 7 * 3 and events[:4] == ["part"] * 4  # the first prompt, for which nobody waits
+    assert events[4:8] == ["rounds", "part", "rounds", "part"]
 
 
 def test_eos_ends_a_row(model, draft):

@@ -13,7 +13,7 @@ from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import capacity
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.capacity import Capacity, fitting, for_rows
+from qspec_jax.decoding.capacity import Capacity, divided, enough_for
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
@@ -29,12 +29,12 @@ def test_rows_and_pages_fill_what_is_free():
     for _ in range(300):
         groups = r.integers(0, 50, int(r.integers(1, 60))).tolist()
         free, of_row, of_page = r.uniform(0, 1000), r.uniform(1, 20), r.uniform(0.1, 3)
-        found = fitting(free, of_row, of_page, groups, len(groups))
+        found = divided(free, of_row, of_page, groups, len(groups))
         if found is None:
             refused += 1
             assert of_row + of_page * (1 + max(groups)) > free - of_page
             continue
-        assert 1 <= found.rows <= len(groups) and max(groups) < found.pages <= for_rows(found.rows, groups).pages
+        assert 1 <= found.rows <= len(groups) and max(groups) < found.pages <= enough_for(found.rows, groups).pages
         assert found.rows * of_row + found.pages * of_page <= free + of_page  # page 0
         # Another row would not fit, with what rows need in the mean.
         if found.rows < len(groups) and found.pages > max(groups) + 1 + of_row / of_page:
@@ -44,14 +44,14 @@ def test_rows_and_pages_fill_what_is_free():
 
 def test_short_requests_let_more_rows_in_than_the_longest_would():
     groups = [2] * 97 + [100] * 3
-    found = fitting(400, 1, 1, groups, 100)
+    found = divided(400, 1, 1, groups, 100)
     assert found.rows == int(400 // (1 + np.mean(groups))) == 67 and found.pages == 333
 
 
 def test_rows_without_pages():
-    assert fitting(100, 30, 0, None, 9) == Capacity(3, None)
-    assert fitting(100, 30, 0, None, 2) == Capacity(2, None)
-    assert fitting(29, 30, 0, None, 2) is None
+    assert divided(100, 30, 0, None, 9) == Capacity(3, None)
+    assert divided(100, 30, 0, None, 2) == Capacity(2, None)
+    assert divided(29, 30, 0, None, 2) is None
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     assert 2 < run.stats.batch_size <= 9 and sum(made[0]) + row <= capacity.free_bytes()
     assert re.search(rf"batch size auto: {run.stats.batch_size} rows fit", caplog.text)
     monkeypatch.setattr(capacity, "free_bytes", lambda: 2 * row)
-    with pytest.raises(InputError, match=r"not one row fits; the longest prompt takes 0\.\d GB more than there are"):
+    with pytest.raises(InputError, match=r"not one row fits; the request that needs most takes 0\.\d GB more than are free"):
         run_batch(model, requests, batch_size=None, draft=draft)
 
 

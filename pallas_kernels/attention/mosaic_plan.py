@@ -15,9 +15,10 @@ WARPS = 4  # of a warpgroup
 WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
 WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
-# Of a batch: blocks beside one for each row, times those that are resident at once; more of them are tried, for the most that are busy.
-TURNS, MORE_TURNS, BUSY = 2, 4, 0.95
-MORE_TILES = 3  # of query rows that another problem may have, whose configuration is taken
+# Blocks for a batch (`Plan.balanced`): one for each row, and at least TURNS times as many as are resident at once. Up to MORE_EACH more for
+# each row are tried as well, and the fewest taken that keep BUSY of the best share of multiprocessors at work.
+TURNS, MORE_EACH, BUSY = 2, 4, 0.95
+MORE_TILES = 3  # of query rows: a problem that was tuned with up to so many more lends its configuration (`alike`)
 LEAST_SLOTS = 2  # of a team: keys and values in turn
 LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
@@ -98,11 +99,13 @@ class Plan:
         return plan
 
     def _tuned(self, problem: dict, found: dict) -> "Plan":
-        """The plan with what was found to be best for a problem."""
+        """The plan with what was found to be best for a problem, this one or one of `alike`."""
+        config = Config(**found)
         if problem == self.problem:
-            return self.configured(Config(**found)).with_room()
+            return self.configured(config).with_room()
         # Blocks of a cluster are known to find a place for the very problem alone.
-        return self.configured(Config(**(found | {"launches": 2}))).with_room().balanced()
+        plan = self.configured(dataclasses.replace(config, launches=2)).with_room()
+        return plan if problem["batch"] == self.batch else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
 
     def balanced(self) -> "Plan":
         """The plan with splits to deal out among the rows of a batch, in a number that leaves few multiprocessors idle at the end.
@@ -115,7 +118,7 @@ class Plan:
         resident = self.config.splits
         busy = lambda splits: splits / (math.ceil(splits / resident) * resident)
         least = math.ceil((self.batch + TURNS * resident) / self.batch)
-        options = [self.batch * each for each in range(least, least + resident // self.batch + MORE_TURNS)]
+        options = [self.batch * each for each in range(least, least + resident // self.batch + MORE_EACH)]
         splits = next(splits for splits in options if busy(splits) >= BUSY * max(map(busy, options)))
         return dataclasses.replace(self, config=dataclasses.replace(self.config, splits=splits))
 

@@ -34,6 +34,8 @@ class HierarchicalCache(Cache):
     scheme: str = dataclasses.field(metadata={"static": True})
     pages: Int[Array, "B C"] | None = None
 
+    shares_pages = True
+
     @property
     def group_size(self) -> int:
         return self.layers[0].group_size
@@ -63,7 +65,7 @@ class HierarchicalCache(Cache):
         return cls(tuple(HierarchicalLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch), scheme)
 
     def fill(self, layer, keys, values, n):
-        """Whole groups are quantized, the rest lies in the buffer."""
+        """Whole groups are quantized, the rest lies in the buffer. Not for rows that share a pool."""
         old, G = self.layers[layer], self.group_size
         rows = old.buffer.keys.shape[2]
         start = self.schedule.quantized_length(n)
@@ -83,8 +85,6 @@ class HierarchicalCache(Cache):
         return dataclasses.replace(old, keys=key_planes, values=value_planes)
 
     def pooled(self, batch: int, pages: int) -> Self:
-        """An empty batch of rows with the capacity of this cache's, which share a pool of so many pages, page 0 among them."""
-
         def layer(old: HierarchicalLayer) -> HierarchicalLayer:
             of_pool = lambda x: jnp.zeros((pages, x.shape[1], 1, *x.shape[3:]), x.dtype)
             of_rows = lambda x: jnp.zeros((batch, *x.shape[1:]), x.dtype)
@@ -98,7 +98,7 @@ class HierarchicalCache(Cache):
         if self.pages is None:
             return super().with_rows(rows, slots)
         k, C = pages.shape
-        # What a row has no page for is dropped: no index is beyond the pool otherwise.
+        # Groups without a page get an index beyond the pool, which is dropped.
         to = jnp.where(pages == 0, self.layers[0].keys.upper.shape[0], pages).reshape(k * C)
 
         def layer(old: HierarchicalLayer, new: HierarchicalLayer) -> HierarchicalLayer:

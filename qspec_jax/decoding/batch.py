@@ -5,6 +5,7 @@ and end independently.
 """
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
@@ -14,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
+from qspec_jax.caches.registry import CACHES
 from qspec_jax.decoding import capacity
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
@@ -54,7 +56,8 @@ class Result:
 @dataclasses.dataclass
 class BatchStats:
     """Totals of a run, of `batch_size` rows at a time. slot_rounds counts every slot in every round; busy_rounds counts those that were
-    working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt.
+    working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt and others waited, so that the rounds
+    ended when one of them did.
 
     The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart.
     """
@@ -161,28 +164,36 @@ class _Slots:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
-        schedule = configs[0].cache_config.schedule_for(model.config.head_dim)
+        self.waiting = deque(range(len(requests)))
+        self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
+        self.state: DecodeState | None = None
+        self.lap_began = time.perf_counter()  # when what `_lap` counts next began
+        cache = configs[0].cache_config
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
-        if schedule.group_size is not None:
+        if CACHES[cache.kind].shares_pages:
+            schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
-        room = self._room() if batch is None else capacity.for_rows(batch, self.groups)
+        room = self._room() if batch is None else capacity.enough_for(batch, self.groups)
         stats.batch_size = batch = room.rows
         self.pool = None if room.pages is None else PagePool(room.pages)
         self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
-        self.waiting = deque(range(len(requests)))
-        self.newest: Int[Array, "1"] | None = None  # the status of the row prefilled last, while the device may be at work on it
-        self.state: DecodeState | None = None
         self.request_of: list[int | None] = [None] * batch  # the request of each slot
         self.rows: list[Row | None] = [None] * batch
         self.rounds = np.zeros(batch, np.int32)  # that each row has had
         self.freed = np.zeros(batch, bool)  # which slots the device knows to be empty
-        self.lap_began = 0.0  # when what `_lap` counts next began
 
     def _room(self) -> capacity.Capacity:
         """As many rows as fit the device's memory."""
         index = max(range(len(self.requests)), key=lambda i: len(self.requests[i].tokens))
-        return capacity.that_fits(self.engine, self.engine.prefill_call(*self._prompt(index)), self.groups, len(self.requests))
+        prompt, layers = self._prompt(index), self._layers_at_once(index)
+        row = self.engine.prefill_call(*prompt).shapes()
+        temporaries = functools.partial(self.engine.prefill_temporaries, *prompt, layers=layers)
+        return capacity.that_fits(self.engine, row, temporaries, self.groups, len(self.requests))
+
+    def _layers_at_once(self, index: int) -> int:
+        """How many layers a request's prompt goes through before other rows have rounds; the same whether there are others or not."""
+        return max(1, PART // bucket(len(self.requests[index].tokens)))
 
     def _prompt(self, index: int) -> tuple:
         """The arguments of prefill for a request."""
@@ -230,15 +241,17 @@ class _Slots:
 
     def _prefilled(self, index: int) -> Generator[Result, None, DecodeState]:
         """The state of a row, for which the others never wait longer than for a part of a prompt."""
-        layers = max(1, PART // bucket(len(self.requests[index].tokens)))
+        layers = self._layers_at_once(index)
         if layers >= self.engine.target.model.config.num_layers:
             return self.engine.prefill(*self._prompt(index))
         for part in self.engine.prefill_in_parts(*self._prompt(index), layers=layers):
             if isinstance(part, DecodeState):
                 return part
-            self._wait_for_prefill()
+            if not self._running:
+                continue
             self.newest = part
-            if any(i is not None and self.requests[i].config.stop for i in self.request_of):  # as before any round, see `run`
+            if any(index is not None and self.requests[index].config.stop for index in self.request_of):  # before any round, see `run`
+                self._lap("prefill_s", self._wait_for_prefill())
                 yield from self._ended()
             if self._running:
                 self._segment(ROUNDS_BETWEEN)
@@ -319,7 +332,7 @@ class _Slots:
             if row.finish_reason is None:
                 continue
             self.request_of[slot] = None
-            if self.pool:  # what was its row is freed before others write there
+            if self.pool:  # no round runs before the slot is freed, or has another row
                 self.pool.release(self.pages_of[slot])
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
             new, prompt = len(row.token_ids), len(self.requests[index].tokens)

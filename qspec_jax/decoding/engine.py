@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
@@ -298,6 +299,22 @@ class Engine:
         self._unseen += 1
         yield self._run("parts_end", Call(PARTS_END, args, sizes), tokens.shape)
 
+    def prefill_temporaries(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
+    ) -> int:
+        """Bytes that reading these prompts takes, so many layers at a time, besides weights and the state that comes of it."""
+        call = self.prefill_call(prompts, sampler, keys, limits)
+        target, draft, tokens, n, *_ = call.args
+        if layers >= target.model.config.num_layers:
+            return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
+        drafts = self.gamma + self.static["extra_rows"]
+        sizes = dict(cache=self.static["cache"], capacity=self.static["capacity"], drafts=drafts)
+        x, angles, cache = Call(PARTS_BEGIN, (target, tokens, n), sizes).shapes()
+        args = list(target.model.layers)[:layers], angles[:layers], x, n, dataclasses.replace(cache, layers=cache.layers[:layers])
+        part = self._executable("part", Call(PART, args, dict(queries=_queries(draft))), (tokens.shape, layers))
+        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
+        return part.memory_analysis().temp_size_in_bytes + held
+
     def _run(self, name: str, call: Call, shape: Hashable) -> Any:
         return self._executable(name, call, shape)(*call.args)
 
@@ -320,8 +337,8 @@ class Engine:
         jax.block_until_ready(self.draft_in_loop)
 
     def batch_of(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
-        """A batch whose rows have all ended, to put rows like this one in. pages: of the pool that they share; None: each has its own room,
-        which a cache in full precision always is."""
+        """A batch whose rows have all ended, to put rows like this one in. pages: of the pool that they share; None: each row has room of
+        its own, as where the cache does not share pages."""
         call = Call(REPEAT, (row,), dict(batch=batch, pages=pages))
         return self._executable("repeat", call, (batch, pages))(row)
 

@@ -15,5 +15,6 @@ class PagePool:
         return [self._free.pop() for _ in range(count)]
 
     def release(self, pages: list[int]) -> None:
-        """Gives pages back."""
+        """Gives pages back, which the list that is given has no more."""
         self._free += reversed(pages)
+        pages.clear()
