@@ -264,6 +264,28 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     assert len(rows) == 6 and any(rows[-1].made < at < rows[-1].ready for at in called) == (not stop)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("refill", [True, False])
+def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model, tokenizer, draft, monkeypatch):
+    """The host alone knows that it is over: the device must run it no further, for its pages are another row's then."""
+    r = np.random.default_rng(5)
+    drawn = lambda tokens, new, **settings: Request(
+        r.integers(0, 4096, tokens).tolist(),
+        dataclasses.replace(CONFIG, max_new_tokens=new, stop=("never said",), **settings),
+        KEY,
+    )
+    stops = Request([3907], dataclasses.replace(CONFIG, max_new_tokens=80), KEY)
+    (first,) = run_batch(model, [with_settings(stops, max_new_tokens=1)], draft=draft, tokenizer=tokenizer)
+    stops = with_settings(stops, stop=(first.text,))
+    long, last = drawn(5, 100), drawn(100, 27, temperature=1.0)
+    requests = [long, drawn(30, 30), stops, last] if refill else [long, drawn(5, 4), drawn(9, 20), stops, last]
+    expected = outcome(run_batch(model, requests, batch_size=1, draft=draft, tokenizer=tokenizer))
+    if refill:  # requests wait for pages, so that a slot stands empty
+        monkeypatch.setattr(batch.capacity, "enough_for", lambda rows, groups: batch.capacity.Capacity(2, 1 + max(groups) + 2))
+    found = run_batch(model, requests, batch_size=2, draft=draft, tokenizer=tokenizer, refill=refill)
+    assert outcome(found) == expected and found.stats.busy_rounds == sum(result.stats["num_spec_steps"] for result in expected)
+
+
 def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
     """What a slot without a prompt holds would be read in every round of the others."""
     seen, rounds = [], Engine.rounds

@@ -390,6 +390,12 @@ def test_int4_weights_without_a_kernel_do_not_pay():
     assert costs == sorted(costs) and costs[3] < 3 * costs[0]
 
 
+@pytest.mark.parametrize("inputs", [128, 896, 4864])
+def test_inputs_in_an_odd_number_of_groups_have_a_cost_at_any_rows(inputs):
+    costs = [timing.int4_matmul_cost(DEVICES["h200"], 896, inputs, rows).seconds(DEVICES["h200"]) for rows in (1, 8, 9, 64)]
+    assert costs == sorted(costs) and costs[0] > 0
+
+
 def test_devices_that_were_never_measured_are_estimates():
     for name, device in DEVICES.items():
         found = plan("8b", LLAMA_8B, device, [4096], [1], drafts=["quantspec"], gammas=[4])

@@ -84,8 +84,8 @@ class Plan:
         if config is None:
             found = (tuning.tuned(KERNEL, problem, functools.partial(self._tuned, problem)) for problem in alike(self.problem))
             return next(filter(None, found), None) or self.default().balanced()
-        if config.splits > (most := max(1, WAVES * multiprocessors() // self.heads)):
-            raise ValueError(f"splits is {config.splits}, should be at most {most}")
+        if config.splits > self.most_splits:
+            raise ValueError(f"splits is {config.splits}, should be at most {self.most_splits}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
         if config.launches > 2 or (config.launches == 1 and max(config.splits, self.batch) > MAX_CLUSTER):
@@ -174,12 +174,16 @@ class Plan:
             crowded = warpgroups * blocks > 3
             slots = LEAST_SLOTS if crowded or (plan.merges and self.list_width is not None) else 3
             if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
-                plans += dict.fromkeys((plan, plan.balanced()))
+                plans += [each for each in (plan, plan.balanced()) if each.splits <= self.most_splits]
         return list(dict.fromkeys([self.default().balanced(), *plans]))
 
     def _resident(self, blocks: int, warpgroups: int, team: int) -> "Plan":
         """The plan with as many blocks as are resident at once."""
         return dataclasses.replace(self, config=Config(max(1, multiprocessors() * blocks // self.heads), blocks, warpgroups, team))
+
+    @property
+    def most_splits(self) -> int:
+        return max(1, WAVES * multiprocessors() // self.heads)
 
     @property
     def heads(self) -> int:

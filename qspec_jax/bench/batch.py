@@ -106,20 +106,25 @@ def run(
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
 
-    batch_size = min(batch_size, len(requests))  # the warm-up, which has more requests, runs at this size too
+    batch_size = min(batch_size, len(requests))
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
-    warm_up = list({bucket(len(request.tokens)): request for request in requests}.values()) + list(requests[:batch_size])
-    short = [dataclasses.replace(request, config=dataclasses.replace(request.config, max_new_tokens=1)) for request in warm_up]
-    longest = max(requests, key=lambda request: request.config.max_new_tokens)  # the programs depend on it
-    for _ in run_batch(model, [longest, *short], **settings):
-        pass
-    rows, first = [], None
+    # One prompt of each padded length, and behind them the others, which the programs depend on as well.
+    first = {bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()
+    order = [*first, *(i for i in range(len(requests)) if i not in first)]
+    warm_up, ended = run_batch(model, [requests[i] for i in order], **settings), set()
+    for result in warm_up:
+        ended.add(result.index)
+        if ended.issuperset(range(len(first))):
+            warm_up.close()
+            break
+    rows, tokens = [], None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way])
         bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
         results = {result.index: result.token_ids for result in bar}
-        first = first or results
-        rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=sum(results[i] == first[i] for i in first) / len(first)))
+        tokens = tokens or results
+        same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
+        rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=same))
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
     prefill_s, decode_s = _prefill_seconds(model, draft, requests, strategy), _decode_seconds(refilled.stats, batch_size)
     return BatchReport(

@@ -264,7 +264,7 @@ class _Slots:
         if self.state is None:
             self.state = self.engine.batch_of(row, len(self.request_of), self.pool and self.pool.size)
         self.state = self.engine.replace(self.state, row, slot, pages)
-        self.pages_of[slot] = pages or []
+        self.pages_of[slot], self.freed[slot] = pages or [], False
         self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
 
     def _wait_for_prefill(self) -> float:

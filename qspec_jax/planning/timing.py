@@ -189,7 +189,7 @@ def int4_rows(device: Device) -> int:
 def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
     """An INT4 matmul in a launch of its own."""
     floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
-    if device.kernels == "mosaic_gpu" and rows >= FEWEST_ROWS:
+    if device.kernels == "mosaic_gpu" and rows >= FEWEST_ROWS and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
         plan = mosaic_wide_plan.Plan.fitting(rows, inputs // GROUP_SIZE, (out,), device.multiprocessors)
         weights = device.multiprocessors * plan.most_weights
         return Cost(floor, Counter(launch_wide=1, int4_wide=rows * weights))
