@@ -225,7 +225,7 @@ def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_si
     """The coefficient of attention over quantized tokens.
 
     A configuration counts that was tuned for this very `Plan.problem`; blocks are taken to have all query rows of a KV head. This is
-    stricter than the kernel, which also takes a configuration of a problem alike (`mosaic_plan.alike`): how fast that is nobody measured.
+    stricter than the kernel, which also takes a configuration of a problem alike (`mosaic_plan.alike`), for which there is no coefficient.
     """
     name = "int4" if planes == 1 else "int8"
     if device.kernels == "triton":
