@@ -3,9 +3,9 @@
 MOSAIC_GPU_DUMP_PTXAS=1 MOSAIC_GPU_DUMP_TO=DIR python tests/h100_registers.py        leaves in DIR what ptxas says of registers
 """
 
+import h100  # first: it sets JAX_PLATFORMS, which jax looks at when it is imported
 import jax
 import jax.numpy as jnp
-from h100 import MULTIPROCESSORS, abstract_device, place
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.formats.weights import Int4Weight
@@ -14,14 +14,14 @@ from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, Plan
 
 
 def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return place(jax.ShapeDtypeStruct(shape, dtype))
+    return h100.place(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def compile_kernel(inputs: int, outputs: tuple[int, ...]) -> None:
     groups = inputs // 128
     weights = tuple(Int4Weight(array(n, groups, 64, dtype=jnp.uint8), array(n, groups), array(n, groups), inputs) for n in outputs)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_device())):
-        mosaic_wide.run.lower(Plan.fitting(MAX_ROWS, groups, outputs, MULTIPROCESSORS), array(MAX_ROWS, inputs), weights).compile()
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h100.abstract_device())):
+        mosaic_wide.run.lower(Plan.fitting(MAX_ROWS, groups, outputs, h100.MULTIPROCESSORS), array(MAX_ROWS, inputs), weights).compile()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from pallas_kernels import matmul
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
+from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul import (
     GPU_IMPLEMENTATIONS,
     int4_matmul,
@@ -24,6 +25,7 @@ from pallas_kernels.matmul import (
     mosaic_skinny,
     mosaic_skinny_plan,
     mosaic_wide,
+    mosaic_wide_block,
     mosaic_wide_plan,
     reference,
     triton,
@@ -256,8 +258,8 @@ def test_many_rows_in_every_configuration_worth_measuring(inputs, outputs):
     weights = tuple(random_weight(out, inputs, i) for i, out in enumerate(outputs))
     x = activations(37, inputs, True)
     run = many_rows_kernel(x, weights)
-    for warpgroups, cluster, step_groups in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8), (2, 4)):
-        config = mosaic_wide_plan.Config(warpgroups, cluster, step_groups)
+    for warpgroups, cluster in itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8)):
+        config = mosaic_wide_plan.Config(warpgroups, cluster)
         if mosaic_wide_plan.Plan(37, inputs // 128, outputs, 132, config).fits:
             y = run(x, weights, config=config)
             assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 5e-3, config
@@ -280,8 +282,15 @@ def test_plans_of_many_rows_fit(rows):
         (2, 6, 32, 64, 86, 112, 224), ((16,), (48, 16), (4096, 1024, 1024), (4096,), (28672,), (128256,))
     ):
         plan = mosaic_wide_plan.Plan.fitting(rows, groups, outputs, 132)
-        assert plan.fits and plan.slots >= mosaic_wide_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024
-        assert plan.tiles * plan.tile >= plan.width and plan.tile % plan.run == 0 and plan.run >= 16
+        assert plan.fits and plan.shared_bytes + RESERVED_BYTES <= SHARED_BYTES
+        # Tiles have every output, steps every input, and of the blocks one alone has each tile in each step.
+        assert (plan.tiles - 1) * plan.tile < sum(outputs) <= plan.tiles * plan.tile
+        assert plan.steps * mosaic_wide_plan.STEP_GROUPS == groups
+        worked = np.zeros((plan.tiles, plan.steps), int)
+        for share in (mosaic_wide_block.Share.of_block(plan, block) for block in range(plan.blocks)):
+            assert share.steps > 0 and (share.upper - share.lower == 1 if plan.config.cluster > 1 else share.upper > share.lower)
+            worked[share.lower : share.upper, share.first : share.first + share.steps] += 1
+        assert (worked == 1).all()
         sums = 4 * plan.tile * 8 * plan.row_tiles
         assert plan.config.cluster == 1 or sums <= plan.slots * plan.slot_bytes
         assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132).config

@@ -36,7 +36,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     listed = QuantizedSource.load_list(plan, at, kv_head, lane) if plan.batch == 1 else None
     share = Partition(plan, at, kv_head, lane).of_block(split)
     batch, chunks, groups = share.batch, share.chunks, share.groups
-    worker, workers = (split - share.first) * plan.teams + warp // team, (share.last - share.first) * plan.teams
+    worker, workers = (split - share.first) * plan.teams + warp // team, (share.end - share.first) * plan.teams
     first, last = ((worker + i) * (chunks + groups) // workers for i in (0, 1))
     buffered = buffered_tokens(plan, at, batch)
     head = batch * plan.kv_heads + kv_head
@@ -126,7 +126,7 @@ def emit_merge(plan: Plan, refs: dict) -> None:
     row = token * R + place % R
     row_block, row = row // plan.block_rows, row % plan.block_rows
     share = Partition(plan, at, kv_head, lane).of_row(batch)
-    first, workers = share.first, (share.last - share.first) * plan.teams
+    first, workers = share.first, (share.end - share.first) * plan.teams
     first = ((kv_head * plan.blocks_of_rows + row_block) * plan.splits + first) * plan.teams
     index = lambda worker: ptx.i64((first + ptx.minimum(worker, workers - 1)) * plan.block_rows + row)
     load = lambda name, worker: ptx.load_global(at[name] + index(worker) * 4, result="f")[0]

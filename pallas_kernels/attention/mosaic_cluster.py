@@ -16,14 +16,14 @@ CHANNELS = 4  # of a thread: a load of 16 bytes
 def merge(plan: Plan, at: dict, partials, thread, rank, share: Share, rows: tuple) -> None:
     """Emits the merging, by all warps of a block; `at` holds where "merged" goes and, where attention is observed, "everything".
 
-    partials: the address of the partial results of the block's first team. rank: the block's number in the cluster. share: the row of the
-    batch that the block reads. rows: the KV head, and the block of query rows.
+    partials: the address of the partial results of the block's first team. rank: the block's number in the cluster. share: the one
+    that the block belongs to. rows: the KV head, and the block of query rows.
     """
     H, pitch, stride = plan.head_dim, plan.partial_pitch, plan.team_bytes + plan.slots * plan.slot_bytes
     threads = 32 * WARPS * plan.config.warpgroups
     pieces = H // CHANNELS
     items = min(plan.block_rows, plan.rows) * pieces
-    batch, first, last = share.batch, share.first, share.last
+    batch, first, end = share.batch, share.first, share.end
     kv_head, row_block = rows
     # Where a row's maximum and sum are: what a block merges must not replace what another thread still reads of the first team.
     merged_at = 4 * H if plan.teams == 1 else 4 * (H + 2)
@@ -57,9 +57,9 @@ def merge(plan: Plan, at: dict, partials, thread, rank, share: Share, rows: tupl
 
         ptx.loop(ptx.i32(0), ptx.i32(-(-items // threads)), (), of_teams)
     ptx.meet_cluster()
-    ranks = [ptx.minimum(first + i, last - 1) for i in range(plan.splits)]
-    there = [first + i < last for i in range(plan.splits)]
-    everyone = (last - first) * threads
+    ranks = [ptx.minimum(first + i, end - 1) for i in range(plan.splits)]
+    there = [first + i < end for i in range(plan.splits)]
+    everyone = (end - first) * threads
 
     def of_blocks(k, carry):
         item = (rank - first) * threads + thread + k * everyone

@@ -14,13 +14,17 @@ LANES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A row of the batch: what a KV head reads in it, chunks of the buffer and groups; its first block, and the one behind its last."""
+    """The part of a KV head's blocks that reads one row of the batch.
+
+    chunks, groups: what the KV head reads in the row, chunks of the buffer and groups. first, end: its first block, and the first one
+    behind its last.
+    """
 
     batch: ptx.Value
     chunks: ptx.Value
     groups: ptx.Value
     first: ptx.Value
-    last: ptx.Value
+    end: ptx.Value
 
 
 def groups_to_read(plan: Plan, at: dict, row, kv_head):
@@ -81,8 +85,8 @@ class Partition:
             return self.only
         chunks, groups, first = (_entry(words, batch) for words in (self.chunks, self.groups, self.firsts))
         final = ptx.i32(self.plan.batch - 1)
-        last = ptx.select(batch == final, ptx.i32(self.plan.splits), _entry(self.firsts, ptx.minimum(batch + 1, final)))
-        return Share(batch, chunks, groups, first, last)
+        end = ptx.select(batch == final, ptx.i32(self.plan.splits), _entry(self.firsts, ptx.minimum(batch + 1, final)))
+        return Share(batch, chunks, groups, first, end)
 
 
 def _units(plan: Plan, at: dict, row, kv_head) -> tuple:

@@ -95,7 +95,8 @@ class QuantizedSource:
         """Where a group of the row lies."""
         plan = self.plan
         if plan.list_width is not None or plan.paged:
-            # Whatever stands in a list, nothing is read that is not of this KV head.
+            # Whatever stands in a list, nothing is read that is not of this KV head. Steps beyond the last, whose places are looked up
+            # ahead, stay within the table of pages.
             group = ptx.minimum(ptx.maximum(group, ptx.i32(0)), ptx.i32(plan.groups - 1))
         if not plan.paged:
             return self.head * plan.groups + group

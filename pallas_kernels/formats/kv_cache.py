@@ -57,7 +57,8 @@ class Planes:
 
     keys:   upper, lower [B, K, C, G, H/2];  scale, zero [B, K, C, H]   (a scale per channel and group of G tokens)
     values: upper, lower [B, K, C, H, G/2];  scale, zero [B, K, C, G]   (a scale per token)
-    C is the capacity in groups. The lower code, -8..7, is stored plus 8.
+    C is the capacity in groups. Where rows share a pool of P pages, [P, K, 1] stands in place of [B, K, C]. The lower code, -8..7, is
+    stored plus 8.
     """
 
     upper: UInt8[Array, "..."]
@@ -107,7 +108,10 @@ class HierarchicalLayer:
         return self.keys.upper.shape[2] if self.pages is None else self.pages.shape[1]
 
     def places(self, groups: Int[Array, "#B #K n"]) -> tuple[Array, Array, Array]:
-        """The first three indices of these groups of each row and KV head, 0 to C - 1, in the arrays of `Planes`."""
+        """Where groups lie: the first three indices of each in the arrays of `Planes`.
+
+        groups: their numbers in the row, 0 to C - 1, for each row and KV head.
+        """
         B, K = self.buffer.keys.shape[:2]
         row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[:, None]
         if self.pages is None:
@@ -115,7 +119,10 @@ class HierarchicalLayer:
         return self.pages[row, groups], head, jnp.zeros_like(groups)
 
     def next_places(self, lengths: Lengths, due: Bool[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        """The first and the third index of the group that each row quantizes next; beyond the arrays for rows that are not due or full."""
+        """Where each row's next quantized group is to lie: its first and its third index in the arrays of `Planes`.
+
+        For a row that is not due, or has no room for another group, one of the two is beyond its axis, so that nothing is written.
+        """
         group = lengths.quantized // self.group_size
         if self.pages is None:
             return jnp.arange(due.shape[0], dtype=group.dtype), jnp.where(due, group, self.groups)

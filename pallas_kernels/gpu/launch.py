@@ -9,7 +9,7 @@ from jax.custom_batching import sequential_vmap
 
 SHARED_BYTES = 227 * 1024  # that a block may have, on Hopper
 RESERVED_BYTES = 2048  # of these: Mosaic takes some for itself
-# Multiprocessors of a GPC, within which a cluster lies: in the mean at least, and that every one surely has. Some of Hopper's have 18.
+# A cluster lies within a GPC. GPC: multiprocessors that it has on average, at least; LEAST_OF_GPC: what even the smallest has.
 GPC, LEAST_OF_GPC = 16, 12
 MAX_CLUSTER = 8  # blocks, that every device with clusters can run at once
 

@@ -81,7 +81,7 @@ NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
 
 def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
     """What `nibbles_to_bf16` needs of a scale and a zero, each of them twice in a pair of bfloat16: two factors, for low and for high
-    nibbles, and the zero."""
+    nibbles, and the zero. Scales must be below 2^26."""
     powers = 133 - 32, 129 - 32, -32  # of 2
     constants = (((power + 127) << 7) * 0x00010001 for power in powers)
     return tuple(ptx.pure("mul.rn.bf16x2 $0, $1, $2;", x, ptx.i32(constant)) for x, constant in zip((scale, scale, zero), constants))

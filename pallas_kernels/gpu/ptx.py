@@ -280,16 +280,14 @@ def store_shared(at: Value, *x: Value) -> None:
 # Copies to shared memory in the background -----------------------------------------------------------------------------
 
 
-def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0, l2_bytes: int = 0) -> None:
+def copy_async(shared: Value, source: Value, size: Value | None = None, *, width: int = 16, offset: int = 0) -> None:
     """Starts a copy of `width` bytes (4, 8 or 16) from global to shared memory, `offset` bytes from both addresses.
 
-    Only the first `size` bytes are read, all by default; the rest arrive as zeros. l2_bytes: whether the 64, 128 or 256 bytes in which they
-    lie come to the L2 as well.
+    Only the first `size` bytes are read, all by default; the rest arrive as zeros.
     """
     tail, args = ("", ()) if size is None else (", $2", (size,))
     level = "cg" if width == 16 else "ca"
-    prefetch = f".L2::{l2_bytes}B" if l2_bytes else ""
-    inline(f"cp.async.{level}.shared.global{prefetch} [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
+    inline(f"cp.async.{level}.shared.global [$0+{offset}], [$1+{offset}], {width}{tail};", shared, source, *args)
 
 
 def commit_copies() -> None:

@@ -23,6 +23,7 @@ from pallas_kernels.matmul.mosaic_wide_plan import (
     PARAMETER_GROUPS,
     PARAMETER_PITCH,
     PARAMETER_SLOTS,
+    STEP_GROUPS,
     X_BYTES,
     X_WARPS,
     Plan,
@@ -87,7 +88,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 def over_steps(plan: Plan, share: Share, carry, some):
     """Runs carry = some(first, last, carry) for the steps whose scales and zeros are one slot's, lot after lot, and returns the carry."""
-    together = PARAMETER_GROUPS // plan.config.step_groups
+    together = PARAMETER_GROUPS // STEP_GROUPS
 
     def one_lot(lot, carry):
         first = lot * together
@@ -130,7 +131,7 @@ def produce_codes(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ri
 def sources(plan: Plan, at: dict, share: Share, name: str, tile, thread) -> list:
     """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
     group_bytes = CODE_BYTES if name == "codes" else 2
-    within = ptx.i64(share.first) * (plan.config.step_groups * group_bytes)
+    within = ptx.i64(share.first) * (STEP_GROUPS * group_bytes)
     arrays, found = [at[f"{name}{i}"] for i in range(len(plan.outputs))], []
     for first in range(0, plan.tile, plan.run):
         # What is beyond the last output repeats the last.
@@ -147,14 +148,14 @@ def copy_codes(plan: Plan, codes: list, number, slot, thread) -> None:
     for first in range(0, plan.tile, CODE_LANES // pieces):
         to = slot + output * plan.code_pitch + (piece ^ ((output + first % 8) & 7)) * PIECE_BYTES
         source = codes[first // plan.run] + within + first % plan.run * row_bytes
-        ptx.copy_async(to + first * plan.code_pitch, source, l2_bytes=plan.config.l2_bytes)
+        ptx.copy_async(to + first * plan.code_pitch, source)
 
 
 def copy_parameters(plan: Plan, array: list, share: Share, first, to, thread) -> None:
     """Starts this lane's copies of scales or zeros, from step `first` on. array: see `sources`."""
-    output, word, row_bytes, groups = thread >> 2, thread & 3, plan.groups * 2, plan.config.step_groups
-    there = first * groups + word * 2 < share.steps * groups
-    within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * groups) + word * 4, ptx.i32(0)))
+    output, word, row_bytes = thread >> 2, thread & 3, plan.groups * 2
+    there = first * STEP_GROUPS + word * 2 < share.steps * STEP_GROUPS
+    within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * STEP_GROUPS) + word * 4, ptx.i32(0)))
     size = ptx.select(there, ptx.i32(4), ptx.i32(0))
     to = to + output * PARAMETER_PITCH + word * 4
     for more in range(0, plan.tile, CODE_LANES // 4):
@@ -198,7 +199,7 @@ class Activations:
         self.plan = plan
         row, piece = (lane >> 1) & 7, lane >> 4 << 1 | lane & 1
         row_bytes = plan.groups * GROUP_SIZE * X_BYTES
-        self.step_bytes = plan.config.step_groups * GROUP_SIZE * X_BYTES  # of a row
+        self.step_bytes = STEP_GROUPS * GROUP_SIZE * X_BYTES  # of a row
         start = x + ptx.i64(share.first) * self.step_bytes + ptx.i64(warp * COLUMN_BYTES + piece * PIECE_BYTES)
         # Rows that are not there repeat the last.
         rows = row, ptx.minimum(row + COLUMNS * (plan.row_tiles - 1), ptx.i32(plan.rows - 1))
@@ -231,7 +232,7 @@ class Activations:
 
 
 def multiply(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, warp, lane) -> None:
-    """Multiplies all tiles, and writes the warp's outputs, or in a cluster its sums, to shared memory."""
+    """Multiplies all tiles, and writes the warp's outputs; in a cluster it leaves its sums in shared memory."""
     # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
     codes_at = (warp * 16 + (lane & 15)) * plan.code_pitch
     moved = ((lane >> 4) ^ (lane & 7)) * PIECE_BYTES
@@ -246,7 +247,7 @@ def multiply(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, w
             def step(number, carry):
                 slot, parity, acc = carry
                 ptx.wait_for_arrivals(ring.filled(slot), parity)
-                scales = scales_at + (number - first) * (2 * plan.config.step_groups)
+                scales = scales_at + (number - first) * (2 * STEP_GROUPS)
                 acc = add_step(plan, acc, ring.slot(slot), codes_at, moved, scales)
                 arrive_once_all_have(ring.emptied(slot), lane)
                 return *ring.following(slot, parity), acc
@@ -273,11 +274,10 @@ def multiply(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, w
 
 def add_step(plan: Plan, acc: list, slot, codes_at, moved, scales_at) -> list:
     """Adds the products of a step, which are done when it returns."""
-    for group in range(plan.config.step_groups):
-        if group % 2 == 0:
-            at = [scales_at + group * 2 + array * (plan.tile * PARAMETER_PITCH) for array in (0, 1)]
-            words = [[ptx.load_shared(x + row * PARAMETER_PITCH, 1)[0] for x in at] for row in (0, 8)]
-        of_group = "0x1010" if group % 2 == 0 else "0x3232"
+    # A word has the scales or zeros of both groups of the step.
+    at = [scales_at + array * (plan.tile * PARAMETER_PITCH) for array in (0, 1)]
+    words = [[ptx.load_shared(x + row * PARAMETER_PITCH, 1)[0] for x in at] for row in (0, 8)]
+    for group, of_group in enumerate(("0x1010", "0x3232")):
         rows = [numerics.nibble_factors(*(ptx.pure(f"prmt.b32 $0, $1, $2, {of_group};", x, x) for x in pair)) for pair in words]
         for first in (0, 2):  # of four columns of 16 bytes
             column = (group * (CODE_BYTES // PIECE_BYTES) + first) * PIECE_BYTES

@@ -20,7 +20,7 @@ PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one 
 PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
 PARAMETER_SLOTS = 2
 LEAST_SLOTS, MOST_SLOTS = 2, 8
-STEP_GROUPS = 2
+STEP_GROUPS = 2  # groups of inputs that a block takes at once
 # What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
 CLUSTER_BYTES = 96 * 1024
 
@@ -29,14 +29,11 @@ CLUSTER_BYTES = 96 * 1024
 class Config:
     """How the work is divided.
 
-    warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them. step_groups: groups
-    of inputs that a block takes at once, 2 or 4. l2_bytes: see `ptx.copy_async`.
+    warpgroups: of math warps, 64 outputs of a tile each. cluster: blocks that divide the inputs of a tile among them.
     """
 
     warpgroups: int
     cluster: int
-    step_groups: int = STEP_GROUPS
-    l2_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether there is room for it, and work for each of its blocks."""
-        whole = self.groups % self.config.step_groups == 0
+        whole = self.groups % STEP_GROUPS == 0
         return whole and self.slots >= LEAST_SLOTS and self.config.cluster <= self.steps
 
     @property
@@ -75,14 +72,14 @@ class Plan:
         """Bytes that the busiest multiprocessor copies, about."""
         cluster = self.config.cluster
         most = clusters_at_once(cluster, self.multiprocessors)
-        each = math.ceil(self.steps / cluster) * (self.slot_bytes + self.tile * 4 * self.config.step_groups)
+        each = math.ceil(self.steps / cluster) * (self.slot_bytes + self.tile * 4 * STEP_GROUPS)
         return math.ceil(self.tiles / max(1, most)) * (each + (CLUSTER_BYTES if cluster > 1 else 0))
 
     @property
     def most_weights(self) -> int:
         """Weights that the busiest block multiplies, those of a last tile that is not full among them."""
         turns, steps = math.ceil(self.tiles / self.clusters), math.ceil(self.steps / self.config.cluster)
-        return turns * self.tile * steps * self.config.step_groups * GROUP_SIZE
+        return turns * self.tile * steps * STEP_GROUPS * GROUP_SIZE
 
     @property
     def width(self) -> int:
@@ -121,7 +118,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """Steps over all inputs, which the blocks of a cluster divide."""
-        return self.groups // self.config.step_groups
+        return self.groups // STEP_GROUPS
 
     @property
     def row_tiles(self) -> int:
@@ -134,7 +131,7 @@ class Plan:
     @property
     def code_pitch(self) -> int:
         """Bytes from one output's codes to the next in a slot."""
-        return CODE_BYTES * self.config.step_groups
+        return CODE_BYTES * STEP_GROUPS
 
     @property
     def code_bytes(self) -> int:
@@ -144,7 +141,7 @@ class Plan:
     @property
     def x_tile_bytes(self) -> int:
         """Bytes of the activations of a step, of a tile of rows."""
-        return GROUP_SIZE * self.config.step_groups // MMA_INPUTS * MMA_BYTES
+        return GROUP_SIZE * STEP_GROUPS // MMA_INPUTS * MMA_BYTES
 
     @property
     def slot_bytes(self) -> int:

@@ -133,7 +133,7 @@ def measure(
     """
     make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
     made = [(case, _attempt(make, case)) for case in cases]
-    too_many: dict[Case, int] = {}  # the rows that did not fit
+    too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
         fitting = [(case, draft) for case, draft in made if case not in too_many]
         settings = dict(batch_size=batch_size, rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
@@ -314,6 +314,7 @@ class _Measured:
     ) -> int:
         """The largest of what the programs hold, with the draft as each of them has it; shared arrays count once."""
         held = lambda draft: bytes_of((self.engine.target, draft)) - bytes_of(self.engine.target)
+        # Decode is given the whole draft, in which arrays that are the target's would count again. Prefill runs beside the draft.
         peaks = [_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_of(in_decode)]
         if fork is not None:  # which is given neither target nor draft
             peaks.append(_working_bytes(fork) + bytes_of((self.engine.target, in_decode)))
@@ -338,7 +339,7 @@ class _Measured:
         return _Decode(prefill_s, decode_s, emitted, counts, tokens), state
 
     def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: float) -> list["_Work"]:
-        """The steps of a round, each to be timed alone on a filled cache; `state` is the one after prefill."""
+        """The steps of a round, each to be timed alone on a filled cache. state: the one after prefill, or of several rows after `fork`."""
         lengths, B = state.cache.lengths, self.batch_size
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
         logits = jax.random.normal(jax.random.key(0), (B, width, vocabulary))

@@ -134,7 +134,7 @@ def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
     place = lambda row: (row.context, row.batch_size)
     baselines = {place(row): row for row in rows if row.method == AUTOREGRESSIVE and row.ms_per_token}
 
-    def compared(row: DecodeRow) -> DecodeRow:
+    def with_baseline(row: DecodeRow) -> DecodeRow:
         baseline = baselines.get(place(row))
         if baseline is None or row.ms_per_token is None:
             return row
@@ -144,4 +144,4 @@ def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
         limit = baseline.round_bytes * (row.new_tokens / row.rounds) / row.round_bytes
         return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
 
-    return [compared(row) for row in rows]
+    return [with_baseline(row) for row in rows]

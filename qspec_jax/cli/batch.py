@@ -62,7 +62,7 @@ def batch(
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
     seed: Seed = 0,
     dtype: DtypeOption = None,
-    refill: Annotated[bool, typer.Option(help="Give a place that is free to the next prompt at once, not when all are.")] = True,
+    refill: Annotated[bool, typer.Option(help="Give a slot that is free to the next prompt at once, not when all are.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT, and what is left of another run.")] = False,
     as_json: Json = False,
 ):

@@ -57,8 +57,8 @@ class Efficiencies:
     tile_triton: the same of the Triton kernels. observed: finding each group's mass, for each quantized token and
     tile of query rows.
     int4_rows: the INT4 matmul, for each weight and each further tile of rows. int4_parts: the same where activations are placed in parts.
-    launch_wide: in place of launch_matmul for the INT4 matmul of many rows. int4_wide: the same, for each row and each weight, as if all
-    multiprocessors had as many as the one that has most.
+    launch_wide: in place of launch_matmul for the INT4 matmul of many rows. int4_wide: the same kernel, for each
+    row and each single weight of the busiest block, times the number of multiprocessors.
     round: sampling and all else that a round does once. flush_layer: a flush, for each layer.
     prefill_share: the share of the bf16 peak that prefill reaches. prefill_call: a call of prefill.
     """
@@ -165,7 +165,7 @@ def _roofline(device: Device, work: Work) -> float:
 
 def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     """The linear layers of a layer in INT4: fused in one launch, one launch each, or the reference where there are too many rows."""
-    if rows > int4_rows(device):
+    if rows > most_int4_rows(device):
         dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
         return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
     pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
@@ -181,7 +181,7 @@ def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     return Cost(int4_bytes(config) / device.read_bytes_per_s, counts)
 
 
-def int4_rows(device: Device) -> int:
+def most_int4_rows(device: Device) -> int:
     """The most rows of activations that a kernel multiplies by INT4 weights; above, they are dequantized in every step."""
     return mosaic_wide_plan.MAX_ROWS if device.kernels == "mosaic_gpu" else MAX_ROWS
 
@@ -224,7 +224,8 @@ def attention_cost(
 def _kind(device: Device, config: LlamaConfig, planes: int, tiles: int, group_size: int, batch: int) -> str:
     """The coefficient of attention over quantized tokens.
 
-    A configuration counts where the kernel finds it, for this very `Plan.problem`; blocks are taken to have all query rows of a KV head.
+    A configuration counts that was tuned for this very `Plan.problem`; blocks are taken to have all query rows of a KV head. This is
+    stricter than the kernel, which also takes a configuration of a problem alike (`mosaic_plan.alike`), for which there is no coefficient.
     """
     name = "int4" if planes == 1 else "int8"
     if device.kernels == "triton":
