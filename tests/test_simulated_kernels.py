@@ -191,7 +191,7 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
         (64, 512, (128, 64), 1, WideConfig(1, 1)),  # tiles one after the other
         (24, 768, (80,), 1, WideConfig(2, 3)),  # a tile of rows for each block
         (64, 1280, (64, 64), 1, WideConfig(1, 2)),  # more steps for one block than for the other
-        (33, 1024, (64,), 1, WideConfig(1, 1, 4)),
+        (33, 1024, (64,), 1, WideConfig(1, 1)),
         (1, 4608, (16,), 1, WideConfig(1, 1)),  # more steps than the ring has slots
     ],
 )
