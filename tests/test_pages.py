@@ -129,6 +129,11 @@ class Small(PagePool):
         super().__init__(1 + max(1, (size - 1) // 2))
 
 
+@pytest.fixture(autouse=True)
+def paged(monkeypatch):
+    monkeypatch.setattr(batch, "PAGED", ("cpu", "gpu"))
+
+
 @pytest.fixture(scope="module")
 def model(directory):
     return load_model(directory)

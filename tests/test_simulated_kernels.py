@@ -418,8 +418,7 @@ def assert_close(out: jax.Array, expected: jax.Array) -> None:
 MANY_ROWS = Case(1, 1, 1, 64, group_size=64, capacity=5, groups=(0, 1, 5, 0, 2) * 7)
 
 
-@pytest.mark.parametrize("view", [DenseView(1), random_lists(MANY_ROWS)], ids=["dense", "listed"])
-@pytest.mark.parametrize("splits", [1, 48])
+@pytest.mark.parametrize(("splits", "view"), [(1, DenseView(1)), (48, random_lists(MANY_ROWS))], ids=["dense", "listed"])
 def test_attention_of_many_rows(splits, view):
     q, layer, lengths = attention_problem(MANY_ROWS, "gaussian")
     out, _ = attend(q, layer, lengths, view, Config(splits))

@@ -112,7 +112,7 @@ def _groups(
             # What stands behind the count is no group, perhaps, and must not be read as NaN: it is weighted with 0.
             numbers = jnp.clip(take(view.groups), 0, layer.groups - 1) if listed else group[None, None]
             places = layer.places(numbers)
-            take = lambda x: x[places]
+            take = lambda x: x.at[places].get(mode="promise_in_bounds")
         k, v = dequantize_groups(*jax.tree.map(take, (layer.keys, layer.values)), planes=view.planes, dtype=rows.dtype)
         merge = lambda x: x.reshape(*x.shape[:2], chunk * G, x.shape[-1])
         visible = jnp.repeat(visible, G, axis=-1)[:, :, None]

@@ -36,6 +36,7 @@ from qspec_jax.models.prompts import bucket
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
 # Prompts longer than fit into this, in tokens times layers, are prefilled in parts, with so many rounds of the other rows between them.
 PART, ROUNDS_BETWEEN = 1 << 16, 4
+PAGED = ("gpu",)  # backends whose kernels look pages up as they read; elsewhere that takes a copy (a CPU: 7 % of decoding)
 ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
@@ -171,7 +172,7 @@ class _Slots:
         cache = configs[0].cache_config
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
-        if CACHES[cache.kind].shares_pages:
+        if CACHES[cache.kind].shares_pages and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self._room() if batch is None else capacity.enough_for(batch, self.groups)
