@@ -74,6 +74,12 @@ def fails(run):
     return check
 
 
+@pytest.fixture
+def paged(monkeypatch):
+    """Rows of a batch share pages on a CPU too."""
+    monkeypatch.setattr("qspec_jax.decoding.batch.PAGED", ("cpu", "gpu"))
+
+
 @pytest.fixture(scope="module")
 def float64():
     with jax.enable_x64(True):

@@ -266,7 +266,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refill", [True, False])
-def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model, tokenizer, draft, monkeypatch):
+def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model, tokenizer, draft, paged, monkeypatch):
     """The host alone knows that it is over: the device must run it no further, for its pages are another row's then."""
     r = np.random.default_rng(5)
     drawn = lambda tokens, new, **settings: Request(
@@ -281,7 +281,6 @@ def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model
     requests = [long, drawn(30, 30), stops, last] if refill else [long, drawn(5, 4), drawn(9, 20), stops, last]
     expected = outcome(run_batch(model, requests, batch_size=1, draft=draft, tokenizer=tokenizer))
     if refill:  # requests wait for pages, so that a slot stands empty
-        monkeypatch.setattr(batch, "PAGED", ("cpu", "gpu"))
         monkeypatch.setattr(batch.capacity, "enough_for", lambda rows, groups: batch.capacity.Capacity(2, 1 + max(groups) + 2))
     found = run_batch(model, requests, batch_size=2, draft=draft, tokenizer=tokenizer, refill=refill)
     assert outcome(found) == expected and found.stats.busy_rounds == sum(result.stats["num_spec_steps"] for result in expected)

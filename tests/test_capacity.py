@@ -11,17 +11,14 @@ from test_batch import outcome, some_requests
 
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import batch, capacity
+from qspec_jax.decoding import capacity
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.capacity import Capacity, divided, enough_for
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 
-
-@pytest.fixture(autouse=True)
-def paged(monkeypatch):
-    monkeypatch.setattr(batch, "PAGED", ("cpu", "gpu"))
+pytestmark = pytest.mark.usefixtures("paged")
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_what_drafts_with_caches_of_their_own_cover():
 
 
 def test_budgets_below_the_least_groups_are_named(run, directory, file):
-    """Of 4 groups 25 % is one and 75 % are three: with at least two of them the table says which budget was raised, and to what."""
+    """A quarter of 4 groups is one, and 75 % are three: with at least two of them the table says which budget was raised, and to what."""
     base = ["eval", "acceptance", "--model", directory, "--file", file, "--temperature", 0, "--no-calibrate", "--mode", "teacher-forced"]
     base += ["--context", 80, "--max-new-tokens", 3, "--texts", 1, "--group-size", 16, "--draft", "sparse:least_groups=2,weight_bits=16"]
     code, out, _ = run(*base, "--budget", 0.25, "--budget", 0.75)

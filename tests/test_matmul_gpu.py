@@ -287,9 +287,9 @@ def test_plans_of_many_rows_fit(rows):
         assert (plan.tiles - 1) * plan.tile < sum(outputs) <= plan.tiles * plan.tile
         assert plan.steps * mosaic_wide_plan.STEP_GROUPS == groups
         worked = np.zeros((plan.tiles, plan.steps), int)
-        for share in (mosaic_wide_block.Share.of_block(plan, block) for block in range(plan.blocks)):
-            assert share.steps > 0 and (share.upper - share.lower == 1 if plan.config.cluster > 1 else share.upper > share.lower)
-            worked[share.lower : share.upper, share.first : share.first + share.steps] += 1
+        for share in (mosaic_wide_block.share_of(plan, block) for block in range(plan.blocks)):
+            assert share.count > 0 and (share.upper - share.lower == 1 if plan.config.cluster > 1 else share.upper > share.lower)
+            worked[share.lower : share.upper, share.first : share.first + share.count] += 1
         assert (worked == 1).all()
         sums = 4 * plan.tile * 8 * plan.row_tiles
         assert plan.config.cluster == 1 or sums <= plan.slots * plan.slot_bytes

@@ -23,6 +23,8 @@ from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.pages import PagePool
 
+pytestmark = pytest.mark.usefixtures("paged")
+
 CASE = Case(3, 4, 2, 16)
 VIEWS = {
     "upper": UPPER_PLANE,
@@ -127,11 +129,6 @@ class Small(PagePool):
 
     def __init__(self, size):
         super().__init__(1 + max(1, (size - 1) // 2))
-
-
-@pytest.fixture(autouse=True)
-def paged(monkeypatch):
-    monkeypatch.setattr(batch, "PAGED", ("cpu", "gpu"))
 
 
 @pytest.fixture(scope="module")

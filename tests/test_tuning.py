@@ -51,7 +51,7 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
 
 
 def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
-    """Of one row, or of a few tiles more; the problem's own comes first, and blocks of a cluster stay with theirs."""
+    """Alike are one row, and a few tiles more; the problem's own comes first, and blocks of a cluster stay with theirs."""
     default = plan.configured(None)
     stored = lambda splits, **changed: tuning.store(
         mosaic_plan.KERNEL, plan.problem | changed, {"splits": splits, "warpgroups": 2, "team": 2, "launches": 1}, tuning.path()

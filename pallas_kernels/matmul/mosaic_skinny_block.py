@@ -7,12 +7,12 @@ second. Epilogue warps add the math warps' sums of a tile in their order. INT8 c
 the outputs' scales at the end. Rings and barriers are described in docs/kernels.md.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
 from pallas_kernels.matmul.mosaic_block import row_of
+from pallas_kernels.matmul.mosaic_share import ClusterShare
 from pallas_kernels.matmul.mosaic_skinny_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
@@ -35,24 +35,6 @@ STEPS = UNIT_BYTES // STEP_BYTES
 ACCUMULATORS = 2  # that do not wait for each other: one for each tensor-core product of 16 bytes of activations
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a block works on: the cluster's tiles, from `lower` to `upper` - 1, over the inputs of `units` units from `first` on."""
-
-    rank: ptx.Value
-    lower: ptx.Value
-    upper: ptx.Value
-    first: ptx.Value
-    units: ptx.Value
-
-    @classmethod
-    def of_block(cls, plan: Plan, block) -> "Share":
-        rank, number = block % plan.cluster, block // plan.cluster
-        first = rank * plan.units // plan.cluster
-        lower, upper = (i * plan.tiles // plan.clusters for i in (number, number + 1))
-        return cls(rank, lower, upper, first, (rank + 1) * plan.units // plan.cluster - first)
-
-
 def emit_block(plan: Plan, refs: dict) -> None:
     """Emits a block: its rings, and the program of each kind of warp."""
     at = {name: ptx.address(ref) for name, ref in refs.items()}
@@ -61,7 +43,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     shared = at["shared"]
     ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.arrivals_start)
     sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
-    share = Share.of_block(plan, block)
+    share = ClusterShare.of_block(block, cluster=plan.cluster, clusters=plan.clusters, tiles=plan.tiles, parts=plan.units)
     x_arrival = sums.arrivals_end
     with ptx.when(thread == 0):
         ring.start(PRODUCER_WARPS, MATH_WARPS)
@@ -86,22 +68,22 @@ def emit_block(plan: Plan, refs: dict) -> None:
         ptx.meet_cluster()
 
 
-def row_at(plan: Plan, share: Share, array, row, item_bytes: int):
+def row_at(plan: Plan, share: ClusterShare, array, row, item_bytes: int):
     """The address of the block's inputs of a row of an array, whose items have so many bytes."""
     unit_bytes = UNIT_BYTES // plan.weight_bytes * item_bytes
     return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * unit_bytes
 
 
-def copy_activations(plan: Plan, at: dict, share: Share, arrival, lane) -> None:
+def copy_activations(plan: Plan, at: dict, share: ClusterShare, arrival, lane) -> None:
     """Copies the block's inputs of all rows, which stay."""
-    size = share.units * (UNIT_BYTES * plan.x_ratio)
+    size = share.count * (UNIT_BYTES * plan.x_ratio)
     with ptx.when(lane == 0):
         ptx.arrive_with(arrival, size * plan.rows)
     with ptx.when(lane < plan.rows):
         ptx.copy_bulk(at["shared"] + plan.x_start + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, arrival)
 
 
-def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
+def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -> None:
     """Fills the ring with a producer warp's rows of all passes of all tiles."""
     arrays = [at[f"weight{i}"] for i in range(len(plan.outputs))]
     rows = TILE // PRODUCER_WARPS
@@ -113,7 +95,7 @@ def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
         def one_pass(number, carry):
             slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied(slot), parity)
-            size = ptx.minimum(share.units - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
+            size = ptx.minimum(share.count - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
             # In the last pass of a smaller share there may be nothing to copy.
             with ptx.when(lane == 0):
                 ptx.arrive_with(ring.filled(slot), size * rows)
@@ -126,7 +108,7 @@ def produce(plan: Plan, at: dict, share: Share, ring: Ring, warp, lane) -> None:
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1)), one_tile)
 
 
-def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) -> None:
+def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, lane) -> None:
     """Multiplies the warp's inputs of all tiles, and puts its sums of each in the ring of sums. x: the address of the activations."""
     g, t = lane >> 2, lane & 3
     within = warp * UNIT_BYTES + t * 16
@@ -138,7 +120,7 @@ def multiply(plan: Plan, x, share: Share, ring: Ring, sums: Ring, warp, lane) ->
         slot, parity, totals = carry
         ptx.wait_for_arrivals(ring.filled(slot), parity)
         weights = take(ring.slot(slot) + g * PITCH + within, 1)
-        there = number * MATH_WARPS + warp < share.units
+        there = number * MATH_WARPS + warp < share.count
         # A warp without inputs in this pass multiplies what it may read, and adds nothing.
         offset = within + number * PASS_BYTES if plan.whole else ptx.select(there, within + number * PASS_BYTES, ptx.i32(0))
         rows = [take(at + offset * plan.x_ratio, plan.x_ratio) for at in x_at]
@@ -182,7 +164,7 @@ def add_products(totals: list, rows: list, weights: list) -> list:
     return totals
 
 
-def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
+def add_warps(plan: Plan, at: dict, share: ClusterShare, sums: Ring, thread) -> None:
     """Adds the math warps' sums of all tiles: outputs, or where there are other blocks in the cluster the block's part of them."""
     lane = thread & 31
 
@@ -206,7 +188,7 @@ def add_warps(plan: Plan, at: dict, share: Share, sums: Ring, thread) -> None:
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(0)), one_tile)
 
 
-def add_blocks(plan: Plan, at: dict, share: Share, thread) -> None:
+def add_blocks(plan: Plan, at: dict, share: ClusterShare, thread) -> None:
     """Adds what the blocks of the cluster found of its tiles, in the order of their ranks; each block takes some of the outputs."""
     items, everyone = (share.upper - share.lower) * plan.pairs, plan.cluster * 32 * WARPS
 

@@ -9,11 +9,10 @@ A slot holds codes [output][16 bytes], of which those of row r change places by 
 activations as `fragments.start_products` reads them. docs/kernels.md has more ("INT4 matmul of many rows").
 """
 
-import dataclasses
-
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
 from pallas_kernels.matmul.mosaic_block import row_of
+from pallas_kernels.matmul.mosaic_share import ClusterShare
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
     CODE_WARPS,
@@ -37,23 +36,9 @@ WARP_OUTPUTS = 16  # of a tile
 SUMS_BYTES = 16  # of a lane's sums of a tile of rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a block works on: tiles `lower` to `upper` - 1, in each of them `steps` steps from step `first` on."""
-
-    rank: ptx.Value
-    lower: ptx.Value
-    upper: ptx.Value
-    first: ptx.Value
-    steps: ptx.Value
-
-    @classmethod
-    def of_block(cls, plan: Plan, block) -> "Share":
-        cluster = plan.config.cluster
-        rank, number = block % cluster, block // cluster
-        lower, upper = (i * plan.tiles // plan.clusters for i in (number, number + 1))
-        first, end = (i * plan.steps // cluster for i in (rank, rank + 1))
-        return cls(rank, lower, upper, first, end - first)
+def share_of(plan: Plan, block) -> ClusterShare:
+    """The tiles that a block works on, and the steps of them."""
+    return ClusterShare.of_block(block, cluster=plan.config.cluster, clusters=plan.clusters, tiles=plan.tiles, parts=plan.steps)
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -64,7 +49,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     shared = at["shared"]
     ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.arrivals_start)
     parameters = Ring(PARAMETER_SLOTS, shared + plan.parameters_start, plan.parameter_bytes, ring.arrivals_end)
-    share = Share.of_block(plan, block)
+    share = share_of(plan, block)
     with ptx.when(thread == 0):
         # Every lane that copies codes arrives once its own are there, and one of a warp that stores activations.
         ring.start(CODE_LANES + X_WARPS, plan.math_warps)
@@ -86,21 +71,21 @@ def emit_block(plan: Plan, refs: dict) -> None:
         ptx.meet_cluster()
 
 
-def over_steps(plan: Plan, share: Share, carry, some):
+def over_steps(plan: Plan, share: ClusterShare, carry, some):
     """Runs carry = some(first, last, carry) for the steps whose scales and zeros are one slot's, lot after lot, and returns the carry."""
     together = PARAMETER_GROUPS // STEP_GROUPS
 
     def one_lot(lot, carry):
         first = lot * together
-        return some(first, ptx.minimum(share.steps, first + together), carry)
+        return some(first, ptx.minimum(share.count, first + together), carry)
 
-    return ptx.loop(ptx.i32(0), (share.steps + (together - 1)) // together, carry, one_lot)
+    return ptx.loop(ptx.i32(0), (share.count + (together - 1)) // together, carry, one_lot)
 
 
 # Warps that copy codes, scales and zeros ---------------------------------------------------------------------------------
 
 
-def produce_codes(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, thread) -> None:
+def produce_codes(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: Ring, thread) -> None:
     """Fills slots with codes, and those of scales and zeros, for all steps of all tiles. thread: 0 to CODE_LANES - 1."""
 
     def one_tile(tile, carry):
@@ -128,7 +113,7 @@ def produce_codes(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ri
     ptx.loop(share.lower, share.upper, (*empty, *empty), one_tile)
 
 
-def sources(plan: Plan, at: dict, share: Share, name: str, tile, thread) -> list:
+def sources(plan: Plan, at: dict, share: ClusterShare, name: str, tile, thread) -> list:
     """Where the first output of each run of a tile has its numbers of an array, those from the block's first step on."""
     group_bytes = CODE_BYTES if name == "codes" else 2
     within = ptx.i64(share.first) * (STEP_GROUPS * group_bytes)
@@ -151,10 +136,10 @@ def copy_codes(plan: Plan, codes: list, number, slot, thread) -> None:
         ptx.copy_async(to + first * plan.code_pitch, source)
 
 
-def copy_parameters(plan: Plan, array: list, share: Share, first, to, thread) -> None:
+def copy_parameters(plan: Plan, array: list, share: ClusterShare, first, to, thread) -> None:
     """Starts this lane's copies of scales or zeros, from step `first` on. array: see `sources`."""
     output, word, row_bytes = thread >> 2, thread & 3, plan.groups * 2
-    there = first * STEP_GROUPS + word * 2 < share.steps * STEP_GROUPS
+    there = first * STEP_GROUPS + word * 2 < share.count * STEP_GROUPS
     within = ptx.i64(output * row_bytes + ptx.select(there, first * (2 * STEP_GROUPS) + word * 4, ptx.i32(0)))
     size = ptx.select(there, ptx.i32(4), ptx.i32(0))
     to = to + output * PARAMETER_PITCH + word * 4
@@ -165,7 +150,7 @@ def copy_parameters(plan: Plan, array: list, share: Share, first, to, thread) ->
 # Warps that copy activations ---------------------------------------------------------------------------------------------
 
 
-def produce_activations(plan: Plan, x, share: Share, ring: Ring, warp, lane) -> None:
+def produce_activations(plan: Plan, x, share: ClusterShare, ring: Ring, warp, lane) -> None:
     """Fills slots with activations, for all steps of all tiles. x: their address. warp: 0 to X_WARPS - 1."""
     x = Activations(plan, x, share, warp, lane)
     first, *others = x.lots()
@@ -181,10 +166,10 @@ def produce_activations(plan: Plan, x, share: Share, ring: Ring, warp, lane) -> 
             fragments.publish()
             arrive_once_all_have(ring.filled(slot), lane)
             # Those of the next step are on their way while a slot is waited for. After the last comes the next tile's first.
-            following = ptx.select(number + 1 < share.steps, number + 1, ptx.i32(0))
+            following = ptx.select(number + 1 < share.count, number + 1, ptx.i32(0))
             return *ring.following(slot, parity), x.load(following, first)
 
-        return ptx.loop(ptx.i32(0), share.steps, carry, step)
+        return ptx.loop(ptx.i32(0), share.count, carry, step)
 
     ptx.loop(share.lower, share.upper, (ptx.i32(0), ptx.i32(1), x.load(ptx.i32(0), first)), one_tile)
 
@@ -195,7 +180,7 @@ class Activations:
     A warp has 32 inputs of eight rows at a time, in columns that the warps take in turn. Half of it stores 128 bytes one after the other.
     """
 
-    def __init__(self, plan: Plan, x, share: Share, warp, lane):
+    def __init__(self, plan: Plan, x, share: ClusterShare, warp, lane):
         self.plan = plan
         row, piece = (lane >> 1) & 7, lane >> 4 << 1 | lane & 1
         row_bytes = plan.groups * GROUP_SIZE * X_BYTES
@@ -231,7 +216,7 @@ class Activations:
 # Math warps -----------------------------------------------------------------------------------------------------
 
 
-def multiply(plan: Plan, at: dict, share: Share, ring: Ring, parameters: Ring, warp, lane) -> None:
+def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: Ring, warp, lane) -> None:
     """Multiplies all tiles, and writes the warp's outputs; in a cluster it leaves its sums in shared memory."""
     # Where a lane's row of codes is for `load_matrices`, whose matrices are two of rows and two columns of 16 bytes.
     codes_at = (warp * 16 + (lane & 15)) * plan.code_pitch
@@ -313,7 +298,7 @@ def sums_at(plan: Plan, shared, warp, row_tile, lane):
     return shared + ((warp * plan.row_tiles + row_tile) * 32 + lane) * SUMS_BYTES
 
 
-def add_blocks(plan: Plan, at: dict, share: Share, warp, lane) -> None:
+def add_blocks(plan: Plan, at: dict, share: ClusterShare, warp, lane) -> None:
     """Adds the sums of the cluster's blocks, in the order of their ranks, and writes outputs; each block takes some tiles of rows."""
     cluster = plan.config.cluster
     for first in range(0, plan.row_tiles, cluster):

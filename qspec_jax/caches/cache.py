@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,6 @@ class Cache(AppendedCache):
     whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
     """
 
-    shares_pages: ClassVar[bool] = False  # whether rows may share a pool of pages, see `pooled`
-
     @property
     @abc.abstractmethod
     def schedule(self) -> Schedule:
@@ -82,10 +80,6 @@ class Cache(AppendedCache):
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
         """The layers once the oldest G buffered tokens of the rows that are due are quantized."""
         return self.layers
-
-    def pooled(self, batch: int, pages: int) -> Self:
-        """An empty batch of rows with the capacity of this cache's, which share a pool of so many pages. Only where `shares_pages`."""
-        raise NotImplementedError(f"rows of a {type(self).__name__} do not share pages")
 
     def with_rows(self, rows: Self, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> Self:
         """The cache with the rows of another of the same capacity in place of k of its own.
@@ -120,6 +114,25 @@ class Cache(AppendedCache):
     def draft_room(self) -> Int[Array, "B"]:
         """How many drafts each row may verify in this round; see `Schedule.draft_room`."""
         return self.schedule.draft_room(self.lengths)
+
+
+class PooledCache(Cache):
+    """The protocol of a cache whose rows may share a pool of pages, each of which has room for one group.
+
+    pages: the page of each of a row's groups; None where each row has room of its own. Nothing is ever written to page 0, which stands for
+    the groups that a row will never have.
+    """
+
+    pages: Int[Array, "B C"] | None
+
+    @property
+    @abc.abstractmethod
+    def groups(self) -> int:
+        """Capacity of the quantized region of a row, in groups."""
+
+    @abc.abstractmethod
+    def pooled(self, batch: int, pages: int) -> Self:
+        """An empty batch of rows with the capacity of this cache's, which share a pool of so many pages, page 0 among them."""
 
 
 def no_tokens(batch: int) -> Lengths:

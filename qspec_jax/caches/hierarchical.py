@@ -15,26 +15,23 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HierarchicalCache(Cache):
+class HierarchicalCache(PooledCache):
     """Upper and lower 4-bit planes for all but the most recent tokens, which a double full-precision buffer holds.
 
     scheme: how values become codes, a key of `pallas_kernels.formats.quantization.SCHEMES`. pages: see `HierarchicalLayer`; all layers
-    have the same, which therefore stand here and not in `layers`. Where rows share a pool, nothing is ever written to page 0, which
-    stands for the groups that a row will never have.
+    have the same, which therefore stand here and not in `layers`.
     """
 
     layers: tuple[HierarchicalLayer, ...]
     lengths: Lengths
     scheme: str = dataclasses.field(metadata={"static": True})
     pages: Int[Array, "B C"] | None = None
-
-    shares_pages = True
 
     @property
     def group_size(self) -> int:

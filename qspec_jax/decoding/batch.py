@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from qspec_jax.caches.cache import PooledCache
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.decoding import capacity
 from qspec_jax.decoding.engine import Engine
@@ -172,7 +173,7 @@ class _Slots:
         cache = configs[0].cache_config
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
-        if CACHES[cache.kind].shares_pages and jax.default_backend() in PAGED:
+        if issubclass(CACHES[cache.kind], PooledCache) and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self._room() if batch is None else capacity.enough_for(batch, self.groups)
@@ -247,7 +248,7 @@ class _Slots:
             return self.engine.prefill(*self._prompt(index))
         for part in self.engine.prefill_in_parts(*self._prompt(index), layers=layers):
             if isinstance(part, DecodeState):
-                return part
+                break
             if not self._running:
                 continue
             self.newest = part
@@ -257,7 +258,7 @@ class _Slots:
             if self._running:
                 self._segment(ROUNDS_BETWEEN)
                 yield from self._ended()
-        raise AssertionError("prefill in parts comes to a state")
+        return part
 
     def _put(self, slot: int, index: int, pages: list[int] | None, row: DecodeState) -> None:
         self._wait_for_prefill()  # no more than two rows at once take memory besides the batch

@@ -284,20 +284,28 @@ class Engine:
     ) -> Iterator[Array | DecodeState]:
         """What `prefill` does, so many layers at a time. Yields an array that is ready when a part is done, and at last the state."""
         target, draft, tokens, n, *settings = self.prefill_call(prompts, sampler, keys, limits).args
-        blocks, sizes = list(target.model.layers), dict(self.static)
-        sizes_of_cache = dict(cache=sizes.pop("cache"), drafts=self.gamma + sizes.pop("extra_rows"), capacity=sizes["capacity"])
-        x, angles, cache = self._run("parts_begin", Call(PARTS_BEGIN, (target, tokens, n), sizes_of_cache), tokens.shape)
+        x, angles, cache = self._run("parts_begin", self._begin_call(target, tokens, n), tokens.shape)
         filled, queries = (), ()
-        for first in range(0, len(blocks), layers):
+        for first in range(0, len(angles), layers):
             if first:
                 yield x
             part = slice(first, first + layers)
-            args = blocks[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
-            x, *found = self._run("part", Call(PART, args, dict(queries=_queries(draft))), (tokens.shape, len(args[0])))
+            call = self._part_call(target, draft, part, angles, x, n, cache)
+            x, *found = self._run("part", call, (tokens.shape, len(angles[part])))
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         args = target, draft, tokens, n, x, dataclasses.replace(cache, layers=filled), queries, *settings
+        sizes = {name: size for name, size in self.static.items() if name not in ("cache", "extra_rows")}
         self._unseen += 1
         yield self._run("parts_end", Call(PARTS_END, args, sizes), tokens.shape)
+
+    def _begin_call(self, target: ViewedModel, tokens: Array, n: Array) -> Call:
+        drafts = self.gamma + self.static["extra_rows"]
+        return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=self.static["cache"], capacity=self.static["capacity"], drafts=drafts))
+
+    def _part_call(self, target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
+        """Some layers of what `_begin_call` returns, or of its shapes."""
+        args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
+        return Call(PART, args, dict(queries=_queries(draft)))
 
     def prefill_temporaries(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
@@ -307,11 +315,9 @@ class Engine:
         target, draft, tokens, n, *_ = call.args
         if layers >= target.model.config.num_layers:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
-        drafts = self.gamma + self.static["extra_rows"]
-        sizes = dict(cache=self.static["cache"], capacity=self.static["capacity"], drafts=drafts)
-        x, angles, cache = Call(PARTS_BEGIN, (target, tokens, n), sizes).shapes()
-        args = list(target.model.layers)[:layers], angles[:layers], x, n, dataclasses.replace(cache, layers=cache.layers[:layers])
-        part = self._executable("part", Call(PART, args, dict(queries=_queries(draft))), (tokens.shape, layers))
+        x, angles, cache = self._begin_call(target, tokens, n).shapes()
+        call = self._part_call(target, draft, slice(layers), angles, x, n, cache)
+        part = self._executable("part", call, (tokens.shape, layers))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
         return part.memory_analysis().temp_size_in_bytes + held
 

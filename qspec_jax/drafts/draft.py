@@ -231,6 +231,10 @@ class ModelDraft(Draft):
         """
         return self.reads(layer, 0, prompt + 1, group_size=1)  # nothing is in groups, whose size is then of no account
 
+    def raised_to(self, quantized: int, group_size: int) -> int | None:
+        """How many groups a step reads in a row because of some least number, where the draft's budget asks for fewer; None otherwise."""
+        return None
+
     def reads_of_prompt(self, prompt: int) -> int:
         """How many tokens of a prompt of so many a model of the draft's own is given in prefill."""
         return prompt if self.own_model else 0

@@ -90,7 +90,6 @@ class SparseDraft(SelfSpeculativeDraft):
         return Reads(1, min(groups, asked) * group_size, buffered, listed=True)
 
     def raised_to(self, quantized: int, group_size: int) -> int | None:
-        """How many groups are read because of least_groups, where the budget asks for fewer; None where it asks for as many."""
         groups = quantized // group_size
         least = min(groups, self.least_groups)
         return least if least > math.ceil(parts_asked(self.budget, groups, group_size)) else None

@@ -6,7 +6,6 @@ import jax
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
-from qspec_jax.drafts.sparse import SparseDraft
 from qspec_jax.models.llama import Llama
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
@@ -38,9 +37,8 @@ def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
 
 
 def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
-    """How many groups a sparse draft reads in a step at so many tokens, where its budget asks for fewer than `least_groups`; None for
-    others."""
-    if not isinstance(draft, SparseDraft):
+    """`ModelDraft.raised_to` at so many tokens; None for a draft that is no `ModelDraft`."""
+    if not isinstance(draft, ModelDraft):
         return None
     head_dim = draft.step.model.config.head_dim
     return draft.raised_to(int(cache.schedule_for(head_dim).quantized_length(tokens)), cache.group_size_for(head_dim))
