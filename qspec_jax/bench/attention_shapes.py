@@ -84,9 +84,9 @@ class Shape:
         return dataclasses.replace(self, name=f"{self.name} (at most {most})", context=context)
 
 
-def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: int, thousands: int) -> Shape:
+def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: int, thousands: int, rows: int = 1) -> Shape:
     # Half a group past a round number: 1.5 G tokens in the buffer, which is what decoding has on average.
-    return Shape(name, planes, tokens, heads, kv_heads, (thousands * 1024 + 64,))
+    return Shape(name, planes, tokens, heads, kv_heads, (thousands * 1024 + 64,) * rows)
 
 
 # mha: 32 query and 32 KV heads, gqa: 32 and 8.
@@ -96,6 +96,11 @@ LARGE = (
     _uniform("int8-T13-mha-128k", 2, 13, 32, 32, 128),
     _uniform("int4-T1-gqa-128k", 1, 1, 32, 8, 128),
     _uniform("int8-T7-gqa-128k", 2, 7, 32, 8, 128),
+    # Full batches: the drafts' and the verifying passes of `bench decode --batch-size`.
+    _uniform("int4-T1-gqa-32k-16rows", 1, 1, 32, 8, 32, rows=16),
+    _uniform("int8-T6-gqa-32k-16rows", 2, 6, 32, 8, 32, rows=16),
+    _uniform("int4-T1-gqa-4k-64rows", 1, 1, 32, 8, 4, rows=64),
+    _uniform("int8-T5-gqa-4k-64rows", 2, 5, 32, 8, 4, rows=64),
     Shape("int4-T1-gqa-16k-ragged", 1, 1, 32, 8, (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)),
     _uniform("bf16-T1-gqa-128k", None, 1, 32, 8, 128),
     _uniform("bf16-T7-gqa-128k", None, 7, 32, 8, 128),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,13 +14,14 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.batch import BatchStats, run_batch
+from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -50,6 +51,9 @@ class BatchReport(Run):
     The parts that the refilled batch is made of: prefill_alone_s, all prompts prefilled one after the other and nothing else done, by the
     time of one prompt of each padded length; decode_alone_s, all of its rounds as if every slot always had a prompt, at the pace of the
     rounds in which that was so, None if it never was. share_of_parts: their sum over the seconds that it took.
+
+    held_bytes: weights, draft, and the most that the refilled batch's rows ever held. peak_bytes: the most that the device had in use up to
+    the end of the refilled batch, which is the first; None where the device does not say.
     """
 
     model: str
@@ -64,6 +68,8 @@ class BatchReport(Run):
     prefill_alone_s: float
     decode_alone_s: float | None
     share_of_parts: float | None
+    held_bytes: int
+    peak_bytes: int | None
 
 
 def make_requests(
@@ -117,7 +123,7 @@ def run(
         if ended.issuperset(range(len(first))):
             warm_up.close()
             break
-    rows, tokens = [], None
+    rows, tokens, peak_bytes = [], None, None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way])
         bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
@@ -125,6 +131,8 @@ def run(
         tokens = tokens or results
         same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
         rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=same))
+        if way == "refilled":
+            peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
     prefill_s, decode_s = _prefill_seconds(model, draft, requests, strategy), _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
@@ -141,6 +149,8 @@ def run(
         prefill_alone_s=prefill_s,
         decode_alone_s=decode_s,
         share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
+        held_bytes=bytes_of((model, draft)) + refilled.stats.held_bytes,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -150,18 +160,24 @@ def _decode_seconds(stats: BatchStats, slots: int) -> float | None:
 
 
 def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Request], strategy: Callable[..., Sampler]) -> float:
-    """What prefilling all prompts takes, one after the other."""
+    """What prefilling all prompts takes, one after the other, and each as `run_batch` does it."""
     configs = [request.config for request in requests]
     engine = Engine.for_configs(model, draft, configs, prompt_tokens=max(len(request.tokens) for request in requests))
     by_length = defaultdict(list)
     for request in requests:
         by_length[bucket(len(request.tokens))].append(request)
+    calls = {
+        n: ([first.tokens], strategy(first.config), first.key[None], make_limits(model, first.config))
+        for n, (first, *_) in by_length.items()
+    }
+    layers = {n: layers_at_once(model.config.num_layers, n) for n in calls}
+    engine.compile_prefills((calls[n], layers[n]) for n in calls)
+    prefill = lambda n: jax.block_until_ready(deque(engine.prefill_in_parts(*calls[n], layers=layers[n]), maxlen=1))
     total = 0.0
-    for alike in by_length.values():
-        call = [alike[0].tokens], strategy(alike[0].config), alike[0].key[None], make_limits(model, alike[0].config)
-        jax.block_until_ready(engine.prefill(*call))  # to compile it, where that is needed
+    for n, alike in by_length.items():
+        prefill(n)  # to warm up
         began = time.perf_counter()
-        jax.block_until_ready(engine.prefill(*call))
+        prefill(n)
         total += len(alike) * (time.perf_counter() - began)
     return total
 
@@ -187,4 +203,7 @@ def table(report: BatchReport) -> Group:
     if report.share_of_parts is not None:
         seconds = f"{report.prefill_alone_s:.1f} s, and its rounds with all slots busy {report.decode_alone_s:.1f} s"
         notes += f" Prefill alone takes {seconds}: together {report.share_of_parts:.0%} of what refilled takes."
+    if report.peak_bytes is not None:
+        held = f"{report.held_bytes / 1e9:.2f} GB"
+        notes += f" In use at most {report.peak_bytes / 1e9:.2f} GB, of which weights, draft and what refilled rows held {held}."
     return Group(head, grid, Text("\n" + notes, "dim"))

@@ -1,11 +1,11 @@
 """Many prompts through one batch that stays full: a row that ends gives its slot to the next prompt, between jitted segments.
 
-A row's tokens depend on its prompt, settings and key alone: rows share no random numbers, are prefilled one by one, and accept, flush
-and end independently.
+A row's tokens depend on its prompt, settings and key alone: rows share no random numbers, see nothing of each other where prompts are
+prefilled together, and accept, flush and end independently.
 """
 
 import dataclasses
-import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -30,14 +30,19 @@ from qspec_jax.decoding.settled import with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import bucket
+from qspec_jax.models.prompts import bucket, equal_parts
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
 # Prompts longer than fit into this, in tokens times layers, are prefilled in parts, with so many rounds of the other rows between them.
 PART, ROUNDS_BETWEEN = 1 << 16, 4
+# Where it pays, so many prompts that come one after the other, each of up to SHORT tokens, are prefilled together: the weights are read
+# once for all. Not where their rows, which have room for the longest line each, would take more than for MOST_ROOM tokens meanwhile.
+TOGETHER, SHORT, MOST_ROOM = {"gpu": 4}, 256, 1 << 15
 PAGED = ("gpu",)  # backends whose kernels look pages up as they read; elsewhere that takes a copy (a CPU: 7 % of decoding)
+REFILLED_AT_ONCE = 16  # of so many running rows one has to end before others take their slots, for each look costs milliseconds
 ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
@@ -59,9 +64,10 @@ class Result:
 class BatchStats:
     """Totals of a run, of `batch_size` rows at a time. slot_rounds counts every slot in every round; busy_rounds counts those that were
     working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt and others waited, so that the rounds
-    ended when one of them did.
+    ended when one of them did, or one in `REFILLED_AT_ONCE`.
 
-    The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart.
+    The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart. held_bytes is the
+    most that rows at work ever held together: their pages, and what each has of its own.
     """
 
     batch_size: int = 0
@@ -77,6 +83,7 @@ class BatchStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     full_decode_s: float = 0.0
+    held_bytes: int = 0
 
     @property
     def rates(self) -> dict[str, float | None]:
@@ -144,6 +151,12 @@ def run_batch(
     return BatchRun(slots.run(), stats)
 
 
+def layers_at_once(layers: int, tokens: int) -> int:
+    """How many of so many layers a prompt of so many tokens goes through before other rows have rounds; the same whether there are others
+    or not."""
+    return layers // equal_parts(layers, max(1, PART // bucket(tokens)))
+
+
 class _Slots:
     """The rows of a batch on the device, and which request each works for."""
 
@@ -162,6 +175,9 @@ class _Slots:
         configs = [request.config for request in requests]
         longest = max(len(request.tokens) for request in requests)
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
+        at_once = TOGETHER.get(jax.default_backend(), 1)
+        # How many short prompts are prefilled together.
+        self.together = at_once if at_once * self.engine.static["capacity"] <= MOST_ROOM else 1
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
@@ -187,24 +203,44 @@ class _Slots:
 
     def _room(self) -> capacity.Capacity:
         """As many rows as fit the device's memory."""
-        index = max(range(len(self.requests)), key=lambda i: len(self.requests[i].tokens))
-        prompt, layers = self._prompt(index), self._layers_at_once(index)
-        row = self.engine.prefill_call(*prompt).shapes()
-        temporaries = functools.partial(self.engine.prefill_temporaries, *prompt, layers=layers)
-        return capacity.that_fits(self.engine, row, temporaries, self.groups, len(self.requests))
+        by_length = sorted(range(len(self.requests)), key=lambda index: len(self.requests[index].tokens))
+        most = [by_length[-1:]]
+        if len(short := [index for index in by_length if self._is_short(index)]) >= self.together:
+            most.append(short[-self.together :])
+        row = self.engine.prefill_call(*self._prompts(by_length[-1:])).shapes()
 
-    def _layers_at_once(self, index: int) -> int:
-        """How many layers a request's prompt goes through before other rows have rounds; the same whether there are others or not."""
-        return max(1, PART // bucket(len(self.requests[index].tokens)))
+        def bytes_of_prefill() -> int:
+            temporaries = (self.engine.prefill_temporaries(*self._prompts(indices), layers=self._layers(indices)) for indices in most)
+            # While some are put into the batch, the next are prefilled.
+            return max(temporaries) + 2 * max(map(len, most)) * bytes_of(row)
 
-    def _prompt(self, index: int) -> tuple:
-        """The arguments of prefill for a request."""
-        request = self.requests[index]
-        sampler, limits = self._settings([index])
-        return [request.tokens], sampler, request.key[None], limits
+        return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, len(self.requests))
+
+    def _is_short(self, index: int) -> bool:
+        return len(self.requests[index].tokens) <= SHORT
+
+    def _layers(self, indices: Sequence[int]) -> int:
+        return layers_at_once(self.engine.target.model.config.num_layers, max(len(self.requests[index].tokens) for index in indices))
+
+    def _prompts(self, indices: Sequence[int]) -> tuple:
+        """The arguments of prefill for requests."""
+        sampler, limits = self._settings(indices)
+        requests = [self.requests[index] for index in indices]
+        return [request.tokens for request in requests], sampler, jnp.stack([request.key for request in requests]), limits
+
+    def _compile_prefills(self) -> None:
+        """Makes the programs for all lengths of prompts at once: side by side that takes a fraction of the time."""
+        lengths = {}
+        for index, request in enumerate(self.requests):
+            lengths[bucket(len(request.tokens))] = index
+        prompts = [[index] for index in lengths.values()]
+        if self.together <= min(len(self.request_of), sum(map(self._is_short, range(len(self.requests))))):
+            prompts += [[index] * self.together for index in lengths.values() if self._is_short(index)]
+        self.engine.compile_prefills((self._prompts(indices), self._layers(indices)) for indices in prompts)
 
     def run(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
+        self._compile_prefills()
         while True:
             placed = yield from self._fill()
             if not self._running:
@@ -222,7 +258,7 @@ class _Slots:
     def _running(self) -> int:
         return sum(index is not None for index in self.request_of)
 
-    def _settings(self, indices: list[int]) -> tuple[Sampler, Limits]:
+    def _settings(self, indices: Sequence[int]) -> tuple[Sampler, Limits]:
         take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
         of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
         return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
@@ -231,22 +267,43 @@ class _Slots:
         """Puts requests into empty slots, and returns them. The device may still be at work on the last. Yields what ends while a long
         prompt is prefilled."""
         placed = []
-        if self.refill or not self._running:
-            for slot, index in enumerate(self.request_of):
-                if index is None and self.waiting:
-                    pages = None
-                    if self.pool and (pages := self.pool.reserve(self.groups[self.waiting[0]])) is None:
-                        break  # until others end
-                    placed.append(self.waiting.popleft())
-                    self._put(slot, placed[-1], pages, (yield from self._prefilled(placed[-1])))
+        slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
+        while slots and self.waiting:
+            indices, pages = self._next(len(slots))
+            if not indices:
+                break  # until others end
+            placed += indices
+            rows = yield from self._prefilled(indices)
+            self._put([slots.popleft() for _ in indices], indices, pages, rows)
         return placed
 
-    def _prefilled(self, index: int) -> Generator[Result, None, DecodeState]:
-        """The state of a row, for which the others never wait longer than for a part of a prompt."""
-        layers = self._layers_at_once(index)
-        if layers >= self.engine.target.model.config.num_layers:
-            return self.engine.prefill(*self._prompt(index))
-        for part in self.engine.prefill_in_parts(*self._prompt(index), layers=layers):
+    def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
+        """The requests to prefill next, for at most so many slots, with the pages of each; none where the pool has too few pages left."""
+        together = list(itertools.islice(self.waiting, self.together))
+        if len(together) == self.together <= slots and all(map(self._is_short, together)):
+            choices = together, together[:1]
+        else:
+            choices = (together[:1],)
+        for indices in choices:
+            if (pages := self._reserved(indices)) is not None:
+                for _ in indices:
+                    self.waiting.popleft()
+                return indices, pages
+        return [], []
+
+    def _reserved(self, indices: Sequence[int]) -> list[list[int]] | None:
+        """Pages for requests, or None where there are too few."""
+        if self.pool is None:
+            return [[] for _ in indices]
+        counts = [self.groups[index] for index in indices]
+        if (pages := self.pool.reserve(sum(counts))) is None:
+            return None
+        pages = iter(pages)
+        return [list(itertools.islice(pages, count)) for count in counts]
+
+    def _prefilled(self, indices: Sequence[int]) -> Generator[Result, None, DecodeState]:
+        """The state of rows, for which the others never wait longer than for a part of a prompt."""
+        for part in self.engine.prefill_in_parts(*self._prompts(indices), layers=self._layers(indices)):
             if isinstance(part, DecodeState):
                 break
             if not self._running:
@@ -260,14 +317,24 @@ class _Slots:
                 yield from self._ended()
         return part
 
-    def _put(self, slot: int, index: int, pages: list[int] | None, row: DecodeState) -> None:
-        self._wait_for_prefill()  # no more than two rows at once take memory besides the batch
-        self.newest = row.status
+    def _put(self, slots: Sequence[int], indices: Sequence[int], pages: list[list[int]], rows: DecodeState) -> None:
+        self._wait_for_prefill()  # no more than two states at once take memory besides the batch
+        self.newest = rows.status
         if self.state is None:
-            self.state = self.engine.batch_of(row, len(self.request_of), self.pool and self.pool.size)
-        self.state = self.engine.replace(self.state, row, slot, pages)
-        self.pages_of[slot], self.freed[slot] = pages or [], False
-        self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
+            self.state = self.engine.batch_of(rows, len(self.request_of), self.pool and self.pool.size)
+        self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
+        for slot, index, of_row in zip(slots, indices, pages, strict=True):
+            self.pages_of[slot], self.freed[slot] = of_row, False
+            self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
+        self.stats.held_bytes = max(self.stats.held_bytes, self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        """What the rows at work hold of the batch."""
+        of_pool = 0
+        if self.pool:
+            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers])
+        own = (bytes_of(self.state) - of_pool) // len(self.request_of)
+        return self._running * own + (of_pool // self.pool.size * self.pool.taken if self.pool else 0)
 
     def _wait_for_prefill(self) -> float:
         """Waits for the newest row's prefill, and returns the time at which it was ready; without one, when the current lap began."""
@@ -278,12 +345,13 @@ class _Slots:
         return time.perf_counter()
 
     def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> None:
-        """At most so many rounds; fewer if a row ends and a request waits for its slot."""
+        """At most so many rounds; fewer if rows end and requests wait for their slots."""
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
         refills = bool(self.waiting) and self.refill
-        full, least_running = refills and None not in self.request_of, self._running if refills else 1
+        full = refills and None not in self.request_of
+        least_running = self._running - self._running // REFILLED_AT_ONCE if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
             self.state = self.engine.free(self.state, empty)

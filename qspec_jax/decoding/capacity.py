@@ -44,12 +44,12 @@ def enough_for(rows: int, groups: Sequence[int] | None) -> Capacity:
     return Capacity(rows, None if groups is None else 1 + sum(sorted(groups)[-rows:]))
 
 
-def that_fits(engine: Engine, row: DecodeState, temporaries: Callable[[], int], groups: Sequence[int] | None, requests: int) -> Capacity:
+def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], groups: Sequence[int] | None, requests: int) -> Capacity:
     """As many rows of so many requests as fit the memory that is free, weights and draft being there, and pages for them.
 
     Requests differ in what they need, so the rows are as many as would fit if each needed what all need on average; now and then one has to
-    wait for pages. row: shapes of the state of one row. temporaries: bytes that prefill of the longest prompt takes besides its row.
-    groups: as in `enough_for`. Raises InputError where not even one row fits.
+    wait for pages. row: shapes of the state of one row. of_prefill: bytes that prefill holds besides the batch. groups: as in `enough_for`.
+    Raises InputError where not even one row fits.
     """
     free = free_bytes()
     if free is None:
@@ -61,8 +61,7 @@ def that_fits(engine: Engine, row: DecodeState, temporaries: Callable[[], int], 
     of_page, config = size(1, 3) - one, engine.target.model.config
     of_round = 4 * ARRAYS * (engine.gamma + 1) * (config.vocab_size + 2 * config.intermediate_size)
     of_row = size(2, 2) - one + of_round
-    # Two rows at once are being prefilled, at most.
-    besides = 2 * bytes_of(row) + temporaries() + _bytes_in_loop(engine)
+    besides = of_prefill() + _bytes_in_loop(engine)
     found = divided(free - besides, of_row, of_page, groups, requests)
     if found is None:
         short = besides + of_row + of_page * (1 + max(groups or [0])) - free

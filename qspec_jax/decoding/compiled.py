@@ -74,11 +74,7 @@ class Compiled:
         """
         with self._program(args, static) as program:
             # One lock after the other: what is traced may come to another program, whose lock a thread may hold that waits for this one.
-            with _in_python:
-                if program.executable is None and program.lowered is None:
-                    with program.timed():
-                        program.lowered = (program.traced or self._trace(program, args, static)).lower()
-                    program.traced = None
+            self._lower(program, args, static)
             with program.lock:
                 if program.executable is not None:
                     return program.executable, 0.0
@@ -87,6 +83,12 @@ class Compiled:
                 program.lowered = None
         _drop_oldest()
         return program.executable, program.seconds
+
+    def lower(self, *args, **static) -> None:
+        """Does what `compile` has to do in Python, which goes by this thread's settings of JAX (`jax.enable_x64`, for one); another thread
+        may then compile."""
+        with self._program(args, static) as program:
+            self._lower(program, args, static)
 
     def shapes(self, *args, **static) -> Any:
         """Shapes of what the function returns. What is traced for them is what `compile` goes on from."""
@@ -119,6 +121,13 @@ class Compiled:
             with _lock:
                 self.programs.pop(key, None)
             raise
+
+    def _lower(self, program: _Program, args: tuple, static: dict[str, Any]) -> None:
+        with _in_python:
+            if program.executable is None and program.lowered is None:
+                with program.timed():
+                    program.lowered = (program.traced or self._trace(program, args, static)).lower()
+                program.traced = None
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
         program.traced = self._jitted().trace(*args, **static)

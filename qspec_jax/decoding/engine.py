@@ -6,7 +6,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, Self
 
 import jax
@@ -126,8 +128,10 @@ def _parts_ended(
     return _started(draft, tokens, n, logits, cache.filled(cache.layers, n), queries, sampler=sampler, keys=keys, limits=limits, **sizes)
 
 
-def _repeated(row: DecodeState, batch: int, pages: int | None) -> DecodeState:
-    """A batch of rows like this one, which have all ended; where pages are given, without its cached tokens, in a pool of so many."""
+def _repeated(rows: DecodeState, batch: int, pages: int | None) -> DecodeState:
+    """A batch of rows like the first of these, which have all ended; where pages are given, without its cached tokens, in a pool of so
+    many."""
+    row = jax.tree.map(lambda x: x[:1], rows)
     cache = _rows_like(row.cache, batch) if pages is None else row.cache.pooled(batch, pages)
     rows = _rows_like(dataclasses.replace(row, cache=None), batch)
     return dataclasses.replace(rows, cache=cache, status=jnp.full(batch, LENGTH, jnp.int32))
@@ -283,6 +287,9 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
     ) -> Iterator[Array | DecodeState]:
         """What `prefill` does, so many layers at a time. Yields an array that is ready when a part is done, and at last the state."""
+        if layers >= self.target.model.config.num_layers:
+            yield self.prefill(prompts, sampler, keys, limits)
+            return
         target, draft, tokens, n, *settings = self.prefill_call(prompts, sampler, keys, limits).args
         x, angles, cache = self._run("parts_begin", self._begin_call(target, tokens, n), tokens.shape)
         filled, queries = (), ()
@@ -293,10 +300,51 @@ class Engine:
             call = self._part_call(target, draft, part, angles, x, n, cache)
             x, *found = self._run("part", call, (tokens.shape, len(angles[part])))
             filled, queries = (old + new for old, new in zip((filled, queries), found))
-        args = target, draft, tokens, n, x, dataclasses.replace(cache, layers=filled), queries, *settings
-        sizes = {name: size for name, size in self.static.items() if name not in ("cache", "extra_rows")}
         self._unseen += 1
-        yield self._run("parts_end", Call(PARTS_END, args, sizes), tokens.shape)
+        cache = dataclasses.replace(cache, layers=filled)
+        yield self._run("parts_end", self._end_call(target, draft, tokens, n, x, cache, queries, *settings), tokens.shape)
+
+    def compile_prefills(self, prefills: Iterable[tuple[tuple, int]]) -> None:
+        """Makes, side by side, what `prefill_in_parts` needs. prefills: its arguments, and how many layers at a time."""
+        calls: dict[Hashable, Call] = {}
+        for args, layers in prefills:
+            calls |= self._prefill_calls(*args, layers=layers)
+        calls = {key: call for key, call in calls.items() if key not in self._executables}
+        if not calls:
+            return
+        self._on_compile(None)
+        began = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            made = []
+            for call in calls.values():
+                call.program.lower(*call.args, **call.static)
+                made.append(pool.submit(call.compile))
+        made = [future.result() for future in made]
+        self._executables |= {key: executable for key, (executable, _) in zip(calls, made)}
+        seconds = time.perf_counter() - began if any(seconds for _, seconds in made) else 0.0
+        self._on_compile(seconds)
+        self.compile_s += seconds
+
+    def _prefill_calls(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
+    ) -> dict[Hashable, Call]:
+        """The programs of `prefill_in_parts`, by what `_executable` knows them by."""
+        call = self.prefill_call(prompts, sampler, keys, limits)
+        target, draft, tokens, n, *settings = call.args
+        if layers >= (all := target.model.config.num_layers):
+            return {("prefill", tokens.shape): call}
+        begin = self._begin_call(target, tokens, n)
+        x, angles, cache = begin.shapes()
+        calls: dict[Hashable, Call] = {("parts_begin", tokens.shape): begin}
+        filled, queries = (), ()
+        for first in range(0, all, layers):
+            part = slice(first, first + layers)
+            key = "part", (tokens.shape, len(angles[part]))
+            calls.setdefault(key, self._part_call(target, draft, part, angles, x, n, cache))
+            x, *found = calls[key].shapes()
+            filled, queries = (old + new for old, new in zip((filled, queries), found))
+        cache = dataclasses.replace(cache, layers=filled)
+        return calls | {("parts_end", tokens.shape): self._end_call(target, draft, tokens, n, x, cache, queries, *settings)}
 
     def _begin_call(self, target: ViewedModel, tokens: Array, n: Array) -> Call:
         drafts = self.gamma + self.static["extra_rows"]
@@ -306,6 +354,10 @@ class Engine:
         """Some layers of what `_begin_call` returns, or of its shapes."""
         args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
         return Call(PART, args, dict(queries=_queries(draft)))
+
+    def _end_call(self, *args: Any) -> Call:
+        """What follows the last part. args: those of `_parts_ended`, or their shapes."""
+        return Call(PARTS_END, args, {name: size for name, size in self.static.items() if name not in ("cache", "extra_rows")})
 
     def prefill_temporaries(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
@@ -342,25 +394,28 @@ class Engine:
         self._executable("rounds", self.rounds_call(state, sampler, limits), None)
         jax.block_until_ready(self.draft_in_loop)
 
-    def batch_of(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
-        """A batch whose rows have all ended, to put rows like this one in. pages: of the pool that they share; None: each row has room of
-        its own, as where the cache does not share pages."""
-        call = Call(REPEAT, (row,), dict(batch=batch, pages=pages))
-        return self._executable("repeat", call, (batch, pages))(row)
+    def batch_of(self, rows: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
+        """A batch whose rows have all ended, to put rows like these in. pages: of the pool that they share; None: each row has room of its
+        own, as where the cache does not share pages."""
+        call = Call(REPEAT, (rows,), dict(batch=batch, pages=pages))
+        return self._executable("repeat", call, (rows.status.shape, batch, pages))(rows)
 
     def batch_shapes(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
         """Shapes of what `batch_of` returns; those of the row are enough."""
         return Call(REPEAT, (row,), dict(batch=batch, pages=pages)).shapes()
 
-    def replace(self, state: DecodeState, row: DecodeState, slot: int, pages: Sequence[int] | None = None) -> DecodeState:
-        """The batch with another row in place of one of its own. The state given is used up. pages: the row's, where there is a pool."""
+    def replace(
+        self, state: DecodeState, rows: DecodeState, slots: Sequence[int], pages: Sequence[Sequence[int]] | None = None
+    ) -> DecodeState:
+        """The batch with others in place of some of its rows. The state given is used up. pages: of each row, where there is a pool."""
         table = None
         if pages is not None:
-            table = np.zeros((1, state.cache.groups), np.int32)
-            table[0, : len(pages)] = pages
+            table = np.zeros((len(slots), state.cache.groups), np.int32)
+            for of_row, own in zip(table, pages):
+                of_row[: len(own)] = own
             table = jnp.asarray(table)
-        call = Call(REPLACE, (state, row, jnp.array([slot]), table))
-        return self._executable("replace", call, None)(*call.args)
+        call = Call(REPLACE, (state, rows, jnp.array(slots), table))
+        return self._executable("replace", call, len(slots))(*call.args)
 
     def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
         """The state in which these rows run no more."""

@@ -8,6 +8,11 @@ class PagePool:
         self.size = size
         self._free = list(range(size - 1, 0, -1))
 
+    @property
+    def taken(self) -> int:
+        """How many pages are handed out."""
+        return self.size - 1 - len(self._free)
+
     def reserve(self, count: int) -> list[int] | None:
         """So many free pages, or None where there are not as many."""
         if count > len(self._free):
