@@ -330,6 +330,67 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     assert events[4:8] == ["rounds", "part", "rounds", "part"]
 
 
+@pytest.mark.parametrize("method", ["sparse", "none"])
+def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch):
+    """Two at a time, if both are short and there are two slots: the same results, and lines begin in their order."""
+    chosen = {"draft": method, "cache": "full" if method == "none" else "int8"}
+    requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
+    draft = drafts.make_draft(method, model)
+    expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
+    begun, prefill = [], Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
+    monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
+    monkeypatch.setattr(batch, "SHORT", 40)
+    assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
+    assert [prompt for prompts in begun for prompt in prompts] == [request.tokens for request in requests]
+    assert {len(prompts) for prompts in begun} == {1, 2}
+    assert all(len(prompt) <= 40 for prompts in begun if len(prompts) == 2 for prompt in prompts)
+    begun.clear()
+    monkeypatch.setattr(batch, "MOST_ROOM", 2 * 128 - 1)
+    next(iter(run_batch(model, requests, batch_size=4, draft=draft)))
+    assert {len(prompts) for prompts in begun} == {1}
+
+
+def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, draft, monkeypatch):
+    """Those for all lengths of prompts, each once."""
+    requests = [Request([7] * length, dataclasses.replace(CONFIG, max_new_tokens=2), KEY) for length in (3, 70, 5)]
+    made, compile_prefills = [], Engine.compile_prefills
+
+    def seen(self, prefills):
+        compile_prefills(self, prefills)
+        made.extend(self._executables)
+
+    monkeypatch.setattr(Engine, "compile_prefills", seen)
+    outcome(run_batch(model, requests, batch_size=1, draft=draft))
+    assert made == [("prefill", (1, 64)), ("prefill", (1, 128))]
+
+
+def test_parts_of_a_prompt_are_equal():
+    for layers in (28, 32, 36, 40, 80):
+        for tokens in (100, 2048, 2049, 5000, 16384, 131072, 10**6):
+            found = batch.layers_at_once(layers, tokens)
+            assert layers % found == 0 and (found == 1 or found * tokens <= batch.PART)
+            assert found == layers or layers // (found + 1) * (found + 1) != layers or (found + 1) * tokens > batch.PART
+    assert batch.layers_at_once(32, 2048) == 32 and batch.layers_at_once(32, 32768) == 2
+
+
+def test_others_wait_until_one_in_so_many_rows_has_ended(model, draft, monkeypatch):
+    r, seen, rounds = np.random.default_rng(0), [], Engine.rounds
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 16)]
+    expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
+    monkeypatch.setattr(batch, "REFILLED_AT_ONCE", 2)
+
+    def spied(self, state, *args):
+        seen.append((int((np.asarray(state.status) == RUNNING).sum()), args[-1]))
+        return rounds(self, state, *args)
+
+    monkeypatch.setattr(Engine, "rounds", spied)
+    run = run_batch(model, requests, batch_size=4, draft=draft)
+    assert outcome(run) == expected
+    assert seen[0] == (4, 2) and seen[-1][1] == 1  # nobody waits any more
+    assert run.stats.full_rounds > 0
+
+
 def test_eos_ends_a_row(model, draft):
     requests = some_requests(6)
     plain = outcome(run_batch(model, requests, batch_size=3, draft=draft))

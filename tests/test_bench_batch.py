@@ -1,10 +1,12 @@
 """`qspec bench batch`: every way the same tokens, and how busy the slots are."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from qspec_jax.bench import batch
 from qspec_jax.bench.batch import make_requests
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -31,6 +33,8 @@ def test_json(run):
     assert report["decode_alone_s"] == pytest.approx(stats["busy_rounds"] / 2 * stats["full_decode_s"] / stats["full_rounds"])
     assert report["prefill_alone_s"] > 0
     assert report["share_of_parts"] == pytest.approx((report["prefill_alone_s"] + report["decode_alone_s"]) / took)
+    held = [row["stats"]["held_bytes"] for row in report["rows"]]
+    assert held[0] == held[1] == 2 * held[2] > 0 and report["held_bytes"] > held[0] and report["peak_bytes"] is None
     for row in report["rows"]:
         stats = row["stats"]
         assert stats["prompts"] == 5 and row["tokens_per_second"] == pytest.approx(
@@ -45,6 +49,14 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
     code, out, _ = run("bench", "batch", "--model", directory, "--file", text, *few, "--dtype", "float32", "--gamma", 2)
     assert code == 0 and all(word in out for word in ("refilled", "fixed", "slots busy", "times as fast")) and "simulated" not in out
     assert "Batch size 2" in out and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
+
+
+def test_memory_in_use_is_told_where_the_device_says(run, monkeypatch):
+    says = type("Device", (), {"memory_stats": lambda self: {"peak_bytes_in_use": 3_210_000_000}})
+    monkeypatch.setattr(batch.jax, "local_devices", lambda: [says()])
+    code, out, _ = run("bench", "batch", "--arch", "tiny", "--prompts", 2, *SIZES[2:], "--simulate-ratio", 0.8)
+    words = " ".join(out.split())
+    assert code == 0 and re.search(r"In use at most 3\.21 GB, of which weights, draft and what refilled rows held 0\.0\d GB\.", words)
 
 
 def test_requests_are_log_uniform_and_of_their_seed():

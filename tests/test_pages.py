@@ -22,6 +22,7 @@ from qspec_jax.decoding import batch
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.pages import PagePool
+from qspec_jax.drafts.step_bytes import bytes_of
 
 pytestmark = pytest.mark.usefixtures("paged")
 
@@ -144,8 +145,9 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
         model = load_model(directory, dtype="float64")
         draft, requests = drafts.quantspec(model), some_requests(9)
         expected = outcome(run_batch(model, requests, batch_size=1, draft=draft))
-        for pool in (PagePool, AnyOrder, Small):
+        for pool, together in ((PagePool, 1), (AnyOrder, 2), (Small, 2)):
             monkeypatch.setattr(batch, "PagePool", pool)
+            monkeypatch.setattr(batch, "TOGETHER", {"cpu": together})
             found = outcome(run_batch(model, [requests[i] for i in order], batch_size=3, draft=draft))
             assert alike(found, range(9)) == alike(expected, order)
 
@@ -156,16 +158,21 @@ def test_ragged_rows_pay_for_what_they_hold(model, monkeypatch):
 
     def seen(*sizes):
         state = batch_of(*sizes)
-        made.append(jax.eval_shape(lambda cache: cache, state.cache))
+        made.append((jax.eval_shape(lambda cache: cache, state.cache), bytes_of(state)))
         return state
 
     monkeypatch.setattr(Engine, "batch_of", seen)
-    requests = some_requests(9)
-    for _ in run_batch(model, requests, batch_size=3, draft=drafts.quantspec(model)):
-        pass
+    requests, held = some_requests(9), []
+    for count in (9, 3):
+        run = run_batch(model, requests[-count:], batch_size=3, draft=drafts.quantspec(model))
+        for _ in run:
+            pass
+        held.append(run.stats.held_bytes)
     groups = sorted((len(r.tokens) + r.config.max_new_tokens) // 8 - 1 for r in requests)
     assert groups[-1] > groups[-3]
-    (cache,) = made
+    (cache, _), (_, of_three) = made
     of_group = sum(x.size // x.shape[0] * x.dtype.itemsize for layer in cache.layers for x in jax.tree.leaves((layer.keys, layer.values)))
     buffers = sum(x.size * x.dtype.itemsize for layer in cache.layers for x in jax.tree.leaves(layer.buffer))
     assert cache.num_bytes == buffers + of_group * (1 + sum(max(0, n) for n in groups[-3:]))
+    assert held[1] == of_three - of_group  # page 0 is nobody's
+    assert of_three / 3 < held[0] < of_three + of_group * sum(groups[-3:])

@@ -1,6 +1,7 @@
 """`qspec bench batch`: many prompts through a batch that is refilled, and through fixed batches, in one run."""
 
 import dataclasses
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.provenance import Run, this_run
+
+log = logging.getLogger(__name__)
 
 WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}}
 
@@ -131,6 +134,9 @@ def run(
         tokens = tokens or results
         same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
         rows.append(BatchRow(way, batch.stats, **batch.stats.rates, same_tokens=same))
+        if progress is not False:  # all of it takes long, and may be ended before the report
+            stats, speed = batch.stats, f"{rows[-1].tokens_per_second:,.1f}"
+            log.info("%s: %s tokens/s, decoding %.1f s, prefill %.1f s", way, speed, stats.decode_s, stats.prefill_s)
         if way == "refilled":
             peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))

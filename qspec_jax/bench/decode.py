@@ -7,6 +7,7 @@ accepts.
 
 import dataclasses
 import functools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 from qspec_jax.provenance import Run, this_run
+
+log = logging.getLogger(__name__)
 
 # What jax's errors say where the device has too little memory, which a launch may be the first to meet.
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -97,6 +100,8 @@ def run(
             settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats, directory=directory)
             for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
                 found.append(row)
+                if progress is not False:
+                    _tell(row)
                 bar.set_description(f"{context:,} tokens")
                 bar.update()
             rows += compared(found + [row for row in beside if row.context == context])
@@ -107,6 +112,12 @@ def run(
         max_new_tokens=max_new_tokens,
         rows=rows,
     )
+
+
+def _tell(row: DecodeRow) -> None:
+    """Logs a row once it is measured: with many batch sizes a run takes long, and may be ended before its report."""
+    told = f"{row.tokens_per_second:,.1f} tokens/s" if row.status == "measured" else f"{row.status}: {row.note}"
+    log.info("%s tokens, batch size %d, %s, gamma %d: %s", f"{row.context:,}", row.batch_size, row.method, row.gamma, told)
 
 
 def measure(

@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
     logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
-    logging.getLogger("qspec_jax.bench.end_to_end").setLevel(logging.INFO)  # each row as it is measured
+    for benchmark in ("batch", "decode", "end_to_end"):
+        logging.getLogger(f"qspec_jax.bench.{benchmark}").setLevel(logging.INFO)  # each row as it is measured
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)
         sys.stdout.flush()

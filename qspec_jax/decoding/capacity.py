@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
@@ -86,6 +88,7 @@ def divided(free: float, of_row: float, of_page: float, groups: Sequence[int] | 
 
 
 def _bytes_in_loop(engine: Engine) -> int:
-    """What the draft takes in rounds beyond what it takes before."""
-    shapes = jax.eval_shape(lambda draft: draft and draft.in_loop(), engine.draft)
-    return max(0, bytes_of(shapes) - bytes_of(engine.draft))
+    """What rounds have of the draft beside the draft itself, which stays."""
+    count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
+    made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), engine.draft)) - count(engine.draft)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in made.elements())
