@@ -599,7 +599,7 @@ def plot(report: DecodeReport, path: Path) -> None:
     batch_sizes = sorted({row.batch_size for row in rows})
     figure = Figure(layout="constrained")
     if len(batch_sizes) > 1:
-        _plot_batches(figure, lines, batch_sizes)
+        _plot_batches(figure, lines)
     else:
         _plot_contexts(figure, lines)
     for axes in figure.axes:
@@ -637,7 +637,7 @@ def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> 
     time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
 
 
-def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]], batch_sizes: Sequence[int]) -> None:
+def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
     """A panel for each context, against the rows of a batch. lines: each method's color and its rows, by batch size within a context."""
     contexts = sorted({row.context for _, rows in lines.values() for row in rows})
     figure.set_size_inches(5 * len(contexts) + 1, 4.5)
@@ -649,6 +649,7 @@ def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]], batc
             axes.plot([row.batch_size for row in found], [row.tokens_per_second for row in found], color=color, marker="o", label=name)
             if limits := [(row.batch_size, row.tokens_per_second_limit) for row in found if row.tokens_per_second_limit]:
                 axes.plot(*zip(*limits), color=color, linestyle=":")
+        batch_sizes = sorted({row.batch_size for _, rows in lines.values() for row in rows if row.context == context})
         axes.set_xscale("log", base=2)
         axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
         axes.minorticks_off()
