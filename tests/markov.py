@@ -15,7 +15,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.round import decode
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.decoding.state import UNLIMITED, start
-from qspec_jax.drafts.draft import Draft, propose_by_steps
+from qspec_jax.drafts.draft import Draft, Reads, StepwiseDraft, propose_by_steps
 
 V, ROWS, GAMMA = 6, 20_000, 3
 
@@ -30,7 +30,7 @@ class NoCache(Cache):
     layers: tuple = ()
 
     schedule = Schedule(None)
-    fill = attend = tokens = None
+    capacity = fill = attend = tokens = None
 
     @property
     def draft_room(self):
@@ -58,6 +58,20 @@ class MarkovDraft(Draft):
     def propose(self, state, cache, round):
         proposal, cache = propose_by_steps(self.step, cache, round)
         return proposal, state, cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MarkovSteps(StepwiseDraft):
+    """The same as a draft that others can verify with."""
+
+    step: Markov
+
+    def step_in_round(self, state, cache):
+        return self.step
+
+    def reads(self, layer, quantized, buffered, group_size):
+        return Reads(0, 0, 1)
 
 
 RNG = np.random.default_rng(0)

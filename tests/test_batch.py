@@ -346,7 +346,9 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     assert {len(prompts) for prompts in begun} == {1, 2}
     assert all(len(prompt) <= 40 for prompts in begun if len(prompts) == 2 for prompt in prompts)
     begun.clear()
-    monkeypatch.setattr(batch, "MOST_ROOM", 2 * 128 - 1)
+    monkeypatch.setattr(
+        batch, "MOST_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).static["capacity"] - 1
+    )
     next(iter(run_batch(model, requests, batch_size=4, draft=draft)))
     assert {len(prompts) for prompts in begun} == {1}
 
@@ -354,41 +356,45 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
 def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, draft, monkeypatch):
     """Those for all lengths of prompts, each once."""
     requests = [Request([7] * length, dataclasses.replace(CONFIG, max_new_tokens=2), KEY) for length in (3, 70, 5)]
-    made, compile_prefills = [], Engine.compile_prefills
+    made, compile_ahead = [], Engine.compile_ahead
 
     def seen(self, prefills):
-        compile_prefills(self, prefills)
+        compile_ahead(self, prefills)
         made.extend(self._executables)
 
-    monkeypatch.setattr(Engine, "compile_prefills", seen)
+    monkeypatch.setattr(Engine, "compile_ahead", seen)
     outcome(run_batch(model, requests, batch_size=1, draft=draft))
     assert made == [("prefill", (1, 64)), ("prefill", (1, 128))]
 
 
 def test_parts_of_a_prompt_are_equal():
-    for layers in (28, 32, 36, 40, 80):
-        for tokens in (100, 2048, 2049, 5000, 16384, 131072, 10**6):
-            found = batch.layers_at_once(layers, tokens)
-            assert layers % found == 0 and (found == 1 or found * tokens <= batch.PART)
-            assert found == layers or layers // (found + 1) * (found + 1) != layers or (found + 1) * tokens > batch.PART
-    assert batch.layers_at_once(32, 2048) == 32 and batch.layers_at_once(32, 32768) == 2
+    for layers, tokens in itertools.product((1, 22, 28, 32, 61, 80), (100, 2048, 2560, 5120, 16384, 131072, 10**6)):
+        found, most = batch.layers_at_once(layers, tokens), max(1, batch.PART // tokens)
+        parts = -(-layers // found)
+        assert found <= most and parts == -(-layers // most)  # no more parts than it takes
+        assert layers - (parts - 1) * found > 0
+    assert [batch.layers_at_once(layers, tokens) for layers, tokens in ((32, 2048), (32, 32768), (32, 2560), (61, 2560))] == [32, 2, 16, 21]
 
 
-def test_others_wait_until_one_in_so_many_rows_has_ended(model, draft, monkeypatch):
+def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypatch):
     r, seen, rounds = np.random.default_rng(0), [], Engine.rounds
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 16)]
     expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
-    monkeypatch.setattr(batch, "REFILLED_AT_ONCE", 2)
+    monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
+    running = lambda state: int((np.asarray(state.status) == RUNNING).sum())
 
     def spied(self, state, *args):
-        seen.append((int((np.asarray(state.status) == RUNNING).sum()), args[-1]))
-        return rounds(self, state, *args)
+        before = running(state)
+        state = rounds(self, state, *args)
+        seen.append((before, args[-1], before - running(state)))
+        return state
 
     monkeypatch.setattr(Engine, "rounds", spied)
     run = run_batch(model, requests, batch_size=4, draft=draft)
     assert outcome(run) == expected
-    assert seen[0] == (4, 2) and seen[-1][1] == 1  # nobody waits any more
-    assert run.stats.full_rounds > 0
+    assert seen[0][:2] == (4, 3) and seen[-1][1] == 1  # nobody waits any more
+    full = [ended for before, least, ended in seen if (before, least) == (4, 3)]
+    assert full and min(full) == 2 and run.stats.full_rounds > 0
 
 
 def test_eos_ends_a_row(model, draft):

@@ -3,19 +3,23 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
 from qspec_jax.bench import batch
 from qspec_jax.bench.batch import make_requests
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.state import DecodeState
 from qspec_jax.errors import InputError
 
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
 
 
 @pytest.mark.slow
-def test_json(run):
+def test_json(run, monkeypatch):
+    waited_for, wait = [], jax.block_until_ready
+    monkeypatch.setattr(batch.jax, "block_until_ready", lambda tree: waited_for.append(tree) or wait(tree))
     flags = ["--arch", "tiny", *SIZES, "--simulate-ratio", 0.8, "--gamma", 2, "--one-by-one", "--json"]
     code, out, err = run("bench", "batch", *flags)
     report = json.loads(out)
@@ -31,7 +35,7 @@ def test_json(run):
     stats, took = full["stats"], full["stats"]["prefill_s"] + full["stats"]["decode_s"]
     assert 0 < stats["full_rounds"] < stats["rounds"] and 0 < stats["full_decode_s"] < stats["decode_s"]
     assert report["decode_alone_s"] == pytest.approx(stats["busy_rounds"] / 2 * stats["full_decode_s"] / stats["full_rounds"])
-    assert report["prefill_alone_s"] > 0
+    assert report["prefill_alone_s"] > 0 and sum(isinstance(tree, DecodeState) for tree in waited_for) >= 2
     assert report["share_of_parts"] == pytest.approx((report["prefill_alone_s"] + report["decode_alone_s"]) / took)
     held = [row["stats"]["held_bytes"] for row in report["rows"]]
     assert held[0] == held[1] == 2 * held[2] > 0 and report["held_bytes"] > held[0] and report["peak_bytes"] is None

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
-from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, V, counted, filtered, p_value
+from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, MarkovSteps, V, counted, filtered, loop_of_its_own, p_value
 from runs import prepared, random_model, random_prompts, run_rounds
-from two_levels import TwoLevels
 
 from pallas_kernels.attention import reference
 from qspec_jax.caches.cache import AppendedCache, longer
@@ -22,13 +21,14 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
-from qspec_jax.decoding.round import decode
+from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft, quantspec
 from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
 from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import padded
 
@@ -46,8 +46,12 @@ def model(float64):
 # A draft of two levels ---------------------------------------------------------------------------------------------------
 
 
-def two_levels(middle: str, small: str, **settings) -> TwoLevels:
-    return TwoLevels(MarkovDraft(Markov(jnp.asarray(DRAFTS[small]))), Markov(jnp.asarray(DRAFTS[middle])), **settings)
+def two_levels(middle: str, small: str) -> TriForceDraft:
+    table = lambda name: Markov(jnp.asarray(DRAFTS[name]))
+    return TriForceDraft(MarkovDraft(table(small)), MarkovSteps(table(middle)))
+
+
+NO_STATE = ((), ())
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
@@ -55,15 +59,23 @@ def two_levels(middle: str, small: str, **settings) -> TwoLevels:
 @pytest.mark.slow
 def test_two_levels_have_the_targets_distribution(options, middle, small):
     p = filtered(TABLE, **options)
-    counts = counted(TABLE, two_levels(middle, small), make_sampler(GenerationConfig(**options)), gamma=4, length=3)
+    sampler = make_sampler(GenerationConfig(**options))
+    counts = counted(TABLE, two_levels(middle, small), sampler, gamma=4, length=3, draft_state=NO_STATE)
     assert p_value(counts, p[0][:, None, None] * p[:, :, None] * p) > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["keys", "distributions"])
-def test_what_two_levels_get_wrong_is_seen(fault):
-    p = filtered(TABLE)
-    counts = counted(TABLE, two_levels("another table", "uniform", fault=fault), make_sampler(GenerationConfig(temperature=1.0)))
-    assert p_value(counts, p[0][:, None] * p) < 1e-6
+@pytest.mark.parametrize("fault", ["keys", "distributions", None])
+def test_what_two_levels_get_wrong_is_seen(fault, monkeypatch):
+    """Draws of both levels with the same keys, and the distributions of another model handed on."""
+    if fault == "keys":
+        monkeypatch.setattr(CurrentRound, "below", lambda self: self)
+    if fault == "distributions":
+        handed_on = CurrentRound.distributions
+        monkeypatch.setattr(CurrentRound, "distributions", lambda self, logits, drafts: handed_on(self, 0 * logits, drafts))
+    p, sampler = filtered(TABLE), make_sampler(GenerationConfig(temperature=1.0))
+    counts = counted(TABLE, two_levels("another table", "uniform"), sampler, loop=loop_of_its_own(), draft_state=NO_STATE)
+    chance = p_value(counts, p[0][:, None] * p)
+    assert chance > 1e-3 if fault is None else chance < 1e-6
 
 
 def test_two_levels_are_greedy():
@@ -71,7 +83,8 @@ def test_two_levels_are_greedy():
     while len(tokens) < 9:
         tokens.append(int(TABLE[tokens[-1]].argmax()))
     for middle, small in (("another table", "uniform"), ("the target", "the target"), ("uniform", "one-hot wrong")):
-        counts = counted(TABLE, two_levels(middle, small), make_sampler(GenerationConfig()), gamma=5, length=4, at=5)
+        sampler = make_sampler(GenerationConfig())
+        counts = counted(TABLE, two_levels(middle, small), sampler, gamma=5, length=4, at=5, draft_state=NO_STATE)
         assert np.argwhere(counts).tolist() == [tokens[5:9]]
 
 
@@ -186,7 +199,7 @@ def test_more_of_the_cache_is_more_accepted(float64):
     assert few < all == dense
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine")])
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in ("small-model", "prompt-lookup", "combine", "triforce")])
 def test_own_cache_says_whose_cache_the_steps_append_to(model, name):
     """A cache that only lies around the target's is the target's."""
     draft = make_draft(f"{name}:dense_layers=0,chunk=2" if name == "chunk-means" else name, model)
@@ -218,6 +231,9 @@ def small(tmp_path_factory):
         ("h2o:budget=0.2,least_groups=2", ALL),
         ("sparse:budget=0.2,least_groups=2,newest=0.25,memory=0.6,heads=by-mass", ALL),
         ("chunk-means:budget=0.2,chunk=2,rebuild=5,dense_layers=0", ALL),
+        ("retrieval:budget=44,chunk=2,rebuild=5,least_accepted=0.3,generated=7", ALL),
+        ("triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)", ALL),
+        ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,least_groups=2)", {}),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
         (f"combine:prompt-lookup+{SECOND}", {}),
         (f"combine:prompt-lookup+{SECOND}", ALL),
@@ -323,6 +339,21 @@ def test_a_text_chooses_a_draft():
         ("snapkv:budget=1", "budget 1 should"),
         ("snapkv:generated=0", "generated 0"),
         ("snapkv:sinks=4", "'sinks=4'"),
+        ("retrieval:budget=47", "more than the 47 tokens of the most recent and the first chunk"),
+        ("retrieval:chunk=0", "chunk 0"),
+        ("retrieval:rebuild=-1", "rebuild -1"),
+        ("retrieval:generated=0", "generated 0"),
+        ("retrieval:least_accepted=1", "least_accepted 1"),
+        ("triforce", "triforce:model=DIR"),
+        ("triforce:model=no/such", "no/such: no such directory"),
+        ("triforce:model=x,gamma1=0", "gamma1 0 should be from 1 to 15"),
+        ("triforce:model=x,gamma1=16", "gamma1 16 should be from 1 to 15"),
+        ("triforce:model=x,window=0", "window 0 should be at least 1"),
+        ("triforce:model=x,middle=none", "middle should be a draft, not none"),
+        ("triforce:model=x,middle=magic", "'magic' should be one of"),
+        ("triforce:model=x,middle=prompt-lookup", "middle should be a draft that makes steps of the target's own model"),
+        ("triforce:model=x,middle=(sparse:budget=2.5,newest=0.5)", "budget 2.5"),
+        ("triforce:model=x,middle=(sparse:budget=0.5,newest=0.5", "'.sparse' should be one of"),
     ],
 )
 def test_texts_that_choose_none(text, words, model):

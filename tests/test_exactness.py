@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from markov import Markov, MarkovDraft
+from markov import Markov, MarkovDraft, MarkovSteps
 from runs import prepared, random_model, random_prompts, run_rounds
-from two_levels import TwoLevels
 
 from pallas_kernels.formats import kv_cache, quantization
 from pallas_kernels.formats.views import BOTH_PLANES
@@ -30,7 +29,9 @@ from qspec_jax.decoding.state import LENGTH
 from qspec_jax.drafts import make_draft, quantspec
 from qspec_jax.drafts.combine import CombinedDraft
 from qspec_jax.drafts.prompt_lookup import PromptLookupDraft
+from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.small_model import SmallModelDraft
+from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_linears
@@ -52,6 +53,7 @@ OTHERS = [
     "exact-topk:budget=12,unit=token,weight_bits=16",
     "h2o:budget=0.2,least_groups=2,weight_bits=16",
     "chunk-means:budget=12,chunk=2,rebuild=9,dense_layers=0,weight_bits=16",
+    "retrieval:budget=44,chunk=2,rebuild=9,generated=7,cache=int8",
 ]
 SAMPLED = dataclasses.replace(QUANTSPEC, temperature=0.9, top_k=20)
 
@@ -149,7 +151,8 @@ def shallow():
     small, middle = (Markov(alone[:, 0] + more) for more in noise)
     second = ViewedModel(quantize_linears(model), BOTH_PLANES)
     drafts = {text: make_draft(text, model) for text in OTHERS} | {
-        "two levels": TwoLevels(MarkovDraft(small), middle),
+        "two levels": TriForceDraft(MarkovDraft(small), MarkovSteps(middle)),
+        "triforce": TriForceDraft(SmallModelDraft(second, 2, G), make_draft("retrieval:budget=44,chunk=2,rebuild=9", model)),
         "small model": SmallModelDraft(second),
         # Each is used in some rounds, and lacks what the other proposed.
         "a lookup or a window": CombinedDraft(make_draft("prompt-lookup:longest=2,shortest=2", model), SmallModelDraft(second, 2, G)),
@@ -158,7 +161,7 @@ def shallow():
     return model, targets, drafts
 
 
-@pytest.mark.parametrize("kind", [*OTHERS, "two levels", "small model", "a lookup or a window", "a lookup or sparse"])
+@pytest.mark.parametrize("kind", [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"])
 @pytest.mark.slow
 def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
     model, targets, drafts = shallow
@@ -172,11 +175,20 @@ def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
     assert all(0.005 < rate < 0.98 for rate in rates), rates
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithoutRows(TriForceDraft):
+    """Planted: takes no room for what the middle is fed beyond the round's drafts."""
+
+    extra_rows = 0
+
+
 @pytest.mark.parametrize("fault", [None, "rows"])
 def test_an_inner_level_that_is_the_target_has_room_in_its_cache(shallow, fault):
     """Every draft is accepted; without rows of its own what it feeds beyond the drafts is clamped onto rows that are valid."""
     model, targets, drafts = shallow
-    draft = dataclasses.replace(drafts["two levels"], middle=ViewedModel(model, BOTH_PLANES), inner_gamma=6, fault=fault)
+    kind = TriForceDraft if fault is None else WithoutRows
+    draft = kind(drafts["two levels"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)), gamma1=6)
     config, tokens, rates = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4), [], []
     for lengths in BATCHES:
         run = run_rounds(model, prompts_of(lengths), config, draft=draft)

@@ -15,7 +15,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
+from qspec_jax.decoding.batch import SHORT, TOGETHER, BatchStats, layers_at_once, run_batch
+from qspec_jax.decoding.capacity import bytes_in_loop
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
@@ -117,8 +118,9 @@ def run(
 
     batch_size = min(batch_size, len(requests))
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
-    # One prompt of each padded length, and behind them the others, which the programs depend on as well.
-    first = {bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()
+    # Short ones that are prefilled together, a prompt of each padded length, and behind them the others, which programs depend on as well.
+    short = [i for i, request in enumerate(requests) if len(request.tokens) <= SHORT][: TOGETHER.get(jax.default_backend(), 0)]
+    first = list(dict.fromkeys([*short, *{bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()]))
     order = [*first, *(i for i in range(len(requests)) if i not in first)]
     warm_up, ended = run_batch(model, [requests[i] for i in order], **settings), set()
     for result in warm_up:
@@ -155,7 +157,7 @@ def run(
         prefill_alone_s=prefill_s,
         decode_alone_s=decode_s,
         share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
-        held_bytes=bytes_of((model, draft)) + refilled.stats.held_bytes,
+        held_bytes=bytes_of((model, draft)) + bytes_in_loop(draft) + refilled.stats.held_bytes,
         peak_bytes=peak_bytes,
     )
 
@@ -166,7 +168,7 @@ def _decode_seconds(stats: BatchStats, slots: int) -> float | None:
 
 
 def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Request], strategy: Callable[..., Sampler]) -> float:
-    """What prefilling all prompts takes, one after the other, and each as `run_batch` does it."""
+    """What prefilling all prompts takes, each by itself and one after the other, long ones in parts."""
     configs = [request.config for request in requests]
     engine = Engine.for_configs(model, draft, configs, prompt_tokens=max(len(request.tokens) for request in requests))
     by_length = defaultdict(list)
@@ -177,8 +179,8 @@ def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Reque
         for n, (first, *_) in by_length.items()
     }
     layers = {n: layers_at_once(model.config.num_layers, n) for n in calls}
-    engine.compile_prefills((calls[n], layers[n]) for n in calls)
-    prefill = lambda n: jax.block_until_ready(deque(engine.prefill_in_parts(*calls[n], layers=layers[n]), maxlen=1))
+    engine.compile_ahead((calls[n], layers[n]) for n in calls)
+    prefill = lambda n: jax.block_until_ready(deque(engine.prefill_in_parts(*calls[n], layers=layers[n]), maxlen=1).pop())
     total = 0.0
     for n, alike in by_length.items():
         prefill(n)  # to warm up

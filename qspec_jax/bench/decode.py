@@ -425,7 +425,7 @@ def _verified_and_observed(tokens, cache, state, lengths, target):
 
 def _drafted(tokens, cache, state, lengths, draft):
     tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
-    state, cache = draft.after_steps(state, cache, stepped)
+    state, cache = draft.after_steps(state, cache, stepped, jnp.ones(tokens.shape[0], bool))
     return tokens, cache, state
 
 

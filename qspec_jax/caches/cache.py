@@ -66,6 +66,11 @@ class Cache(AppendedCache):
     def schedule(self) -> Schedule:
         """Which tokens are quantized."""
 
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """No row ever holds more tokens."""
+
     @abc.abstractmethod
     def fill(self, layer: int, keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], n: Int[Array, "B"]) -> Any:
         """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""

@@ -112,6 +112,17 @@ class CompactCache(AppendedCache):
         new = dataclasses.replace(self, layers=layers, taken=taken)
         return new.rollback(new.committed)
 
+    def refilled(self, tokens: Sequence[KeysValues], kept: Int[Array, "B"], changed: Bool[Array, "B"]) -> Self:
+        """The cache with the first kept[b] of these T tokens of each layer in place of all that a row held, in the rows that are to change.
+
+        The ring is empty then; with its size it still has room.
+        """
+        row = jnp.where(changed[:, None], jnp.arange(tokens[0][0].shape[2]), self._room)
+        layers = tuple(self._written(layer, *both, row) for layer, both in zip(self.layers, tokens, strict=True))
+        choose = lambda new, old: jnp.where(changed, new, old)
+        new = dataclasses.replace(self, layers=layers, kept=choose(kept, self.kept), taken=choose(kept, self.taken))
+        return new.rollback(new.committed)
+
     def with_first_keys(self, keys: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]) -> Self:
         """The cache with other keys of the first T tokens that stay, in each layer of the rows that are to change."""
         put = lambda held, new: held.at[:, :, : new.shape[2]].set(jnp.where(changed[:, None, None, None], new, held[:, :, : new.shape[2]]))

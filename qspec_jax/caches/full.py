@@ -24,6 +24,10 @@ class FullCache(Cache):
     def schedule(self):
         return Schedule(None)
 
+    @property
+    def capacity(self):
+        return self.layers[0].keys.shape[2]
+
     @classmethod
     def schedule_of(cls, group_size):
         return Schedule(None)

@@ -42,6 +42,10 @@ class HierarchicalCache(PooledCache):
         """Capacity of the quantized region of a row, in groups."""
         return self._layer(0).groups
 
+    @property
+    def capacity(self):
+        return self.groups * self.group_size + self.layers[0].buffer.keys.shape[2]
+
     def _layer(self, layer: int) -> HierarchicalLayer:
         """A layer with its pages."""
         return dataclasses.replace(self.layers[layer], pages=self.pages)

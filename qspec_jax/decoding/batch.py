@@ -4,8 +4,10 @@ A row's tokens depend on its prompt, settings and key alone: rows share no rando
 prefilled together, and accept, flush and end independently.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -33,16 +35,16 @@ from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import bucket, equal_parts
+from qspec_jax.models.prompts import bucket
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
 # Prompts longer than fit into this, in tokens times layers, are prefilled in parts, with so many rounds of the other rows between them.
 PART, ROUNDS_BETWEEN = 1 << 16, 4
-# Where it pays, so many prompts that come one after the other, each of up to SHORT tokens, are prefilled together: the weights are read
-# once for all. Not where their rows, which have room for the longest line each, would take more than for MOST_ROOM tokens meanwhile.
-TOGETHER, SHORT, MOST_ROOM = {"gpu": 4}, 256, 1 << 15
+# By backend, how many prompts of up to SHORT tokens each are prefilled together where they follow one another: the weights are then read
+# once for all. One by one if so many rows, each with room for the longest line, would have room for more than MOST_ROOM tokens.
+TOGETHER, SHORT, MOST_ROOM = {"gpu": 4}, 256, 1 << 14
 PAGED = ("gpu",)  # backends whose kernels look pages up as they read; elsewhere that takes a copy (a CPU: 7 % of decoding)
-REFILLED_AT_ONCE = 16  # of so many running rows one has to end before others take their slots, for each look costs milliseconds
+REFILL_SHARE = 1 / 16  # of the running rows, one at least: once so many have ended others take their slots. A look costs milliseconds
 ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
 SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
@@ -64,7 +66,7 @@ class Result:
 class BatchStats:
     """Totals of a run, of `batch_size` rows at a time. slot_rounds counts every slot in every round; busy_rounds counts those that were
     working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt and others waited, so that the rounds
-    ended when one of them did, or one in `REFILLED_AT_ONCE`.
+    ended when one of them did, or `REFILL_SHARE` of them.
 
     The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart. held_bytes is the
     most that rows at work ever held together: their pages, and what each has of its own.
@@ -152,9 +154,12 @@ def run_batch(
 
 
 def layers_at_once(layers: int, tokens: int) -> int:
-    """How many of so many layers a prompt of so many tokens goes through before other rows have rounds; the same whether there are others
-    or not."""
-    return layers // equal_parts(layers, max(1, PART // bucket(tokens)))
+    """How many of so many layers prompts go through before other rows have rounds; the same whether there are others or not.
+
+    tokens: of all prompts together, padded. The parts are as equal as can be, so that there is a program for one or two sizes.
+    """
+    most = max(1, PART // tokens)
+    return math.ceil(layers / math.ceil(layers / most))
 
 
 class _Slots:
@@ -177,7 +182,7 @@ class _Slots:
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
         at_once = TOGETHER.get(jax.default_backend(), 1)
         # How many short prompts are prefilled together.
-        self.together = at_once if at_once * self.engine.static["capacity"] <= MOST_ROOM else 1
+        self.most_together = at_once if at_once * self.engine.static["capacity"] <= MOST_ROOM else 1
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
@@ -203,16 +208,24 @@ class _Slots:
 
     def _room(self) -> capacity.Capacity:
         """As many rows as fit the device's memory."""
+        if self.most_together > 1:
+            with contextlib.suppress(InputError):
+                if (room := self._room_beside_prefills()).rows >= self.most_together:
+                    return room
+            self.most_together = 1  # which takes less memory
+        return self._room_beside_prefills()
+
+    def _room_beside_prefills(self) -> capacity.Capacity:
         by_length = sorted(range(len(self.requests)), key=lambda index: len(self.requests[index].tokens))
-        most = [by_length[-1:]]
-        if len(short := [index for index in by_length if self._is_short(index)]) >= self.together:
-            most.append(short[-self.together :])
-        row = self.engine.prefill_call(*self._prompts(by_length[-1:])).shapes()
+        largest = [by_length[-1:]]  # the prompts of those prefills that take most memory
+        if len(short := [index for index in by_length if self._is_short(index)]) >= self.most_together:
+            largest.append(short[-self.most_together :])
+        row = self.engine.prefill_call(*self._prefill_args(by_length[-1:])).shapes()
 
         def bytes_of_prefill() -> int:
-            temporaries = (self.engine.prefill_temporaries(*self._prompts(indices), layers=self._layers(indices)) for indices in most)
+            temporaries = (self.engine.prefill_temporaries(*self._prefill_args(each), layers=self._layers(each)) for each in largest)
             # While some are put into the batch, the next are prefilled.
-            return max(temporaries) + 2 * max(map(len, most)) * bytes_of(row)
+            return max(temporaries) + 2 * max(map(len, largest)) * bytes_of(row)
 
         return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, len(self.requests))
 
@@ -220,27 +233,27 @@ class _Slots:
         return len(self.requests[index].tokens) <= SHORT
 
     def _layers(self, indices: Sequence[int]) -> int:
-        return layers_at_once(self.engine.target.model.config.num_layers, max(len(self.requests[index].tokens) for index in indices))
+        """How many layers at a time the prompts of requests are prefilled."""
+        padded = bucket(max(len(self.requests[index].tokens) for index in indices))
+        return layers_at_once(self.engine.target.model.config.num_layers, len(indices) * padded)
 
-    def _prompts(self, indices: Sequence[int]) -> tuple:
-        """The arguments of prefill for requests."""
+    def _prefill_args(self, indices: Sequence[int]) -> tuple:
         sampler, limits = self._settings(indices)
         requests = [self.requests[index] for index in indices]
         return [request.tokens for request in requests], sampler, jnp.stack([request.key for request in requests]), limits
 
-    def _compile_prefills(self) -> None:
-        """Makes the programs for all lengths of prompts at once: side by side that takes a fraction of the time."""
-        lengths = {}
-        for index, request in enumerate(self.requests):
-            lengths[bucket(len(request.tokens))] = index
-        prompts = [[index] for index in lengths.values()]
-        if self.together <= min(len(self.request_of), sum(map(self._is_short, range(len(self.requests))))):
-            prompts += [[index] * self.together for index in lengths.values() if self._is_short(index)]
-        self.engine.compile_prefills((self._prompts(indices), self._layers(indices)) for indices in prompts)
+    def _compile_ahead(self) -> None:
+        """Makes the programs for prompts of all lengths: side by side that takes a fraction of the time."""
+        of_length = lambda indices: {bucket(len(self.requests[index].tokens)): index for index in indices}.values()
+        short = list(filter(self._is_short, range(len(self.requests))))
+        prefills = [[index] for index in of_length(range(len(self.requests)))]
+        if 1 < self.most_together <= min(len(self.request_of), len(short)):
+            prefills += [[index] * self.most_together for index in of_length(short)]
+        self.engine.compile_ahead((self._prefill_args(indices), self._layers(indices)) for indices in prefills)
 
     def run(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
-        self._compile_prefills()
+        self._compile_ahead()
         while True:
             placed = yield from self._fill()
             if not self._running:
@@ -279,20 +292,17 @@ class _Slots:
 
     def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
         """The requests to prefill next, for at most so many slots, with the pages of each; none where the pool has too few pages left."""
-        together = list(itertools.islice(self.waiting, self.together))
-        if len(together) == self.together <= slots and all(map(self._is_short, together)):
-            choices = together, together[:1]
-        else:
-            choices = (together[:1],)
-        for indices in choices:
-            if (pages := self._reserved(indices)) is not None:
+        in_line = list(itertools.islice(self.waiting, self.most_together))
+        together = len(in_line) == self.most_together <= slots and all(map(self._is_short, in_line))
+        for indices in (in_line, in_line[:1]) if together else (in_line[:1],):
+            if (pages := self._reserve(indices)) is not None:
                 for _ in indices:
                     self.waiting.popleft()
                 return indices, pages
         return [], []
 
-    def _reserved(self, indices: Sequence[int]) -> list[list[int]] | None:
-        """Pages for requests, or None where there are too few."""
+    def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:
+        """Pages for each of these requests, or None where there are too few."""
         if self.pool is None:
             return [[] for _ in indices]
         counts = [self.groups[index] for index in indices]
@@ -303,7 +313,7 @@ class _Slots:
 
     def _prefilled(self, indices: Sequence[int]) -> Generator[Result, None, DecodeState]:
         """The state of rows, for which the others never wait longer than for a part of a prompt."""
-        for part in self.engine.prefill_in_parts(*self._prompts(indices), layers=self._layers(indices)):
+        for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=self._layers(indices)):
             if isinstance(part, DecodeState):
                 break
             if not self._running:
@@ -322,19 +332,15 @@ class _Slots:
         self.newest = rows.status
         if self.state is None:
             self.state = self.engine.batch_of(rows, len(self.request_of), self.pool and self.pool.size)
+            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers]) if self.pool else 0
+            self.bytes_of_row = (bytes_of(self.state) - of_pool) // len(self.request_of)
+            self.bytes_of_page = of_pool // self.pool.size if self.pool else 0
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
         for slot, index, of_row in zip(slots, indices, pages, strict=True):
             self.pages_of[slot], self.freed[slot] = of_row, False
             self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
-        self.stats.held_bytes = max(self.stats.held_bytes, self._held_bytes())
-
-    def _held_bytes(self) -> int:
-        """What the rows at work hold of the batch."""
-        of_pool = 0
-        if self.pool:
-            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers])
-        own = (bytes_of(self.state) - of_pool) // len(self.request_of)
-        return self._running * own + (of_pool // self.pool.size * self.pool.taken if self.pool else 0)
+        held = self._running * self.bytes_of_row + (self.pool.taken * self.bytes_of_page if self.pool else 0)
+        self.stats.held_bytes = max(self.stats.held_bytes, held)
 
     def _wait_for_prefill(self) -> float:
         """Waits for the newest row's prefill, and returns the time at which it was ready; without one, when the current lap began."""
@@ -351,7 +357,8 @@ class _Slots:
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
         refills = bool(self.waiting) and self.refill
         full = refills and None not in self.request_of
-        least_running = self._running - self._running // REFILLED_AT_ONCE if refills else 1
+        # Rounds go on while as many run: of 64 rows, 61, so until 4 have ended.
+        least_running = self._running - max(1, int(self._running * REFILL_SHARE)) + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
             self.state = self.engine.free(self.state, empty)

@@ -10,6 +10,7 @@ import jax
 
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 
@@ -63,7 +64,7 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
     of_page, config = size(1, 3) - one, engine.target.model.config
     of_round = 4 * ARRAYS * (engine.gamma + 1) * (config.vocab_size + 2 * config.intermediate_size)
     of_row = size(2, 2) - one + of_round
-    besides = of_prefill() + _bytes_in_loop(engine)
+    besides = of_prefill() + bytes_in_loop(engine.draft)
     found = divided(free - besides, of_row, of_page, groups, requests)
     if found is None:
         short = besides + of_row + of_page * (1 + max(groups or [0])) - free
@@ -87,8 +88,11 @@ def divided(free: float, of_row: float, of_page: float, groups: Sequence[int] | 
     return None
 
 
-def _bytes_in_loop(engine: Engine) -> int:
-    """What rounds have of the draft beside the draft itself, which stays."""
+def bytes_in_loop(draft: Draft | None) -> int:
+    """Bytes of the arrays that `Draft.in_loop` makes anew, such as the INT8 head. The draft itself stays.
+
+    They are told by their shapes and dtypes, for that is all that is known of what is not made yet.
+    """
     count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
-    made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), engine.draft)) - count(engine.draft)
+    made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in made.elements())

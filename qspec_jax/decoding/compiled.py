@@ -72,23 +72,29 @@ class Compiled:
 
         Threads may compile side by side.
         """
-        with self._program(args, static) as program:
-            # One lock after the other: what is traced may come to another program, whose lock a thread may hold that waits for this one.
-            self._lower(program, args, static)
-            with program.lock:
+        return self.lowered(*args, **static)()
+
+    def lowered(self, *args, **static) -> Callable[[], tuple[jax.stages.Compiled, float]]:
+        """Does what `compile` has to do in Python, which goes by this thread's settings of JAX (`jax.enable_x64`, for one), and returns the
+        rest of it, which any thread may do."""
+        # One lock after the other: what is traced may come to another program, whose lock a thread may hold that waits for this one.
+        with self._program(args, static) as program, _in_python:
+            if program.executable is None and program.lowered is None:
+                with program.timed():
+                    program.lowered = (program.traced or self._trace(program, args, static)).lower()
+                program.traced = None
+
+        def compile() -> tuple[jax.stages.Compiled, float]:
+            with self._kept_unless_it_fails(program), program.lock:
                 if program.executable is not None:
                     return program.executable, 0.0
                 with program.timed():
                     program.executable = program.lowered.compile()
                 program.lowered = None
-        _drop_oldest()
-        return program.executable, program.seconds
+            _drop_oldest()
+            return program.executable, program.seconds
 
-    def lower(self, *args, **static) -> None:
-        """Does what `compile` has to do in Python, which goes by this thread's settings of JAX (`jax.enable_x64`, for one); another thread
-        may then compile."""
-        with self._program(args, static) as program:
-            self._lower(program, args, static)
+        return compile
 
     def shapes(self, *args, **static) -> Any:
         """Shapes of what the function returns. What is traced for them is what `compile` goes on from."""
@@ -115,19 +121,17 @@ class Compiled:
         with _lock:
             program = self.programs.setdefault(key, _Program())
             program.used = next(_clock)
-        try:
+        with self._kept_unless_it_fails(program):
             yield program
+
+    @contextlib.contextmanager
+    def _kept_unless_it_fails(self, program: _Program) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             with _lock:
-                self.programs.pop(key, None)
+                self.programs = {key: each for key, each in self.programs.items() if each is not program}
             raise
-
-    def _lower(self, program: _Program, args: tuple, static: dict[str, Any]) -> None:
-        with _in_python:
-            if program.executable is None and program.lowered is None:
-                with program.timed():
-                    program.lowered = (program.traced or self._trace(program, args, static)).lower()
-                program.traced = None
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
         program.traced = self._jitted().trace(*args, **static)

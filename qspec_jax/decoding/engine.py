@@ -304,31 +304,29 @@ class Engine:
         cache = dataclasses.replace(cache, layers=filled)
         yield self._run("parts_end", self._end_call(target, draft, tokens, n, x, cache, queries, *settings), tokens.shape)
 
-    def compile_prefills(self, prefills: Iterable[tuple[tuple, int]]) -> None:
+    def compile_ahead(self, prefills: Iterable[tuple[tuple, int]]) -> None:
         """Makes, side by side, what `prefill_in_parts` needs. prefills: its arguments, and how many layers at a time."""
-        calls: dict[Hashable, Call] = {}
-        for args, layers in prefills:
-            calls |= self._prefill_calls(*args, layers=layers)
-        calls = {key: call for key, call in calls.items() if key not in self._executables}
-        if not calls:
-            return
         self._on_compile(None)
-        began = time.perf_counter()
-        with ThreadPoolExecutor() as pool:
-            made = []
-            for call in calls.values():
-                call.program.lower(*call.args, **call.static)
-                made.append(pool.submit(call.compile))
-        made = [future.result() for future in made]
-        self._executables |= {key: executable for key, (executable, _) in zip(calls, made)}
-        seconds = time.perf_counter() - began if any(seconds for _, seconds in made) else 0.0
+        began, making = time.perf_counter(), {}
+        pool = ThreadPoolExecutor()
+        try:
+            for args, layers in prefills:
+                for key, call in self._prefill_calls(*args, layers=layers).items():
+                    if key not in self._executables and key not in making:
+                        # Traced in this thread, whose settings of JAX others do not have.
+                        making[key] = pool.submit(call.program.lowered(*call.args, **call.static))
+            made = {key: future.result() for key, future in making.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._executables |= {key: executable for key, (executable, _) in made.items()}
+        seconds = time.perf_counter() - began if any(seconds for _, seconds in made.values()) else 0.0
         self._on_compile(seconds)
         self.compile_s += seconds
 
     def _prefill_calls(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
     ) -> dict[Hashable, Call]:
-        """The programs of `prefill_in_parts`, by what `_executable` knows them by."""
+        """The programs of `prefill_in_parts`. The keys are those of `_executables`."""
         call = self.prefill_call(prompts, sampler, keys, limits)
         target, draft, tokens, n, *settings = call.args
         if layers >= (all := target.model.config.num_layers):

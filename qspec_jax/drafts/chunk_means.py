@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import AppendedCache, Cache
 from qspec_jax.caches.queried import QueriedCache
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
@@ -40,9 +40,9 @@ class ChunkMeansState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AskedCache(QueriedCache):
-    """A target's cache whose first pass leaves its first queries here, [B, N, H] for each layer."""
+    """A cache whose first pass leaves its first queries here, [B, N, H] for each layer."""
 
-    cache: Cache
+    cache: AppendedCache
     queries: tuple[Float[Array, "B N H"], ...]
     passes: Int[Array, ""]
 
@@ -52,6 +52,10 @@ class AskedCache(QueriedCache):
     def after_pass(self, left):
         kept = tuple(jnp.where(self.passes == 0, q, old) for q, old in zip(left, self.queries))
         return AskedCache(self.cache, kept, self.passes + 1)
+
+    def queries_where(self, used: Bool[Array, "B"], before: tuple[Array, ...]) -> tuple[Float[Array, "B N H"], ...]:
+        """The queries of these rows, and of others those from before."""
+        return tuple(jnp.where(used[:, None, None], new, old) for new, old in zip(self.queries, before))
 
 
 @jax.tree_util.register_dataclass
@@ -103,15 +107,8 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
     def cache_of_steps(self, state, cache):
         return AskedCache(cache, state.queries, jnp.int32(0))
 
-    def after_steps(self, state, cache, stepped):
-        return dataclasses.replace(state, queries=stepped.queries), stepped.cache
-
-    def propose(self, state, cache, round):
-        proposal, asked, cache = super().propose(state, cache, round)
-        # A row that may use no draft is stepped only for others' sake.
-        used = (round.eligible > 0)[:, None, None]
-        queries = tuple(jnp.where(used, new, old) for new, old in zip(asked.queries, state.queries))
-        return proposal, dataclasses.replace(asked, queries=queries), cache
+    def after_steps(self, state, cache, stepped, used):
+        return dataclasses.replace(state, queries=stepped.queries_where(used, state.queries)), stepped.cache
 
     def commit(self, state, result, cache):
         position, G = jnp.arange(state.chosen[0].shape[2]), cache.group_size

@@ -44,7 +44,7 @@ class CompactDraft(SelfSpeculativeDraft):
     def cache_of_steps(self, state, cache):
         return state
 
-    def after_steps(self, state, cache, stepped):
+    def after_steps(self, state, cache, stepped, used):
         return stepped, cache
 
     def read_in_round(self, state, cache):
@@ -84,6 +84,12 @@ class CompactDraft(SelfSpeculativeDraft):
         if self.budget >= 1:
             return jnp.full_like(prompt.n, most), most
         return jnp.clip(jnp.ceil(self.budget * prompt.n).astype(prompt.n.dtype), self.least, most), most
+
+
+def with_generated(reads: Reads, most: int, tokens: int) -> Reads:
+    """What a step reads that also reads the most recent generated ones: as many as there may be, of so many tokens of a row."""
+    more, part = min(most, tokens - reads.quantized - reads.full), "quantized" if reads.planes else "full"
+    return dataclasses.replace(reads, **{part: getattr(reads, part) + more})
 
 
 def with_sinks_before_window(

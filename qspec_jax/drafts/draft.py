@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import DenseView, HeldKeys, View
 from qspec_jax.caches.cache import AppendedCache, Cache
@@ -255,8 +255,12 @@ class StepwiseDraft(ModelDraft):
         """The cache that the steps append to and read: the target's, perhaps with another around it, or the draft's own."""
         return cache
 
-    def after_steps(self, state: State, cache: Cache, stepped: AppendedCache) -> tuple[State, Cache]:
-        """The state and the target's cache, once the steps have returned their cache, rolled back."""
+    def after_steps(self, state: State, cache: Cache, stepped: AppendedCache, used: Bool[Array, "B"]) -> tuple[State, Cache]:
+        """The state and the target's cache, once the steps have returned their cache, rolled back.
+
+        used: the rows that may use drafts. Others are stepped for their neighbours' sake alone, or not at all, so nothing of their state
+        may depend on it.
+        """
         return state, stepped
 
     def read_in_round(self, state, cache):
@@ -265,7 +269,7 @@ class StepwiseDraft(ModelDraft):
 
     def propose(self, state, cache, round):
         proposal, stepped = propose_by_steps(self.step_in_round(state, cache), self.cache_of_steps(state, cache), round)
-        return proposal, *self.after_steps(state, cache, stepped)
+        return proposal, *self.after_steps(state, cache, stepped, round.eligible > 0)
 
 
 def propose_by_steps(

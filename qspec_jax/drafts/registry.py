@@ -17,10 +17,12 @@ from qspec_jax.drafts.h2o import H2OSettings
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.prompt_lookup import PromptLookupSettings
 from qspec_jax.drafts.quantspec import QuantSpecSettings
+from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.drafts.snapkv import SnapKVSettings
 from qspec_jax.drafts.sparse import SparseSettings
 from qspec_jax.drafts.streaming_llm import StreamingSettings
+from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -32,6 +34,8 @@ DRAFTS: dict[str, type[DraftSettings]] = {
     "sparse": SparseSettings,
     "streaming-llm": StreamingSettings,
     "snapkv": SnapKVSettings,
+    "retrieval": RetrievalSettings,
+    "triforce": TriForceSettings,
     "small-model": SmallModelSettings,
     "prompt-lookup": PromptLookupSettings,
     "combine": CombinedSettings,
@@ -44,8 +48,9 @@ DRAFTS: dict[str, type[DraftSettings]] = {
 def parse_draft(text: str) -> DraftSettings | None:
     """The settings that a text NAME[:SETTING=VALUE,...] asks for; None for `none`, which decodes without a draft.
 
-    A comma in a value is written \\, with a backslash before it; = and : stand for themselves. `combine:A+B` has the texts of two drafts,
-    each of which may be in parentheses, and is where there is a + in it. Raises InputError for an unknown name or setting, and for a value
+    A comma in a value is written \\, with a backslash before it; = and : stand for themselves. A value that is a draft's text may stand in
+    parentheses, within which commas need no backslash. `combine:A+B` has the texts of two drafts, each of which may be in parentheses, and
+    is where there is a + in it. Raises InputError for an unknown name or setting, and for a value
     of another type; and for `auto`, which is no draft but stands for one.
     """
     name, settings = _taken_apart(text)
@@ -70,12 +75,23 @@ def parse_draft(text: str) -> DraftSettings | None:
             raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}")
         if setting in given:
             raise InputError(f"draft {text!r}: {setting} stands there twice")
+        if fields[setting] is DraftSettings:
+            given[setting] = _inner_draft(text, setting, value)
+            continue
         try:
             given[setting] = fields[setting](value.replace("\\,", ","))
         except ValueError:
             kind = {int: "a whole number", float: "a number"}[fields[setting]]
             raise InputError(f"draft {text!r}: {setting} should be {kind}, not {value!r}") from None
     return DRAFTS[name](**given)
+
+
+def _inner_draft(text: str, setting: str, value: str) -> DraftSettings:
+    """The settings of a draft that is a setting of another."""
+    found = parse_draft(value[1:-1] if value.startswith("(") and value.endswith(")") else value.replace("\\,", ","))
+    if found is None:
+        raise InputError(f"draft {text!r}: {setting} should be a draft, not {NONE}")
+    return found
 
 
 def name_of(text: str) -> str:
@@ -122,7 +138,18 @@ def _exact(number: float) -> str:
 def _taken_apart(text: str) -> tuple[str, list[str]]:
     """The name in the text of a draft, and its settings as they stand there, with backslashes."""
     name, colon, rest = text.partition(":")
-    return name, re.split(r"(?<!\\),", rest) if colon else []
+    if not colon:
+        return name, []
+    parts, depth, before = [""], 0, ""
+    for character in rest:
+        # Parentheses count where a value begins with one; in the middle of a path they are letters as others.
+        depth += (character == "(" and (depth > 0 or before == "=")) - (character == ")" and depth > 0)
+        if character == "," and depth == 0 and before != "\\":
+            parts.append("")
+        else:
+            parts[-1] += character
+        before = character
+    return name, parts if depth == 0 else re.split(r"(?<!\\),", rest)
 
 
 def _two_drafts(text: str) -> list[DraftSettings]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.compact import CompactCache
-from qspec_jax.drafts.compact import CompactDraft, CompactSettings
+from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
 from qspec_jax.drafts.draft import Prompt
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -56,10 +56,7 @@ class SnapKVDraft(CompactDraft):
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The ring is counted as full, as it is once so many tokens are generated: what the cache then holds is
         also what it has memory for. Before that a step reads less."""
-        found = super().reads(layer, quantized, buffered, group_size)
-        ring = min(self.generated, quantized + buffered - found.quantized - found.full)
-        part = "quantized" if found.planes else "full"
-        return dataclasses.replace(found, **{part: getattr(found, part) + ring})
+        return with_generated(super().reads(layer, quantized, buffered, group_size), self.generated, quantized + buffered)
 
 
 def prompt_scores(prompt: Prompt, layer: int, kv_heads: int) -> Float[Array, "B K S"]:

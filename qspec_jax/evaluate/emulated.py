@@ -91,6 +91,10 @@ class EmulatedCache(Cache):
     def schedule(self):
         return Schedule(self.layers[0].group_size)
 
+    @property
+    def capacity(self):
+        return self.layers[0].target.keys.shape[2]
+
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe or view not in (UPPER_PLANE, BOTH_PLANES):
             raise ValueError("an emulated cache is read as a draft or as the target reads it, and observes nothing")

@@ -1,0 +1,160 @@
+"""TriForce: a draft that itself proposes and verifies. A small model drafts for a middle one, which drafts for the target.
+
+The middle draft makes the steps of another draft, such as the target's weights over a retrieval cache; but instead of one token a step, it
+verifies what the small model drafts for it, gamma1 tokens at a time, until the round has all its drafts. The target then verifies these
+against the distributions that the middle model gave, the very ones that it verified with. So both levels are lossless: the tokens of the
+middle have the middle's own distribution, those of the target the target's.
+
+Source: TriForce (arXiv 2404.11912), sections 4.2 and 4.3, algorithm 1. Its gamma2 is the round's gamma.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.support import MAX_TOKENS
+from qspec_jax.caches.cache import AppendedCache, longer
+from qspec_jax.drafts.draft import Draft, DraftSettings, Proposal, RoundResult, StepwiseDraft, checkpoints_of
+from qspec_jax.drafts.retrieval import RetrievalSettings
+from qspec_jax.drafts.small_model import SmallModelSettings
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TriForceDraft(Draft):
+    """small: drafts up to gamma1 tokens for the middle at a time; its own state and the emitted tokens are all that it looks at. middle:
+    verifies them by its steps, each of several tokens. The state is that of both."""
+
+    small: Draft
+    middle: StepwiseDraft
+    gamma1: int = dataclasses.field(default=2, metadata={"static": True})
+
+    @property
+    def observes(self):
+        return self.middle.observes
+
+    @property
+    def prompt_queries(self):
+        return self.middle.prompt_queries
+
+    @property
+    def extra_rows(self):
+        return self.gamma1 + self.middle.extra_rows
+
+    @property
+    def max_length(self):
+        return min((draft.max_length for draft in (self.small, self.middle) if draft.max_length is not None), default=None)
+
+    def in_prefill(self):
+        return dataclasses.replace(self, small=self.small.in_prefill(), middle=self.middle.in_prefill())
+
+    def in_loop(self):
+        return dataclasses.replace(self, small=self.small.in_loop(), middle=self.middle.in_loop())
+
+    def begin(self, prompt):
+        # The last drafts of the small model may go beyond the round's.
+        prompt = dataclasses.replace(prompt, gamma=prompt.gamma + self.gamma1)
+        return self.small.begin(dataclasses.replace(prompt, queries=())), self.middle.begin(prompt)
+
+    def propose(self, state, cache, round):
+        # Its selection is made once, so that all distributions of the round are of one and the same model.
+        model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
+        level, before, width = round.below(), stepped.lengths, self.gamma1 + 1
+        put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
+
+        def small_drafts(small, tokens, done):
+            """What the small model drafts behind the first done[b] tokens of the middle. The middle adds a token of its own."""
+            here = level.advanced(tokens, done)
+            wanted = jnp.clip(round.eligible - done - 1, 0, self.gamma1)
+            proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, self.gamma1))
+            # What a draft does with more than it may use is its own affair; not with fewer.
+            return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
+
+        def verify(carry):
+            done, tokens, distributions, stepped, small, drafts = carry
+            here = level.advanced(tokens, done)
+            block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
+            logits, stepped = model(block, here.position[:, None] + jnp.arange(width), stepped)
+            accepted, own_token = here.verify(logits, drafts)
+            new = jnp.where(jnp.arange(width) < accepted[:, None], jnp.roll(block, -1, 1), own_token[:, None])
+            came = jnp.where(done < round.eligible, accepted + 1, 0)
+            small = self.small.commit(small, RoundResult(new, came, jnp.minimum(accepted, came), jnp.zeros_like(came)), cache)
+            tokens = put(tokens, new, done)
+            distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
+            done += came
+            small, drafts = small_drafts(small, tokens, done)
+            return done, tokens, distributions, stepped.rollback(longer(before, done)), small, drafts
+
+        tokens, distributions = self._empty(model, stepped, round)
+        done = jnp.zeros_like(round.eligible)
+        first, drafts = small_drafts(state[0], tokens, done)
+        carry = done, tokens, distributions, stepped, first, drafts
+        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < round.eligible).any(), verify, carry)
+        middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), round.eligible > 0)
+        # Of the small model what stands behind its first drafts is kept, as if the target had verified those: `commit` tells it what came.
+        return Proposal(tokens[:, : round.gamma], distributions[:, : round.gamma], round.eligible), (first, middle), cache
+
+    def _empty(self, model: Callable, stepped: AppendedCache, round: Any) -> tuple[Int[Array, "B N"], Float[Array, "B N W"]]:
+        """Room for the round's tokens, for those that the small model drafts beyond them, and for their distributions."""
+        none = jnp.zeros((round.pending.shape[0], round.gamma + self.gamma1 + 1), jnp.int32)
+        logits, _ = jax.eval_shape(model, none[:, :1], none[:, :1], stepped)
+        kind = jax.eval_shape(round.distributions, logits, none[:, :0])
+        return none, jnp.zeros((*none.shape, kind.shape[2]), kind.dtype)
+
+    def commit(self, state, result, cache):
+        return self.small.commit(state[0], result, cache), self.middle.commit(state[1], result, cache)
+
+    def read_in_round(self, state, cache):
+        return self.middle.read_in_round(state[1], cache)
+
+
+RETRIEVAL = RetrievalSettings()
+
+
+@dataclasses.dataclass(frozen=True)
+class TriForceSettings:
+    """The settings of the draft.
+
+    model: the small model's checkpoint, see `SmallModelSettings`. sinks, window: it reads the first so many tokens and the last so many.
+    gamma1: how many tokens it drafts at a time. middle: the draft whose steps verify them, by its text; any that makes single-token steps
+    of the target's own model: retrieval, streaming-llm, snapkv, sparse, quantspec, ...
+    """
+
+    model: str = ""
+    gamma1: int = 2
+    middle: DraftSettings = RETRIEVAL
+    sinks: int = 16
+    window: int = 240
+
+    def __post_init__(self):
+        if not self.model:
+            raise InputError("the triforce draft needs a small model: triforce:model=DIR")
+        if not 1 <= self.gamma1 < MAX_TOKENS:
+            raise InputError(f"draft gamma1 {self.gamma1} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
+        self.small  # noqa: B018  refuses sinks and window
+
+    @property
+    def small(self) -> SmallModelSettings:
+        """The settings of the small model."""
+        return SmallModelSettings(self.model, reads="window", sinks=self.sinks, window=self.window)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The checkpoints that it reads besides the target's."""
+        return self.small.checkpoints + checkpoints_of(self.middle)
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> TriForceDraft:
+        """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that makes no steps
+        of the target's own model."""
+        middle = self.middle.make(model, functools.cache(int4))
+        if not isinstance(middle, StepwiseDraft):
+            raise InputError("draft middle should be a draft that makes steps of the target's own model, such as retrieval or sparse")
+        return TriForceDraft(self.small.make(model, int4), middle, self.gamma1)
