@@ -206,7 +206,8 @@ def test_the_table_of_drafts_is_that_of_the_registry():
     for name, text in said.items():
         if (other := re.match(r"as ([\w-]+)", text)) and not found[name]:
             found[name] = found[other[1]]
-    shown = lambda default: f"{default:g}" if isinstance(default, int | float) else default or "DIR"
+    names = {settings: name for name, settings in registry.DRAFTS.items()}
+    shown = lambda default: f"{default:g}" if isinstance(default, int | float) else names.get(type(default)) or default or "DIR"
     fields = lambda settings: [] if settings is CombinedSettings else dataclasses.fields(settings)
     expected = {name: {field.name: shown(field.default) for field in fields(settings)} for name, settings in registry.DRAFTS.items()}
     assert found == expected | {registry.NONE: {}, registry.AUTO: {}}
