@@ -90,6 +90,11 @@ def test_simulated_acceptance(rate):
         np.testing.assert_array_equal(simulated, greedy)
 
 
+def test_a_level_below_has_a_rate_of_its_own():
+    one, other = SimulatedGreedy(jnp.float32(0.9)), SimulatedGreedy(jnp.float32(0.9), jnp.float32(0.5))
+    assert one.below().rate == one.rate and other.below().rate == 0.5 == other.below().below().rate
+
+
 def test_random_models_have_the_shapes_of_real_ones(model):
     drawn, quantized = random_int4(model).weights(), jax.eval_shape(quantize_linears, model).weights()
     assert drawn.keys() == quantized.keys()
@@ -550,6 +555,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
+        (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance goes with"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
         (["--arch", "tiny", "--batch-size", 0], ["--batch-size"]),

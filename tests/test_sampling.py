@@ -93,7 +93,7 @@ def tiny():
         "exact-topk:budget=0.2",
         "h2o:budget=0.2,least_groups=1",
         "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
-        "retrieval:budget=34,chunk=1,rebuild=1,generated=1",
+        "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
         "a second model",
         "a window of a second model",
     ],

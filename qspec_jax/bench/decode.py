@@ -72,6 +72,7 @@ def run(
     *,
     max_new_tokens: int,
     rates: Mapping[int, float] | None,
+    inner_rate: float | None = None,
     batch_sizes: Sequence[int] = (1,),
     beside: Sequence[DecodeRow] = (),
     repeats: int = 20,
@@ -81,9 +82,10 @@ def run(
 ) -> DecodeReport:
     """Measures every method at every context and batch size, those that draft with each gamma, greedy, on random prompts.
 
-    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. batch_sizes: ascending.
-    beside: rows of other programs, to compare with. directory: where the model was loaded from, see `make_draft`. progress: a bar on
-    standard error; None where that is a terminal. A method that fails (for want of memory, say) gets a row that says so.
+    int4: makes the model with INT4 weights. rates: simulated acceptance at each context; None verifies for real. inner_rate: that of the
+    level below, in a draft that itself verifies; None: the same. batch_sizes: ascending. beside: rows of other programs, to compare with.
+    directory: where the model was loaded from, see `make_draft`. progress: a bar on standard error; None where that is a terminal. A method
+    that fails (for want of memory, say) gets a row that says so.
     """
     rows = []
     cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
@@ -97,7 +99,8 @@ def run(
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
             bar.set_description(f"{context:,} tokens: compiling")
             found = []
-            settings = dict(rate=rates[context] if rates else None, seed=seed, bandwidth=bandwidth, repeats=repeats, directory=directory)
+            settings = dict(rate=rates[context] if rates else None, inner_rate=inner_rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+            settings["directory"] = directory
             for row in measure(model, int4, cases, prompt.tolist(), max_new_tokens, batch_sizes=batch_sizes, **settings):
                 found.append(row)
                 if progress is not False:
@@ -129,6 +132,7 @@ def measure(
     *,
     batch_sizes: Sequence[int] = (1,),
     rate: float | None = None,
+    inner_rate: float | None = None,
     seed: int = 0,
     bandwidth: float | None = None,
     repeats: int = 20,
@@ -139,15 +143,15 @@ def measure(
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
-    rate: simulated acceptance; None verifies for real. bandwidth: GB/s, with which the steps are measured too, `repeats` times. directory:
-    where the model was loaded from, see `make_draft`.
+    rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: GB/s, with which the steps are measured too,
+    `repeats` times. directory: where the model was loaded from, see `make_draft`.
     """
     make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
     made = [(case, _attempt(make, case)) for case in cases]
     too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
         fitting = [(case, draft) for case, draft in made if case not in too_many]
-        settings = dict(batch_size=batch_size, rate=rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
+        settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, bandwidth=bandwidth, repeats=repeats)
         results = _results(model, fitting, prompts, max_new_tokens, **settings)
         for case in cases:
             without_figures = functools.partial(
@@ -172,12 +176,13 @@ def _results(
     *,
     batch_size: int,
     rate: float | None,
+    inner_rate: float | None,
     seed: int,
     bandwidth: float | None,
     repeats: int,
 ) -> Iterator[DecodeRow | Exception]:
     """The row of each case with its draft, or why there is none; see `measure`."""
-    settings = dict(batch_size=batch_size, rate=rate, seed=seed, began=time.perf_counter())
+    settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
         begun = [
@@ -222,6 +227,7 @@ class _Measured:
         *,
         batch_size: int,
         rate: float | None,
+        inner_rate: float | None,
         seed: int,
         began: float,
     ):
@@ -236,7 +242,9 @@ class _Measured:
             ignore_eos=True,
         )
         self.rate = rate if case.method.speculative else None
-        self.sampler: Sampler = make_sampler(self.config) if self.rate is None else SimulatedGreedy(jnp.float32(rate))
+        self.inner_rate = None if self.rate is None else inner_rate
+        simulated = lambda: SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
+        self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
         self.keys = prompt_keys(jax.random.key(seed), len(prompts))
@@ -286,6 +294,7 @@ class _Measured:
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,
+            simulated_inner_rate=self.inner_rate,
             simulated_ratio=None if self.rate is None else ratio_of_rate(self.rate, self.gamma),
             compile_s=max(prepare_s, fork_s, decode_s),
             cache_bytes=cache.num_bytes,
@@ -666,4 +675,5 @@ def _simulated(report: DecodeReport) -> list[str]:
             ratios[row.simulated_rate].add(row.simulated_ratio)
     where = lambda rate: "" if len(contexts) == 1 else f" at {', '.join(f'{context:,}' for context in sorted(contexts[rate]))} tokens"
     mean = lambda rate: f", in the mean {min(ratios[rate]):.3f} of those drafted" if len(ratios[rate]) == 1 else ""
-    return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}" for rate in contexts]
+    inner = [f", at {rate:.3f} of an inner draft" for rate in {row.simulated_inner_rate for row in report.rows} - {None}]
+    return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}{''.join(inner)}" for rate in contexts]

@@ -64,7 +64,8 @@ class DecodeRow:
     flushes: of all rows together.
     tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
     steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
-    simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_ratio: accepted over
+    simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_inner_rate: that of
+    the level below, in a draft that itself verifies; None where no other is given. simulated_ratio: accepted over
     drafted tokens that this rate gives in the mean; acceptance_ratio: the same as it came out. repeated_ngrams: share of the new text's,
     as in evaluate/acceptance.py.
     speedup: over the autoregressive row of the same context, batch size and temperature. byte_limit: the speed-up by the byte model, if
@@ -82,6 +83,7 @@ class DecodeRow:
     temperature: float = 0.0
     batch_size: int = 1
     simulated_rate: float | None = None
+    simulated_inner_rate: float | None = None
     simulated_ratio: float | None = None
     prefill_s: float | None = None
     compile_s: float | None = None

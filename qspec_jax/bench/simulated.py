@@ -12,9 +12,16 @@ from qspec_jax.decoding.sampling import ACCEPT, Greedy, draw_keys
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SimulatedGreedy(Greedy):
-    """Greedy decoding in which each draft is accepted with probability `rate`, given that all before it in the round were."""
+    """Greedy decoding in which each draft is accepted with probability `rate`, given that all before it in the round were.
 
-    rate: Float[Array, "*B"]  # one for all rows, or one each
+    rate: one for all rows, or one each. inner_rate: that of a level below, in a draft that itself verifies; None: the same.
+    """
+
+    rate: Float[Array, "*B"]
+    inner_rate: Float[Array, "*B"] | None = None
+
+    def below(self):
+        return self if self.inner_rate is None else SimulatedGreedy(self.inner_rate)
 
     def verify(self, logits, drafts, proposals, eligible, keys, positions):
         if drafts.shape[1] == 0:

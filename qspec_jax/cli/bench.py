@@ -198,6 +198,10 @@ def bench_decode(
     simulate_ratio: Annotated[
         list[float] | None, typer.Option(min=0, max=1, help="Simulate acceptance so that this is the mean of accepted over drafted tokens.")
     ] = None,
+    simulate_inner_acceptance: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="The chance of what triforce's small model drafts; that of the others, if not given."),
+    ] = None,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
     ] = False,
@@ -215,6 +219,8 @@ def bench_decode(
         raise InputError("one of --arch and --model should be given")
     if simulate_acceptance and simulate_ratio:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
+    if simulate_inner_acceptance is not None and not (simulate_acceptance or simulate_ratio):
+        raise InputError("--simulate-inner-acceptance goes with --simulate-acceptance or --simulate-ratio")
     methods = decode_rows.select_methods((name for names in method or [] for name in names.split(",")), draft or [])
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
@@ -259,6 +265,7 @@ def bench_decode(
             gammas,
             max_new_tokens=max_new_tokens,
             rates=rates,
+            inner_rate=simulate_inner_acceptance,
             batch_sizes=batch_sizes,
             beside=beside,
             repeats=repeats,

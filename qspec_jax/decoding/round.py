@@ -92,7 +92,8 @@ class CurrentRound:
         return self.sampler.certain(tokens, vocab_size)
 
     def below(self):
-        return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys))
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys)
+        return dataclasses.replace(self, keys=keys, sampler=self.sampler.below())
 
     def limited(self, eligible, gamma):
         return dataclasses.replace(self, eligible=eligible, gamma=gamma, varies=True)

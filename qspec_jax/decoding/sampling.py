@@ -55,6 +55,10 @@ class Sampler(Protocol):
         """How many of the first `eligible` drafts are accepted, and the target's own token after them."""
         ...
 
+    def below(self) -> "Sampler":
+        """The strategy one level deeper, in a draft that itself proposes and verifies: the same, unless acceptance is simulated."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,9 @@ class Greedy:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
         accepted = _leading(drafts == tokens[:, :-1], eligible)
         return accepted, _pick(tokens, accepted)
+
+    def below(self):
+        return self
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +154,9 @@ class Sampling:
         q = _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1))
         q = jnp.where((accepted < eligible)[:, None], q, 0)
         return accepted, _draw(residual(_pick(p, accepted), q), draw_keys(keys, _pick(positions, accepted), TARGET))
+
+    def below(self):
+        return self
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
