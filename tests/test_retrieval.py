@@ -93,3 +93,9 @@ def test_the_choice_is_made_anew(model, settings, accepted, anew):
         np.testing.assert_array_equal(own.own.layers[0].keys[2], state.draft.own.layers[0].keys[2])
         assert own.since[2] == 0 and own.own.taken[2] == state.draft.own.taken[2]
     assert before < LENGTHS[3]
+
+
+@pytest.mark.parametrize(("settings", "since"), [("generated=5,rebuild=9", 5), ("generated=9,rebuild=5", 5), ("generated=7,rebuild=0", 7)])
+def test_a_step_reads_no_more_than_what_can_have_come_since_the_choice(model, settings, since):
+    found = make_draft(f"retrieval:budget=60,{settings}", model).reads(0, 0, 200, G)
+    assert found.full == 60 + 1 + since  # with the token that it appends

@@ -125,7 +125,8 @@ class RetrievalDraft(CompactDraft):
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The ring is counted as full, or as it is right before the choice is made anew; before that a step reads
         less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.rebuild or self.generated, quantized + buffered)
+        most = min(self.generated, self.rebuild or self.generated)
+        return with_generated(super().reads(layer, quantized, buffered, group_size), most, quantized + buffered)
 
 
 def best_chunks(

@@ -75,7 +75,7 @@ class TriForceDraft(Draft):
             here = level.advanced(tokens, done)
             wanted = jnp.clip(round.eligible - done - 1, 0, self.gamma1)
             proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, self.gamma1))
-            # What a draft does with more than it may use is its own affair; not with fewer.
+            # A draft may have fewer; more would leave the middle's own token no room.
             return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
 
         def verify(carry):
