@@ -1,6 +1,7 @@
 """A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size, and however often it was killed."""
 
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -32,6 +33,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.jsonl import Journal, read_lines
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -307,7 +309,7 @@ def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["quantspec", "sparse", "streaming-llm:budget=24,sinks=2", "none"])
 def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
-    """A layer at a time, with rounds of the other rows between: the same results, and nobody waits for more than a part of a prompt."""
+    """A layer at a time, with rounds of the other rows between, after as many parts as they may have to wait for: the same results."""
     model = random_model(jnp.float32, vocab_size=4096, num_hidden_layers=3)
     config = dataclasses.replace(CONFIG, draft=method, cache="int8")
     short = lambda r: dataclasses.replace(config, max_new_tokens=r.config.max_new_tokens, num_speculative_tokens=2)
@@ -324,10 +326,31 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     monkeypatch.setattr(Engine, "rounds", lambda *args: events.append("rounds") or rounds(*args))
     monkeypatch.setattr(Engine, "prefill_in_parts", seen)
     monkeypatch.setattr(batch, "PART", 64)
-    run = run_batch(model, requests, batch_size=3, draft=draft)
-    assert outcome(run) == expected
-    assert events.count("part") == 7 * 3 and events[:4] == ["part"] * 4  # the first prompt, for which nobody waits
-    assert events[4:8] == ["rounds", "part", "rounds", "part"]
+    # Each part is of 64 tokens in one layer. For the first prompt nobody waits.
+    for most_wait, first in (
+        (1, "part part part  part rounds part rounds part  part"),
+        (256, "part part part  part part part  part rounds part"),
+    ):
+        events.clear()
+        monkeypatch.setattr(batch, "MOST_WAIT", most_wait)
+        run = run_batch(model, requests, batch_size=3, draft=draft)
+        assert outcome(run) == expected
+        assert events.count("part") == 7 * 3 and events[: len(first.split())] == first.split()
+
+
+@pytest.mark.parametrize("results", [1, 4])
+def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
+    """Also where it is ended early, and before Python looks for objects that refer to each other."""
+    requests = some_requests(4)
+    gc.collect()
+    before, run = bytes_of(jax.live_arrays()), run_batch(model, requests, batch_size=2, draft=draft)
+    gc.disable()
+    try:
+        assert len(list(itertools.islice(run, results))) == results
+        run.close()
+        assert bytes_of(jax.live_arrays()) - before < 10_000
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("method", ["sparse", "none"])

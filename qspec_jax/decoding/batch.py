@@ -38,8 +38,10 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
-# Prompts longer than fit into this, in tokens times layers, are prefilled in parts, with so many rounds of the other rows between them.
-PART, ROUNDS_BETWEEN = 1 << 16, 4
+# In tokens times layers: prompts that need more than PART are prefilled in parts. Between two of them the other rows have ROUNDS_BETWEEN
+# rounds if MOST_WAIT has been prefilled since their last (an 8B model on an H200: a second). After every part would be fair to them, but
+# rows then end faster than slots fill: of 64 slots 6 were busy, and decoding took seven times as long as with full ones.
+PART, MOST_WAIT, ROUNDS_BETWEEN = 1 << 16, 1 << 20, 4
 # By backend, how many prompts of up to SHORT tokens each are prefilled together where they follow one another: the weights are then read
 # once for all. One by one if so many rows, each with room for the longest line, would have room for more than MOST_ROOM tokens.
 TOGETHER, SHORT, MOST_ROOM = {"gpu": 4}, 256, 1 << 14
@@ -188,6 +190,7 @@ class _Slots:
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.waiting = deque(range(len(requests)))
+        self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
@@ -234,8 +237,11 @@ class _Slots:
 
     def _layers(self, indices: Sequence[int]) -> int:
         """How many layers at a time the prompts of requests are prefilled."""
-        padded = bucket(max(len(self.requests[index].tokens) for index in indices))
-        return layers_at_once(self.engine.target.model.config.num_layers, len(indices) * padded)
+        return layers_at_once(self.engine.target.model.config.num_layers, self._padded(indices))
+
+    def _padded(self, indices: Sequence[int]) -> int:
+        """The tokens of requests that are prefilled together, with what pads them."""
+        return len(indices) * bucket(max(len(self.requests[index].tokens) for index in indices))
 
     def _prefill_args(self, indices: Sequence[int]) -> tuple:
         sampler, limits = self._settings(indices)
@@ -252,6 +258,12 @@ class _Slots:
         self.engine.compile_ahead((self._prefill_args(indices), self._layers(indices)) for indices in prefills)
 
     def run(self) -> Generator[Result, None, None]:
+        try:
+            yield from self._results()
+        finally:
+            self.state = self.newest = None  # the engine, which tells this object of what it compiles, would keep them on the device
+
+    def _results(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
         self._compile_ahead()
         while True:
@@ -312,11 +324,13 @@ class _Slots:
         return [list(itertools.islice(pages, count)) for count in counts]
 
     def _prefilled(self, indices: Sequence[int]) -> Generator[Result, None, DecodeState]:
-        """The state of rows, for which the others never wait longer than for a part of a prompt."""
-        for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=self._layers(indices)):
+        """The state of rows. Where others have waited for `MOST_WAIT`, they have some rounds before the next part."""
+        layers = self._layers(indices)
+        for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=layers):
+            self.waited += layers * self._padded(indices) if self._running else 0
             if isinstance(part, DecodeState):
                 break
-            if not self._running:
+            if self.waited < MOST_WAIT or not self._running:
                 continue
             self.newest = part
             if any(index is not None and self.requests[index].config.stop for index in self.request_of):  # before any round, see `run`
@@ -352,6 +366,7 @@ class _Slots:
 
     def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> None:
         """At most so many rounds; fewer if rows end and requests wait for their slots."""
+        self.waited = 0
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
