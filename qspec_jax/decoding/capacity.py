@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.state import DecodeState
@@ -40,11 +41,17 @@ def free_bytes() -> int | None:
 
 
 def enough_for(rows: int, groups: Sequence[int] | None) -> Capacity:
-    """So many rows, and pages enough whichever of the requests run together.
+    """So many rows, and pages enough for any so many requests that follow one another.
+
+    Rows do not end in their order, so now and then those at work together need more; then the next request waits for pages. Pages for
+    whichever requests run together would be two or three times as many where lengths differ much, and most of them would never be used.
 
     groups: the most that each request's row quantizes; None where rows share no pages.
     """
-    return Capacity(rows, None if groups is None else 1 + sum(sorted(groups)[-rows:]))
+    if groups is None:
+        return Capacity(rows, None)
+    before = np.cumsum([0, *groups])
+    return Capacity(rows, 1 + int((before[min(rows, len(groups)) :] - before[: -min(rows, len(groups))]).max()))
 
 
 def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], groups: Sequence[int] | None, requests: int) -> Capacity:
