@@ -351,14 +351,16 @@ def test_a_text_chooses_a_draft():
         ("triforce:model=x,window=0", "window 0 should be at least 1"),
         ("triforce:model=x,middle=none", "middle should be a draft, not none"),
         ("triforce:model=x,middle=magic", "'magic' should be one of"),
-        ("triforce:model=x,middle=prompt-lookup", "middle should be a draft that makes steps of the target's own model"),
+        ("triforce:model={directory},middle=prompt-lookup", "middle should be a draft that makes steps of the target's own model"),
         ("triforce:model=x,middle=(sparse:budget=2.5,newest=0.5)", "budget 2.5"),
-        ("triforce:model=x,middle=(sparse:budget=0.5,newest=0.5", "'.sparse' should be one of"),
+        ("triforce:model=x,middle=(sparse:budget=0.5,newest=0.5", "the parentheses of middle should be in pairs"),
+        ("triforce:model=x,middle=(sparse:budget=0.5))", "the parentheses of middle should be in pairs"),
+        ("triforce:model=x,middle=retrieval:budget=64,chunk=2", "the settings of middle stand in parentheses with it"),
     ],
 )
-def test_texts_that_choose_none(text, words, model):
+def test_texts_that_choose_none(text, words, model, directory):
     with pytest.raises(InputError, match=words) as error:
-        make_draft(text, model)
+        make_draft(text.replace("{directory}", str(directory)), model)
     assert "\n" not in str(error.value)
 
 

@@ -83,7 +83,7 @@ def test_the_choice_is_made_anew(model, settings, accepted, anew):
         queries = tuple(jax.random.normal(jax.random.key(number), q.shape, q.dtype) for q in own.queries)
         count = goes_on * (accepted + 1)
         cache = cache.rollback(dataclasses.replace(cache.lengths, buffered=cache.lengths.buffered + count)).flush()[0]
-        result = RoundResult(jnp.zeros((4, 4), jnp.int32), count, goes_on * accepted, 0 * count)
+        result = RoundResult(jnp.zeros((4, 4), jnp.int32), count, goes_on * 3, goes_on * accepted, 0 * count)
         last, own = own, draft.commit(dataclasses.replace(own, queries=queries), result, cache)
         for row in (1, 3):
             if number in anew:

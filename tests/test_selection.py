@@ -88,7 +88,7 @@ def test_memory_is_a_decaying_average_over_rounds(model):
     old = (jnp.array([[[1.0, 0.0]], [[0.5, 0.5]], [[0.0, 1.0]]]),)
     masses = (jnp.array([[[[0.0, 0.8], [0, 0], [0, 0]]], [[[0.2, 0.4], [0.1, 0.2], [0.6, 0.3]]], [[[9.0, 9], [9, 9], [9, 9]]]]),)
     count = jnp.array([1, 3, 0])
-    result = RoundResult(jnp.zeros((3, 3), jnp.int32), count, jnp.maximum(count - 1, 0), jnp.zeros(3, jnp.int32), masses)
+    result = RoundResult(jnp.zeros((3, 3), jnp.int32), count, 2 * (count > 0), jnp.maximum(count - 1, 0), jnp.zeros(3, jnp.int32), masses)
     (found,) = draft.commit(old, result, None)
     expected = [[[0.75, 0.2]], [[0.375 + 0.25 * 0.3, 0.375 + 0.25 * 0.3]], [[0.0, 1.0]]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)

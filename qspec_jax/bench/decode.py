@@ -144,10 +144,12 @@ def measure(
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
     rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: GB/s, with which the steps are measured too,
-    `repeats` times. directory: where the model was loaded from, see `make_draft`.
+    `repeats` times. directory: where the model was loaded from, see `make_draft`. Raises InputError for an inner rate that no draft uses.
     """
     make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
     made = [(case, _attempt(make, case)) for case in cases]
+    if inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
+        raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as triforce; none of these does")
     too_many: dict[Case, int] = {}  # the batch size with which a case did not fit
     for batch_size in batch_sizes:
         fitting = [(case, draft) for case, draft in made if case not in too_many]
@@ -166,6 +168,10 @@ def measure(
                     too_many[case] = batch_size
                 result = without_figures("failed", named(result))
             yield result
+
+
+def _verifies(draft: Draft | None) -> bool:
+    return draft is not None and any(each.verifies for each in draft.in_turn())
 
 
 def _results(
@@ -242,7 +248,7 @@ class _Measured:
             ignore_eos=True,
         )
         self.rate = rate if case.method.speculative else None
-        self.inner_rate = None if self.rate is None else inner_rate
+        self.inner_rate = inner_rate if self.rate is not None and _verifies(draft) else None
         simulated = lambda: SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)

@@ -76,10 +76,12 @@ class Cache(AppendedCache):
         """A layer that holds the first n[b] of S prompt tokens; keys are after RoPE."""
 
     @abc.abstractmethod
-    def tokens(self, layer: int, positions: Int[Array, "#B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+    def tokens(
+        self, layer: int, positions: Int[Array, "#R #K T"], of: Int[Array, "R"] | None = None
+    ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
         """Keys, after RoPE, and values of the cached tokens at these positions, as the target reads them.
 
-        A position beyond a row's lengths gives numbers without a meaning.
+        of: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:

@@ -112,15 +112,15 @@ class CompactCache(AppendedCache):
         new = dataclasses.replace(self, layers=layers, taken=taken)
         return new.rollback(new.committed)
 
-    def refilled(self, tokens: Sequence[KeysValues], kept: Int[Array, "B"], changed: Bool[Array, "B"]) -> Self:
-        """The cache with the first kept[b] of these T tokens of each layer in place of all that a row held, in the rows that are to change.
+    def refilled(self, tokens: Sequence[KeysValues], kept: Int[Array, "R"], rows: Int[Array, "R"]) -> Self:
+        """The cache with the first kept[r] of these T tokens [R, K, T, H] of each layer in place of all that R rows of the batch held.
 
         The ring is empty then; with its size it still has room.
         """
-        row = jnp.where(changed[:, None], jnp.arange(tokens[0][0].shape[2]), self._room)
-        layers = tuple(self._written(layer, *both, row) for layer, both in zip(self.layers, tokens, strict=True))
-        choose = lambda new, old: jnp.where(changed, new, old)
-        new = dataclasses.replace(self, layers=layers, kept=choose(kept, self.kept), taken=choose(kept, self.taken))
+        write = lambda held, new: jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
+        filled = lambda layer, keys, values: dataclasses.replace(layer, keys=write(layer.keys, keys), values=write(layer.values, values))
+        layers = tuple(filled(layer, *both) for layer, both in zip(self.layers, tokens, strict=True))
+        new = dataclasses.replace(self, layers=layers, kept=self.kept.at[rows].set(kept), taken=self.taken.at[rows].set(kept))
         return new.rollback(new.committed)
 
     def with_first_keys(self, keys: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]) -> Self:

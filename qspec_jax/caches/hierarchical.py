@@ -112,13 +112,14 @@ class HierarchicalCache(PooledCache):
         layers = tuple(map(layer, self.layers, rows.layers))
         return dataclasses.replace(self, layers=layers, lengths=lengths, pages=self.pages.at[slots].set(pages))
 
-    def tokens(self, layer, positions):
-        held, quantized = self._layer(layer), self.lengths.quantized[:, None, None]
-        recent = held.buffer.read(positions - quantized)
+    def tokens(self, layer, positions, of=None):
+        quantized = self.lengths.quantized if of is None else self.lengths.quantized[of]
+        held, quantized = self._layer(layer), quantized[:, None, None]
+        recent = held.buffer.read(positions - quantized, of)
         if held.groups == 0:
             return recent
         wide = accumulation_dtype(held.buffer.keys.dtype)
-        old = dequantize_tokens(held, positions, dtype=wide)
+        old = dequantize_tokens(held, positions, of, dtype=wide)
         choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
         return tuple(map(choose, old, recent))
 

@@ -66,7 +66,9 @@ def with_costs(
     def cost(context: int, gamma: int) -> float:
         if draft is None or not gamma:
             return DRAFT_COST
-        return relative_cost(_setting(model, configs[0]), draft, context=context, gamma=gamma) or DRAFT_COST
+        if (found := relative_cost(_setting(model, configs[0]), draft, context=context, gamma=gamma)) is None:
+            log.info("adaptive: no stored cost of this draft here, so a step of it is taken to cost %g of a verification", DRAFT_COST)
+        return found or DRAFT_COST
 
     def costed(config: GenerationConfig, tokens: int) -> GenerationConfig:
         if not config.adaptive or config.draft_cost is not None:

@@ -70,13 +70,14 @@ class RoundResult:
     """What came of a round.
 
     tokens[b, :count[b]] were emitted: the accepted drafts and the target's own token after them, up to what ends a row; none in a row that
-    had ended before. accepted: how many drafts the target took. flushed: 1 where a group left the buffer. masses: for each layer the
-    attention mass that each group of the cache got from the round's query tokens, of which the first is the pending token; 0 for queries
-    that were rejected. Empty where the draft does not observe.
+    had ended before. drafted: how many drafts were put to the target. accepted: how many of them it took. flushed: 1 where a group left
+    the buffer. masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first
+    is the pending token; 0 for queries that were rejected. Empty where the draft does not observe.
     """
 
     tokens: Int[Array, "B gamma+1"]
     count: Int[Array, "B"]
+    drafted: Int[Array, "B"]
     accepted: Int[Array, "B"]
     flushed: Int[Array, "B"]
     masses: tuple[Float[Array, "B K T C"], ...] = ()
@@ -142,7 +143,8 @@ class Draft(abc.ABC):
     observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
     wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
     them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes. proposes: for
-    cost estimates (`qspec plan`); None for one that they know nothing of.
+    cost estimates (`qspec plan`); None for one that they know nothing of. verifies: whether the draft itself verifies what another drafts
+    for it.
     """
 
     observes: ClassVar[bool] = False
@@ -150,6 +152,7 @@ class Draft(abc.ABC):
     extra_rows: int = 0
     max_length: ClassVar[int | None] = None
     proposes: ClassVar[Proposes | None] = None
+    verifies: ClassVar[bool] = False
 
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""

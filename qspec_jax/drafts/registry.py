@@ -50,8 +50,8 @@ def parse_draft(text: str) -> DraftSettings | None:
 
     A comma in a value is written \\, with a backslash before it; = and : stand for themselves. A value that is a draft's text may stand in
     parentheses, within which commas need no backslash. `combine:A+B` has the texts of two drafts, each of which may be in parentheses, and
-    is where there is a + in it. Raises InputError for an unknown name or setting, and for a value
-    of another type; and for `auto`, which is no draft but stands for one.
+    is where there is a + in it. Raises InputError for an unknown name or setting, and for a value of another type; and for `auto`, which is
+    no draft but stands for one.
     """
     name, settings = _taken_apart(text)
     if name == AUTO:
@@ -72,7 +72,8 @@ def parse_draft(text: str) -> DraftSettings | None:
     for part in settings:
         setting, equals, value = part.partition("=")
         if setting not in fields or not equals:
-            raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}")
+            inner = [f"; the settings of {field} stand in parentheses with it" for field in fields if fields[field] is DraftSettings]
+            raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}{''.join(inner)}")
         if setting in given:
             raise InputError(f"draft {text!r}: {setting} stands there twice")
         if fields[setting] is DraftSettings:
@@ -88,7 +89,12 @@ def parse_draft(text: str) -> DraftSettings | None:
 
 def _inner_draft(text: str, setting: str, value: str) -> DraftSettings:
     """The settings of a draft that is a setting of another."""
-    found = parse_draft(value[1:-1] if value.startswith("(") and value.endswith(")") else value.replace("\\,", ","))
+    if value.startswith("(") != value.endswith(")") or value.count("(") != value.count(")"):
+        raise InputError(f"draft {text!r}: the parentheses of {setting} should be in pairs")
+    try:
+        found = parse_draft(value[1:-1] if value.startswith("(") else value.replace("\\,", ","))
+    except InputError as error:
+        raise InputError(f"draft {text!r}: {setting}: {error}") from None
     if found is None:
         raise InputError(f"draft {text!r}: {setting} should be a draft, not {NONE}")
     return found

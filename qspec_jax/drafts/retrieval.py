@@ -26,7 +26,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
 RECENT = 32  # last tokens of a text that are always copied
-SCORED_AT_ONCE = 1024  # tokens, about, whose keys are scored at a time
+SCORED_AT_ONCE = 4096  # tokens, about, whose keys are scored at a time
 ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolling average
 
 
@@ -35,7 +35,7 @@ ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolli
 class RetrievalState:
     """own: the tokens that were copied, and in its ring those that came since. queries: for each layer those of the last pending token, or
     of the prompt's last token. budget: of each row, in tokens; most: that of any. since: tokens emitted since the choice was made.
-    accepted: rolling average over rounds of accepted drafts, of as many as a round may have at most."""
+    accepted: rolling average, over rounds with drafts, of the share of them that was accepted."""
 
     own: CompactCache
     queries: tuple[Float[Array, "B N H"], ...]
@@ -68,28 +68,38 @@ class RetrievalDraft(CompactDraft):
     def begin(self, prompt):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
-        ring = max(1, min(self.generated, prompt.capacity - prompt.tokens.shape[1]))
+        ring = max(1, min(self.most_generated, prompt.capacity - prompt.tokens.shape[1]))
         layers, kept = self.chosen(queries, prompt.cache, budget, most)
         room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, ring), (0, 0)))
         places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         own = CompactCache.of([tuple(map(room, layer)) for layer in layers], kind=self.kind, **places, appended=prompt.gamma)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
 
+    @property
+    def most_generated(self) -> int:
+        """The most tokens that come between two choices and are read."""
+        return min(self.generated, self.rebuild or self.generated)
+
     def chosen(
-        self, queries: tuple[Float[Array, "B N H"], ...], cache: Cache, budget: Int[Array, "B"], most: int
-    ) -> tuple[list[KeysValues], Int[Array, "B"]]:
-        """Keys and values [B, K, most, H] of the best chunks of what a cache holds, and behind them of its recent tokens; and how many of
-        them there are in each row, which is within its budget."""
-        n, chunk = cache.lengths.total, self.chunk
+        self,
+        queries: tuple[Float[Array, "R N H"], ...],
+        cache: Cache,
+        budget: Int[Array, "R"],
+        most: int,
+        of: Int[Array, "R"] | None = None,
+    ) -> tuple[list[KeysValues], Int[Array, "R"]]:
+        """Keys and values [R, K, most, H] of the best chunks of what rows of a cache hold, and behind them of their recent tokens; and how
+        many of them there are in each row, which is within its budget. of: these rows of the batch; None: all."""
+        n, chunk = cache.lengths.total if of is None else cache.lengths.total[of], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
         count = jnp.minimum(whole, (budget - width) // chunk)
         row, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            best = best_chunks(q, cache, i, whole, count, most=(most - width) // chunk, chunk=chunk)
+            best = best_chunks(q, cache, i, whole, count, of, most=(most - width) // chunk, chunk=chunk)
             in_chunk = jnp.take(best, jnp.minimum(row // chunk, best.shape[2] - 1), axis=2) * chunk + row % chunk
             recent = ((whole - count) * chunk)[:, None, None] + row
-            layers.append(cache.tokens(i, jnp.where(row < (count * chunk)[:, None, None], in_chunk, recent)))
+            layers.append(cache.tokens(i, jnp.where(row < (count * chunk)[:, None, None], in_chunk, recent), of))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):
@@ -103,8 +113,8 @@ class RetrievalDraft(CompactDraft):
 
     def commit(self, state, result, cache):
         own, running = super().commit(state.own, result, cache), result.count > 0
-        share = result.accepted.astype(jnp.float32) / (result.tokens.shape[1] - 1)
-        accepted = jnp.where(running, ROLLING * state.accepted + (1 - ROLLING) * share, state.accepted)
+        share = result.accepted.astype(jnp.float32) / jnp.maximum(result.drafted, 1)
+        accepted = jnp.where(running & (result.drafted > 0), ROLLING * state.accepted + (1 - ROLLING) * share, state.accepted)
         since = state.since + result.count
         new = dataclasses.replace(state, own=own, since=since, accepted=accepted)
         due = accepted < self.least_accepted
@@ -115,39 +125,40 @@ class RetrievalDraft(CompactDraft):
         due &= running
 
         def choose(carry):
-            layers, kept = self.chosen(state.queries, cache, state.budget, state.most)
-            return carry[0].refilled(layers, kept, due), jnp.array(False)
+            own, left = carry
+            row = jnp.argmax(left)[None]
+            layers, kept = self.chosen(tuple(q[row] for q in state.queries), cache, state.budget[row], state.most, row)
+            return own.refilled(layers, kept, row), left.at[row].set(False)
 
-        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        own, _ = lax.while_loop(lambda carry: carry[1], choose, (own, due.any()))
+        # A row at a time, so that none is chosen for in vain; and lax.cond would copy the caches that it passes through (seen in jax 0.10).
+        own, _ = lax.while_loop(lambda carry: carry[1].any(), choose, (own, due))
         return dataclasses.replace(new, own=own, since=jnp.where(due, 0, since), accepted=jnp.where(due, 1, accepted))
 
     def reads(self, layer, quantized, buffered, group_size):
-        """See `ModelDraft.reads`. The ring is counted as full, or as it is right before the choice is made anew; before that a step reads
-        less."""
-        most = min(self.generated, self.rebuild or self.generated)
-        return with_generated(super().reads(layer, quantized, buffered, group_size), most, quantized + buffered)
+        """See `ModelDraft.reads`. The ring is counted as full; before that a step reads less."""
+        return with_generated(super().reads(layer, quantized, buffered, group_size), self.most_generated, quantized + buffered)
 
 
 def best_chunks(
-    q: Float[Array, "B N H"],
+    q: Float[Array, "R N H"],
     cache: Cache,
     layer: int,
-    whole: Int[Array, "B"],
-    count: Int[Array, "B"],
+    whole: Int[Array, "R"],
+    count: Int[Array, "R"],
+    of: Int[Array, "R"] | None = None,
     *,
     most: int,
     chunk: int,
-) -> Int[Array, "B K most"]:
-    """The numbers of count[b] of the first whole[b] chunks of a cache, in ascending order in the first columns: the first chunk, and those
-    to whose mean key the queries of a KV head pay the most attention."""
+) -> Int[Array, "R K most"]:
+    """The numbers of count[r] of the first whole[r] chunks of rows of a cache, in ascending order in the first columns: the first chunk and
+    those to whose mean key the queries of a KV head pay the most attention. of: these rows of the batch; None: all."""
     wide, part = accumulation_dtype(q.dtype), chunk * max(1, SCORED_AT_ONCE // chunk)
     kv_heads = jax.eval_shape(lambda: cache.tokens(layer, jnp.zeros((1, 1, 1), jnp.int32)))[0].shape[1]
     rows = q.reshape(q.shape[0], kv_heads, -1, q.shape[2]).astype(wide) * q.shape[2] ** -0.5
 
-    def of_part(i: Array) -> Float[Array, "B K R chunks"]:
+    def of_part(i: Array) -> Float[Array, "R K N/K chunks"]:
         """What the queries make of the mean keys of some chunks."""
-        keys = cache.tokens(layer, (i * part + jnp.arange(part))[None, None])[0].astype(wide)
+        keys = cache.tokens(layer, (i * part + jnp.arange(part))[None, None], of)[0].astype(wide)
         means = keys.reshape(*keys.shape[:2], -1, chunk, keys.shape[3]).mean(3)
         return jnp.einsum("bkrh,bkch->bkrc", rows, means, precision=lax.Precision.HIGHEST)
 
@@ -167,7 +178,7 @@ class RetrievalSettings(CompactSettings):
 
     budget: chosen chunks and recent tokens together; for the other shared ones see `CompactSettings`. chunk: tokens of a chunk. generated:
     of the tokens since the choice the most recent so many are read. rebuild: the choice is made anew after so many tokens; 0: not by their
-    number. least_accepted: it is made anew where the rolling average of accepted drafts, of as many as a round may have, is less; 0: never.
+    number. least_accepted: it is made anew where the rolling average of the share of drafts that are accepted is less; 0: never.
     """
 
     budget: float = 4096

@@ -9,7 +9,6 @@ Source: TriForce (arXiv 2404.11912), sections 4.2 and 4.3, algorithm 1. Its gamm
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,8 @@ class TriForceDraft(Draft):
     small: Draft
     middle: StepwiseDraft
     gamma1: int = dataclasses.field(default=2, metadata={"static": True})
+
+    verifies = True
 
     @property
     def observes(self):
@@ -67,14 +68,16 @@ class TriForceDraft(Draft):
     def propose(self, state, cache, round):
         # Its selection is made once, so that all distributions of the round are of one and the same model.
         model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
-        level, before, width = round.below(), stepped.lengths, self.gamma1 + 1
+        # Of a round's drafts the middle adds the last by itself.
+        level, before, gamma1 = round.below(), stepped.lengths, max(1, min(self.gamma1, round.gamma - 1))
+        width = gamma1 + 1
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
 
         def small_drafts(small, tokens, done):
             """What the small model drafts behind the first done[b] tokens of the middle. The middle adds a token of its own."""
             here = level.advanced(tokens, done)
-            wanted = jnp.clip(round.eligible - done - 1, 0, self.gamma1)
-            proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, self.gamma1))
+            wanted = jnp.clip(round.eligible - done - 1, 0, gamma1)
+            proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, gamma1))
             # A draft may have fewer; more would leave the middle's own token no room.
             return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
 
@@ -86,7 +89,8 @@ class TriForceDraft(Draft):
             accepted, own_token = here.verify(logits, drafts)
             new = jnp.where(jnp.arange(width) < accepted[:, None], jnp.roll(block, -1, 1), own_token[:, None])
             came = jnp.where(done < round.eligible, accepted + 1, 0)
-            small = self.small.commit(small, RoundResult(new, came, jnp.minimum(accepted, came), jnp.zeros_like(came)), cache)
+            drafted, taken = jnp.where(came > 0, drafts.eligible, 0), jnp.minimum(accepted, came)
+            small = self.small.commit(small, RoundResult(new, came, drafted, taken, jnp.zeros_like(came)), cache)
             tokens = put(tokens, new, done)
             distributions = put(distributions, here.distributions(logits, drafts.tokens), done)
             done += came
@@ -154,7 +158,8 @@ class TriForceSettings:
     def make(self, model: Llama, int4: Callable[[], Llama]) -> TriForceDraft:
         """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that makes no steps
         of the target's own model."""
-        middle = self.middle.make(model, functools.cache(int4))
+        small = self.small.make(model, int4)  # which may be refused, before the middle's INT4 weights take their time
+        middle = self.middle.make(model, int4)
         if not isinstance(middle, StepwiseDraft):
             raise InputError("draft middle should be a draft that makes steps of the target's own model, such as retrieval or sparse")
-        return TriForceDraft(self.small.make(model, int4), middle, self.gamma1)
+        return TriForceDraft(small, middle, self.gamma1)

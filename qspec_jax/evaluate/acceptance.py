@@ -263,7 +263,8 @@ def _walk(
             covered += jnp.where(jnp.arange(width) < moved[:, None], cache.shares, 0).sum(1)
             cache = cache.cache
         cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
-        result = RoundResult(block_at(real, state.emitted), moved, moved - active, flushed, seen_by_accepted(masses, moved))
+        drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
+        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen_by_accepted(masses, moved))
         counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
         emitted = state.emitted + moved
         state = dataclasses.replace(
