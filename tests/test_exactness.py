@@ -197,6 +197,28 @@ def test_an_inner_level_that_is_the_target_has_room_in_its_cache(shallow, fault)
     assert (all(tokens) and all(rates)) == (fault is None)
 
 
+def test_what_ends_a_row_ends_it_within_a_block_of_two_levels(shallow):
+    """An EOS, and a row's own stop sequence, as any of four drafts or behind them, and at every place relative to the length cap."""
+    model, targets, drafts = shallow
+    always = TriForceDraft(drafts["triforce"].small, QuantSpecDraft(ViewedModel(model, BOTH_PLANES)))  # so that blocks are long
+    (n, tokens), places = max(targets.items()), set()
+    prompts, config = prompts_of([n]) * 8, dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
+    for at in [i for i, token in enumerate(tokens) if token not in tokens[:i]][:12]:
+        caps = np.clip(np.arange(at - 1, at + 7), 1, len(tokens))
+        stops = (
+            {"eos_token_ids": (tokens[at],), "ignore_eos": False}
+            if at % 2
+            else {"stop_token_ids": (tuple(tokens[max(0, at - 1) : at + 1]),)}
+        )
+        limits = make_limits(model, *[dataclasses.replace(config, max_new_tokens=int(cap), **stops) for cap in caps])
+        run = run_rounds(model, prompts, config, draft=always, limits=limits)
+        assert run.tokens == [tokens[: min(at + 1, cap)] for cap in caps]
+        for row in np.flatnonzero((at > 0) & (at < caps)):
+            before = [state.emitted[row] for state in run.rounds if state.status[row] == 0]
+            places.add(at - before[-1])
+    assert places == {0, 1, 2, 3, 4}
+
+
 def test_the_targets_own_lengths_follow_the_schedule(model):
     # Batches: test_decode.py.
     for lengths in ALONE:

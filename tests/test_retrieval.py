@@ -95,6 +95,17 @@ def test_the_choice_is_made_anew(model, settings, accepted, anew):
     assert before < LENGTHS[3]
 
 
+def test_acceptance_is_of_what_a_row_drafted(model):
+    """Not of what any row of its batch may draft, on which its choices would then depend; a round without drafts says nothing of it."""
+    draft = make_draft("retrieval:budget=60,rebuild=0,least_accepted=0.7", model)
+    state, *_ = prepared(model, random_prompts(LENGTHS), CONFIG, draft=draft)
+    drafted, accepted = jnp.array([3, 2, 0, 2], jnp.int32), jnp.array([3, 2, 0, 1], jnp.int32)
+    cache = state.cache.rollback(dataclasses.replace(state.cache.lengths, buffered=state.cache.lengths.buffered + accepted + 1))
+    for gamma in (3, 6):
+        result = RoundResult(jnp.zeros((4, gamma + 1), jnp.int32), accepted + 1, drafted, accepted, 0 * drafted)
+        np.testing.assert_allclose(draft.commit(state.draft, result, cache).accepted, [1, 1, 1, 0.9], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("settings", "since"), [("generated=5,rebuild=9", 5), ("generated=9,rebuild=5", 5), ("generated=7,rebuild=0", 7)])
 def test_a_step_reads_no_more_than_what_can_have_come_since_the_choice(model, settings, since):
     found = make_draft(f"retrieval:budget=60,{settings}", model).reads(0, 0, 200, G)

@@ -19,6 +19,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import ACCEPT, DRAFT, TARGET, Greedy, draw_keys, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.small_model import SmallModelDraft
+from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.models.viewed import ViewedModel
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
@@ -96,17 +97,22 @@ def tiny():
         "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
         "a second model",
         "a window of a second model",
+        "triforce with a window of a second model",
     ],
 )
 @pytest.mark.slow
 def test_the_whole_path_on_a_real_cache(draft, tiny):
     """2,048 rows of one prompt for each way to sample, side by side; probabilities enumerated with the INT8 target."""
     (model, prompt, logits), each = tiny, 2048
-    settings = dict(max_new_tokens=3, group_size=2, num_speculative_tokens=1, ignore_eos=True)
+    # The last of a round's drafts is the middle's own, so that with one of them the small model would have none.
+    new, gamma = (4, 2) if "triforce" in draft else (3, 1)
+    settings = dict(max_new_tokens=new, group_size=2, num_speculative_tokens=gamma, ignore_eos=True)
     configs = [GenerationConfig(**settings, **options) for options in SAMPLERS for _ in range(each)]
     if "second model" in draft:
         second = ViewedModel(random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1, seed=3), FULL_PRECISION)
         made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
+        if "triforce" in draft:
+            made = TriForceDraft(made, make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
     else:
         made = make_draft(draft, model)
     engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))
