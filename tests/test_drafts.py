@@ -339,7 +339,7 @@ def test_a_text_chooses_a_draft():
         ("snapkv:budget=1", "budget 1 should"),
         ("snapkv:generated=0", "generated 0"),
         ("snapkv:sinks=4", "'sinks=4'"),
-        ("retrieval:budget=47", "more than the 47 tokens of the most recent and the first chunk"),
+        ("retrieval:budget=47", "more than the 47 recent tokens and those of the first chunk"),
         ("retrieval:chunk=0", "chunk 0"),
         ("retrieval:rebuild=-1", "rebuild -1"),
         ("retrieval:generated=0", "generated 0"),

@@ -184,7 +184,7 @@ class WithoutRows(TriForceDraft):
 
 
 @pytest.mark.parametrize("fault", [None, "rows"])
-def test_an_inner_level_that_is_the_target_has_room_in_its_cache(shallow, fault):
+def test_a_middle_that_reads_the_targets_cache_has_room_in_it(shallow, fault):
     """Every draft is accepted; without rows of its own what it feeds beyond the drafts is clamped onto rows that are valid."""
     model, targets, drafts = shallow
     kind = TriForceDraft if fault is None else WithoutRows

@@ -46,12 +46,12 @@ class FullLayer:
         return FullLayer(_write_rows(self.keys, keys, offset), _write_rows(self.values, values, offset))
 
     def read(
-        self, rows: Int[Array, "#R #K T"], of: Int[Array, "R"] | None = None
+        self, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
     ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-        """Keys and values of these rows; a number beyond either end stands for the row at that end. of: in these rows of the batch; None:
-        in all."""
+        """Keys and values of these rows; a number beyond either end stands for the row at that end. batch_rows: in these rows of the
+        batch; None: in all."""
         rows = jnp.clip(rows, 0, self.keys.shape[2] - 1)
-        return _take(self.keys, rows, of), _take(self.values, rows, of)
+        return _take(self.keys, rows, batch_rows), _take(self.values, rows, batch_rows)
 
 
 @pytree()
@@ -110,13 +110,13 @@ class HierarchicalLayer:
         """Capacity of the quantized region of a row, in groups."""
         return self.keys.upper.shape[2] if self.pages is None else self.pages.shape[1]
 
-    def places(self, groups: Int[Array, "#R #K n"], of: Int[Array, "R"] | None = None) -> tuple[Array, Array, Array]:
+    def places(self, groups: Int[Array, "#R #K n"], batch_rows: Int[Array, "R"] | None = None) -> tuple[Array, Array, Array]:
         """Where groups lie: the first three indices of each in the arrays of `Planes`.
 
-        groups: their numbers in the row, 0 to C - 1, for each row and KV head. of: these rows of the batch; None: all.
+        groups: their numbers in the row, 0 to C - 1, for each row and KV head. batch_rows: these rows of the batch; None: all.
         """
         B, K = self.buffer.keys.shape[:2]
-        row, head = (jnp.arange(B) if of is None else of)[:, None, None], jnp.arange(K)[:, None]
+        row, head = (jnp.arange(B) if batch_rows is None else batch_rows)[:, None, None], jnp.arange(K)[:, None]
         if self.pages is None:
             return row, head, groups
         return self.pages[row, groups], head, jnp.zeros_like(groups)
@@ -133,10 +133,10 @@ class HierarchicalLayer:
         return jnp.where(due & (group < self.groups), page, self.keys.upper.shape[0]), jnp.zeros_like(group)
 
 
-def _take(x: Array, rows: Int[Array, "#R #K T"], of: Int[Array, "R"] | None) -> Array:
+def _take(x: Array, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None) -> Array:
     """Rows of x [B, K, S, ...], T for each KV head and each of these rows of the batch; None: of all."""
     B, K = x.shape[:2]
-    return x[(jnp.arange(B) if of is None else of)[:, None, None], jnp.arange(K)[:, None], rows]
+    return x[(jnp.arange(B) if batch_rows is None else batch_rows)[:, None, None], jnp.arange(K)[:, None], rows]
 
 
 def _write_rows(buffer: Array, rows: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> Array:
@@ -162,15 +162,15 @@ def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tu
 
 
 def dequantize_tokens(
-    layer: HierarchicalLayer, tokens: Int[Array, "#R #K T"], of: Int[Array, "R"] | None = None, *, dtype
+    layer: HierarchicalLayer, tokens: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None, *, dtype
 ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Keys and values of single quantized tokens, from both planes; a number beyond either end stands for the token at that end.
 
-    of: in these rows of the batch; None: in all.
+    batch_rows: in these rows of the batch; None: in all.
     """
     keys, values, G = layer.keys, layer.values, layer.group_size
     group, at = jnp.divmod(jnp.clip(tokens, 0, layer.groups * G - 1), G)
-    place = layer.places(group, of)
+    place = layer.places(group, batch_rows)
     upper, lower = (unpack(plane[*place, at]) for plane in (keys.upper, keys.lower))
     k = dequantize(upper, lower, keys.scale[place], keys.zero[place], dtype)
     # A value's byte holds the codes of two tokens, half a group apart.

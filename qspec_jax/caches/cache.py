@@ -77,11 +77,11 @@ class Cache(AppendedCache):
 
     @abc.abstractmethod
     def tokens(
-        self, layer: int, positions: Int[Array, "#R #K T"], of: Int[Array, "R"] | None = None
+        self, layer: int, positions: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
     ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
         """Keys, after RoPE, and values of the cached tokens at these positions, as the target reads them.
 
-        of: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
+        batch_rows: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ KeysValues = tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompactCache(AppendedCache):
-    """The first kept[b] tokens that a row took in, for good, and the last ring[b] of those that came after.
+    """The first kept[b] tokens that a row took in, which stay until it is `refilled`, and the last ring[b] of those that came after.
 
     layers: in full precision ("full"), or in 8 bits with a full-precision buffer for what a round appends ("int8"). Token t of a row, in
     the order in which they were taken in, lies in row t; from kept + ring on, in the ring's row of the oldest token. Which tokens of the

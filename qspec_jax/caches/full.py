@@ -43,8 +43,8 @@ class FullCache(Cache):
         keep = lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new[:, :, : cache.shape[2]], 0, axis=2)
         return FullLayer(keep(old.keys, keys), keep(old.values, values))
 
-    def tokens(self, layer, positions, of=None):
-        return self.layers[layer].read(positions, of)
+    def tokens(self, layer, positions, batch_rows=None):
+        return self.layers[layer].read(positions, batch_rows)
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe:

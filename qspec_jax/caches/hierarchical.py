@@ -112,14 +112,14 @@ class HierarchicalCache(PooledCache):
         layers = tuple(map(layer, self.layers, rows.layers))
         return dataclasses.replace(self, layers=layers, lengths=lengths, pages=self.pages.at[slots].set(pages))
 
-    def tokens(self, layer, positions, of=None):
-        quantized = self.lengths.quantized if of is None else self.lengths.quantized[of]
+    def tokens(self, layer, positions, batch_rows=None):
+        quantized = self.lengths.quantized if batch_rows is None else self.lengths.quantized[batch_rows]
         held, quantized = self._layer(layer), quantized[:, None, None]
-        recent = held.buffer.read(positions - quantized, of)
+        recent = held.buffer.read(positions - quantized, batch_rows)
         if held.groups == 0:
             return recent
         wide = accumulation_dtype(held.buffer.keys.dtype)
-        old = dequantize_tokens(held, positions, of, dtype=wide)
+        old = dequantize_tokens(held, positions, batch_rows, dtype=wide)
         choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
         return tuple(map(choose, old, recent))
 

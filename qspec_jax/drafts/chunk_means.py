@@ -1,8 +1,9 @@
-"""TriForce's retrieval cache without its hierarchy: the QuantSpec draft that reads the chunks whose mean key a recent query likes best.
+"""TriForce's choice of chunks, read in place: the QuantSpec draft that reads the chunks whose mean keys score highest for a recent query.
 
 It is for measurements. The chosen tokens are read through the target's cache, not copied. Source: TriForce (arXiv 2404.11912, section 4.1):
 chunks of 8 tokens are scored by the attention of one query to their mean keys, the first chunk is always kept, the first layers read
-everything, and the choice is made anew now and then. What has left the buffer since the last choice is read besides.
+everything (as in the paper's table 1), and the choice is made again now and then. What has left the buffer since the last choice is read
+besides.
 """
 
 import dataclasses
@@ -14,11 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
-from qspec_jax.caches.cache import AppendedCache, Cache
-from qspec_jax.caches.queried import QueriedCache
+from qspec_jax.caches.cache import Cache
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
+from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
@@ -35,27 +35,6 @@ class ChunkMeansState:
     chosen: tuple[Bool[Array, "B K S"], ...]
     queries: tuple[Float[Array, "B N H"], ...]
     since: Int[Array, "B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AskedCache(QueriedCache):
-    """A cache whose first pass leaves its first queries here, [B, N, H] for each layer."""
-
-    cache: AppendedCache
-    queries: tuple[Float[Array, "B N H"], ...]
-    passes: Int[Array, ""]
-
-    def of_queries(self, layer, q, entry):
-        return q[:, 0]
-
-    def after_pass(self, left):
-        kept = tuple(jnp.where(self.passes == 0, q, old) for q, old in zip(left, self.queries))
-        return AskedCache(self.cache, kept, self.passes + 1)
-
-    def queries_where(self, used: Bool[Array, "B"], before: tuple[Array, ...]) -> tuple[Float[Array, "B N H"], ...]:
-        """The queries of these rows, and of others those from before."""
-        return tuple(jnp.where(used[:, None, None], new, old) for new, old in zip(self.queries, before))
 
 
 @jax.tree_util.register_dataclass
@@ -81,23 +60,15 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
     def choose(self, queries: tuple[Float[Array, "B N H"], ...], cache: Cache) -> tuple[Bool[Array, "B K S"], ...]:
         """The tokens to read in each layer: the first chunk, and those whose mean key gets the most attention."""
         tokens, found = cache.groups * cache.group_size, []
-        parts = cache.lengths.quantized // self.chunk
+        parts, kv_heads = cache.lengths.quantized // self.chunk, self.step.model.config.num_kv_heads
         count = jnp.minimum(jnp.ceil(parts_asked(self.budget, parts, self.chunk)).astype(jnp.int32), parts)[:, None, None]
-        number = jnp.arange(tokens // self.chunk)
         for i, q in enumerate(queries):
-            keys, _ = cache.tokens(i, jnp.arange(tokens)[None, None])
-            B, K, _, H = keys.shape
             if i < self.dense_layers or not tokens:
-                found.append(jnp.ones((B, K, tokens), bool))
+                found.append(jnp.ones((q.shape[0], kv_heads, tokens), bool))
                 continue
-            wide = accumulation_dtype(q.dtype)
-            means = keys.reshape(B, K, -1, self.chunk, H).astype(wide).mean(3)
-            logits = jnp.einsum("bkrh,bkch->bkrc", q.reshape(B, K, -1, H).astype(wide), means, precision=lax.Precision.HIGHEST) * H**-0.5
-            there = number < parts[:, None, None]
-            score = jax.nn.softmax(jnp.where(there[:, :, None], logits, -1e30), -1).sum(2)
-            score = jnp.where(number == 0, jnp.inf, jnp.where(there, score, -jnp.inf))
+            score = chunk_scores(q, cache, i, parts, tokens=tokens, chunk=self.chunk)
             least = jnp.take_along_axis(jnp.sort(score, -1, descending=True), jnp.maximum(count - 1, 0), -1)
-            found.append(jnp.repeat((score >= least) & there, self.chunk, axis=-1))
+            found.append(jnp.repeat((score >= least) & (score > -jnp.inf), self.chunk, axis=-1))
         return tuple(found)
 
     def step_in_round(self, state, cache):
@@ -105,7 +76,7 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
         return ViewedModel(self.step.model, tuple(views))
 
     def cache_of_steps(self, state, cache):
-        return AskedCache(cache, state.queries, jnp.int32(0))
+        return FirstQueriesCache(cache, state.queries, jnp.int32(0))
 
     def after_steps(self, state, cache, stepped, used):
         return dataclasses.replace(state, queries=stepped.queries_where(used, state.queries)), stepped.cache

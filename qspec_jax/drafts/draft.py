@@ -117,7 +117,7 @@ class Round(Protocol):
         ...
 
     def advanced(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> "Round":
-        """The round once the first count[b] of these tokens were emitted too; in a row with 0 nothing changes."""
+        """The round as it would be if the first count[b] of these tokens had been emitted; in a row with 0 nothing changes."""
         ...
 
     def distributions(self, logits: Float[Array, "B T V"], drafts: Int[Array, "B T-1"]) -> Float[Array, "B T W"]:
@@ -130,7 +130,7 @@ class Round(Protocol):
 
 
 class Proposes(enum.Enum):
-    """How many drafts one has of those that a round allows a row."""
+    """How many tokens a draft proposes, of those that a round allows a row."""
 
     ALL = "all"
     ALL_OR_NONE = "all or none"
@@ -174,7 +174,7 @@ class Draft(abc.ABC):
         return None
 
     def in_turn(self) -> tuple["Draft", ...]:
-        """The drafts that a round asks one after the other, until one has a proposal: itself, unless it is made of others."""
+        """The drafts that a round may ask in place of one another: itself, unless it is a `combine`."""
         return (self,)
 
     def in_prefill(self) -> Self:
@@ -248,7 +248,7 @@ class ModelDraft(Draft):
 
 class StepwiseDraft(ModelDraft):
     """The common case: nothing but single-token steps of a model over a cache. A subclass says which view they read it through, and which
-    cache."""
+    cache. As the middle of `triforce` its steps have several tokens."""
 
     @abc.abstractmethod
     def step_in_round(self, state: State, cache: Cache) -> ViewedModel:

@@ -49,8 +49,8 @@ def parse_draft(text: str) -> DraftSettings | None:
     """The settings that a text NAME[:SETTING=VALUE,...] asks for; None for `none`, which decodes without a draft.
 
     A comma in a value is written \\, with a backslash before it; = and : stand for themselves. A value that is a draft's text may stand in
-    parentheses, within which commas need no backslash. `combine:A+B` has the texts of two drafts, each of which may be in parentheses, and
-    is where there is a + in it. Raises InputError for an unknown name or setting, and for a value of another type; and for `auto`, which is
+    parentheses, within which commas need no backslash. `combine:A+B` has the texts of two drafts; each may stand in parentheses, and must
+    if there is a + in it. Raises InputError for an unknown name or setting, and for a value of another type; and for `auto`, which is
     no draft but stands for one.
     """
     name, settings = _taken_apart(text)
@@ -77,7 +77,7 @@ def parse_draft(text: str) -> DraftSettings | None:
         if setting in given:
             raise InputError(f"draft {text!r}: {setting} stands there twice")
         if fields[setting] is DraftSettings:
-            given[setting] = _inner_draft(text, setting, value)
+            given[setting] = _draft_setting(text, setting, value)
             continue
         try:
             given[setting] = fields[setting](value.replace("\\,", ","))
@@ -87,7 +87,7 @@ def parse_draft(text: str) -> DraftSettings | None:
     return DRAFTS[name](**given)
 
 
-def _inner_draft(text: str, setting: str, value: str) -> DraftSettings:
+def _draft_setting(text: str, setting: str, value: str) -> DraftSettings:
     """The settings of a draft that is a setting of another."""
     if value.startswith("(") != value.endswith(")") or value.count("(") != value.count(")"):
         raise InputError(f"draft {text!r}: the parentheses of {setting} should be in pairs")
@@ -106,8 +106,8 @@ def name_of(text: str) -> str:
 
 
 def texts_in(text: str) -> tuple[str, ...]:
-    """The texts of the drafts that the draft of this text is made of, in their order: itself, unless it is a `combine`. Raises InputError
-    where that has not two."""
+    """The texts of the drafts that a `combine` chooses between, in their order; of any other draft its own text. Raises InputError where
+    there are not two."""
     if DRAFTS.get(name_of(text)) is not CombinedSettings:
         return (text,)
     return tuple(part for each in _two_texts(text) for part in texts_in(each))

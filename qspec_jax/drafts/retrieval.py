@@ -1,12 +1,12 @@
-"""TriForce's retrieval cache as a draft: the model reads the chunks of the text that a recent query likes best, and what came since.
+"""TriForce's retrieval cache as a draft: the model reads the chunks of the text that score highest for a recent query, and what came since.
 
 The text is cut into chunks of 8 tokens. A chunk's score is the attention that one query pays to the mean of the chunk's keys, for each KV
 head its own. The chunks with the highest scores are copied into a compact cache with the first chunk and the most recent tokens; what is
-generated joins them. The choice is made behind the prompt with its last token's query, and anew after some tokens or when fewer drafts are
-accepted.
+generated joins them. The choice is made after prefill with the query of the prompt's last token, and again after `rebuild` tokens and, if
+`least_accepted` is set, when the average acceptance falls below it.
 
 Source: TriForce (arXiv 2404.11912), sections 4.1 and 4.3. Unlike there, the most recent tokens are always copied, whatever their scores,
-and tokens that come leave the others where they are, up to `generated` of them.
+and new tokens take no copied one's place: they go into a ring of their own. As in the paper's own system, every layer reads chunks.
 """
 
 import dataclasses
@@ -17,16 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.compact import CompactCache, KeysValues
-from qspec_jax.drafts.chunk_means import AskedCache
+from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
-RECENT = 32  # last tokens of a text that are always copied
-SCORED_AT_ONCE = 4096  # tokens, about, whose keys are scored at a time
+RECENT = 32  # at least so many of a text's last tokens are always copied
 ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolling average
 
 
@@ -35,7 +33,7 @@ ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolli
 class RetrievalState:
     """own: the tokens that were copied, and in its ring those that came since. queries: for each layer those of the last pending token, or
     of the prompt's last token. budget: of each row, in tokens; most: that of any. since: tokens emitted since the choice was made.
-    accepted: rolling average, over rounds with drafts, of the share of them that was accepted."""
+    accepted: rolling average, over rounds with drafts, of the share of them that was accepted; 1 after each choice."""
 
     own: CompactCache
     queries: tuple[Float[Array, "B N H"], ...]
@@ -58,52 +56,54 @@ class RetrievalDraft(CompactDraft):
     prompt_queries = 1
 
     def check_capacity(self, capacity):
-        """Refuses nothing: with a budget of more tokens than rows have room for, all of them are copied."""
+        """Refuses no budget: one of more tokens than a row has room for copies the whole row."""
 
     def budgets(self, prompt):
         budget, most = super().budgets(prompt)
-        most = min(most, max(self.least, prompt.capacity))
+        most = min(most, max(self.least, prompt.capacity + self.chunk))
         return jnp.minimum(budget, most), most
 
     def begin(self, prompt):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
-        ring = max(1, min(self.most_generated, prompt.capacity - prompt.tokens.shape[1]))
-        layers, kept = self.chosen(queries, prompt.cache, budget, most)
+        ring = max(1, min(self.ring_size, prompt.capacity - prompt.tokens.shape[1]))
+        layers, kept = self.copied(queries, prompt.cache, budget, most)
         room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, ring), (0, 0)))
         places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         own = CompactCache.of([tuple(map(room, layer)) for layer in layers], kind=self.kind, **places, appended=prompt.gamma)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
 
     @property
-    def most_generated(self) -> int:
-        """The most tokens that come between two choices and are read."""
+    def ring_size(self) -> int:
+        """How many of the tokens emitted since the last choice a step can read."""
         return min(self.generated, self.rebuild or self.generated)
 
-    def chosen(
+    def copied(
         self,
         queries: tuple[Float[Array, "R N H"], ...],
         cache: Cache,
         budget: Int[Array, "R"],
         most: int,
-        of: Int[Array, "R"] | None = None,
+        batch_rows: Int[Array, "R"] | None = None,
     ) -> tuple[list[KeysValues], Int[Array, "R"]]:
         """Keys and values [R, K, most, H] of the best chunks of what rows of a cache hold, and behind them of their recent tokens; and how
-        many of them there are in each row, which is within its budget. of: these rows of the batch; None: all."""
-        n, chunk = cache.lengths.total if of is None else cache.lengths.total[of], self.chunk
+        many of them there are in each row, which is within its budget. batch_rows: these rows of the batch; None: all."""
+        n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
         count = jnp.minimum(whole, (budget - width) // chunk)
-        row, layers = jnp.arange(most), []
+        place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            best = best_chunks(q, cache, i, whole, count, of, most=(most - width) // chunk, chunk=chunk)
-            in_chunk = jnp.take(best, jnp.minimum(row // chunk, best.shape[2] - 1), axis=2) * chunk + row % chunk
-            recent = ((whole - count) * chunk)[:, None, None] + row
-            layers.append(cache.tokens(i, jnp.where(row < (count * chunk)[:, None, None], in_chunk, recent), of))
+            score = chunk_scores(q, cache, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
+            best = best_chunks(score, count, most=(most - width) // chunk)
+            in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
+            recent = ((whole - count) * chunk)[:, None, None] + place
+            positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
+            layers.append(cache.tokens(i, positions, batch_rows))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):
-        return AskedCache(state.own, state.queries, jnp.int32(0))
+        return FirstQueriesCache(state.own, state.queries, jnp.int32(0))
 
     def after_steps(self, state, cache, stepped, used):
         return dataclasses.replace(state, own=stepped.cache, queries=stepped.queries_where(used, state.queries)), cache
@@ -124,52 +124,26 @@ class RetrievalDraft(CompactDraft):
             return new
         due &= running
 
-        def choose(carry):
-            own, left = carry
-            row = jnp.argmax(left)[None]
-            layers, kept = self.chosen(tuple(q[row] for q in state.queries), cache, state.budget[row], state.most, row)
-            return own.refilled(layers, kept, row), left.at[row].set(False)
+        def choose_for_next_row(carry):
+            own, waiting = carry
+            row = jnp.argmax(waiting)[None]
+            layers, kept = self.copied(tuple(q[row] for q in state.queries), cache, state.budget[row], state.most, row)
+            return own.refilled(layers, kept, row), waiting.at[row].set(False)
 
         # A row at a time, so that none is chosen for in vain; and lax.cond would copy the caches that it passes through (seen in jax 0.10).
-        own, _ = lax.while_loop(lambda carry: carry[1].any(), choose, (own, due))
+        own, _ = lax.while_loop(lambda carry: carry[1].any(), choose_for_next_row, (own, due))
         return dataclasses.replace(new, own=own, since=jnp.where(due, 0, since), accepted=jnp.where(due, 1, accepted))
 
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The ring is counted as full; before that a step reads less."""
-        return with_generated(super().reads(layer, quantized, buffered, group_size), self.most_generated, quantized + buffered)
+        return with_generated(super().reads(layer, quantized, buffered, group_size), self.ring_size, quantized + buffered)
 
 
-def best_chunks(
-    q: Float[Array, "R N H"],
-    cache: Cache,
-    layer: int,
-    whole: Int[Array, "R"],
-    count: Int[Array, "R"],
-    of: Int[Array, "R"] | None = None,
-    *,
-    most: int,
-    chunk: int,
-) -> Int[Array, "R K most"]:
-    """The numbers of count[r] of the first whole[r] chunks of rows of a cache, in ascending order in the first columns: the first chunk and
-    those to whose mean key the queries of a KV head pay the most attention. of: these rows of the batch; None: all."""
-    wide, part = accumulation_dtype(q.dtype), chunk * max(1, SCORED_AT_ONCE // chunk)
-    kv_heads = jax.eval_shape(lambda: cache.tokens(layer, jnp.zeros((1, 1, 1), jnp.int32)))[0].shape[1]
-    rows = q.reshape(q.shape[0], kv_heads, -1, q.shape[2]).astype(wide) * q.shape[2] ** -0.5
-
-    def of_part(i: Array) -> Float[Array, "R K N/K chunks"]:
-        """What the queries make of the mean keys of some chunks."""
-        keys = cache.tokens(layer, (i * part + jnp.arange(part))[None, None], of)[0].astype(wide)
-        means = keys.reshape(*keys.shape[:2], -1, chunk, keys.shape[3]).mean(3)
-        return jnp.einsum("bkrh,bkch->bkrc", rows, means, precision=lax.Precision.HIGHEST)
-
-    logits = jnp.moveaxis(lax.map(of_part, jnp.arange(-(-cache.capacity // part))), 0, 3)
-    logits = logits.reshape(*logits.shape[:3], -1)
-    number = jnp.arange(logits.shape[3])
-    there = (number < whole[:, None])[:, None]
-    score = jax.nn.softmax(jnp.where(there[:, :, None], logits, -1e30), -1).sum(2)
-    score = jnp.where(there, jnp.where(number == 0, jnp.inf, score), -jnp.inf)
-    _, chosen = lax.top_k(score, min(most, number.size))
-    return jnp.sort(jnp.where(jnp.arange(chosen.shape[2]) < count[:, None, None], chosen, number.size), -1)
+def best_chunks(score: Float[Array, "R K chunks"], count: Int[Array, "R"], *, most: int) -> Int[Array, "R K most"]:
+    """The numbers of the count[r] chunks with the highest scores, in ascending order in the first columns."""
+    chunks = score.shape[2]
+    _, best = lax.top_k(score, min(most, chunks))
+    return jnp.sort(jnp.where(jnp.arange(best.shape[2]) < count[:, None, None], best, chunks), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +151,9 @@ class RetrievalSettings(CompactSettings):
     """The settings of the draft.
 
     budget: chosen chunks and recent tokens together; for the other shared ones see `CompactSettings`. chunk: tokens of a chunk. generated:
-    of the tokens since the choice the most recent so many are read. rebuild: the choice is made anew after so many tokens; 0: not by their
-    number. least_accepted: it is made anew where the rolling average of the share of drafts that are accepted is less; 0: never.
+    of the tokens emitted since the choice the most recent so many are read; it matters only where it is less than rebuild. rebuild: the
+    choice is made again after so many tokens; 0: not by their number. least_accepted: it is made again where the rolling average of the
+    share of drafts that are accepted is less; 0: never.
     """
 
     budget: float = 4096
@@ -189,7 +164,7 @@ class RetrievalSettings(CompactSettings):
 
     @property
     def always(self):
-        return RECENT + 2 * self.chunk - 1, "tokens of the most recent and the first chunk"
+        return RECENT + 2 * self.chunk - 1, "recent tokens and those of the first chunk"
 
     def __post_init__(self):
         if self.chunk < 1:

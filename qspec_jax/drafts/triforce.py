@@ -29,8 +29,9 @@ from qspec_jax.models.llama import Llama
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TriForceDraft(Draft):
-    """small: drafts up to gamma1 tokens for the middle at a time; its own state and the emitted tokens are all that it looks at. middle:
-    verifies them by its steps, each of several tokens. The state is that of both."""
+    """small: drafts up to gamma1 tokens for the middle at a time; it may use its own state and the emitted tokens, but neither the target's
+    cache nor queries or masses, of which it is given none. middle: verifies them by its steps, each of several tokens. The state is that of
+    both."""
 
     small: Draft
     middle: StepwiseDraft
@@ -66,22 +67,22 @@ class TriForceDraft(Draft):
         return self.small.begin(dataclasses.replace(prompt, queries=())), self.middle.begin(prompt)
 
     def propose(self, state, cache, round):
-        # Its selection is made once, so that all distributions of the round are of one and the same model.
+        # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.
         model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
-        # Of a round's drafts the middle adds the last by itself.
+        # One of the round's drafts at least is the middle's own token, so the small model never needs more than gamma - 1.
         level, before, gamma1 = round.below(), stepped.lengths, max(1, min(self.gamma1, round.gamma - 1))
         width = gamma1 + 1
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
 
         def small_drafts(small, tokens, done):
-            """What the small model drafts behind the first done[b] tokens of the middle. The middle adds a token of its own."""
+            """What the small model drafts after the first done[b] tokens of the round. The middle adds a token of its own."""
             here = level.advanced(tokens, done)
             wanted = jnp.clip(round.eligible - done - 1, 0, gamma1)
             proposal, small, _ = self.small.propose(small, cache, here.limited(wanted, gamma1))
-            # A draft may have fewer; more would leave the middle's own token no room.
+            # It may propose fewer than are wanted, but never more: one place is the middle's own token's.
             return small, dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, wanted))
 
-        def verify(carry):
+        def inner_round(carry):
             done, tokens, distributions, stepped, small, drafts = carry
             here = level.advanced(tokens, done)
             block = jnp.concatenate([here.pending[:, None], drafts.tokens], 1)
@@ -101,12 +102,13 @@ class TriForceDraft(Draft):
         done = jnp.zeros_like(round.eligible)
         first, drafts = small_drafts(state[0], tokens, done)
         carry = done, tokens, distributions, stepped, first, drafts
-        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < round.eligible).any(), verify, carry)
+        _, tokens, distributions, stepped, *_ = lax.while_loop(lambda carry: (carry[0] < round.eligible).any(), inner_round, carry)
         middle, cache = self.middle.after_steps(state[1], cache, stepped.rollback(before), round.eligible > 0)
-        # Of the small model what stands behind its first drafts is kept, as if the target had verified those: `commit` tells it what came.
+        # Of the small model the state after its first drafts is kept, for later ones rest on tokens that the target may reject. `commit`
+        # compares these drafts with what was emitted, and the model reads the rest again in the next round.
         return Proposal(tokens[:, : round.gamma], distributions[:, : round.gamma], round.eligible), (first, middle), cache
 
-    def _empty(self, model: Callable, stepped: AppendedCache, round: Any) -> tuple[Int[Array, "B N"], Float[Array, "B N W"]]:
+    def _empty(self, model: Callable, stepped: AppendedCache, round: Any) -> tuple[Int[Array, "B M"], Float[Array, "B M W"]]:
         """Room for the round's tokens, for those that the small model drafts beyond them, and for their distributions."""
         none = jnp.zeros((round.pending.shape[0], round.gamma + self.gamma1 + 1), jnp.int32)
         logits, _ = jax.eval_shape(model, none[:, :1], none[:, :1], stepped)
@@ -128,8 +130,8 @@ class TriForceSettings:
     """The settings of the draft.
 
     model: the small model's checkpoint, see `SmallModelSettings`. sinks, window: it reads the first so many tokens and the last so many.
-    gamma1: how many tokens it drafts at a time. middle: the draft whose steps verify them, by its text; any that makes single-token steps
-    of the target's own model: retrieval, streaming-llm, snapkv, sparse, quantspec, ...
+    gamma1: how many tokens it drafts at a time; a round's gamma - 1 where that is less. middle: the draft whose steps verify them, by its
+    text; any that only makes steps of a model (`StepwiseDraft`): retrieval, streaming-llm, snapkv, sparse, quantspec, ...
     """
 
     model: str = ""
@@ -143,7 +145,7 @@ class TriForceSettings:
             raise InputError("the triforce draft needs a small model: triforce:model=DIR")
         if not 1 <= self.gamma1 < MAX_TOKENS:
             raise InputError(f"draft gamma1 {self.gamma1} should be from 1 to {MAX_TOKENS - 1}, what the kernels verify at once")
-        self.small  # noqa: B018  refuses sinks and window
+        self.small  # noqa: B018  raises InputError for sinks or a window out of range
 
     @property
     def small(self) -> SmallModelSettings:
@@ -156,10 +158,10 @@ class TriForceSettings:
         return self.small.checkpoints + checkpoints_of(self.middle)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> TriForceDraft:
-        """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that makes no steps
-        of the target's own model."""
+        """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that does more than
+        make steps of a model."""
         small = self.small.make(model, int4)  # which may be refused, before the middle's INT4 weights take their time
         middle = self.middle.make(model, int4)
         if not isinstance(middle, StepwiseDraft):
-            raise InputError("draft middle should be a draft that makes steps of the target's own model, such as retrieval or sparse")
+            raise InputError("draft middle should be a draft that only makes steps of a model, such as retrieval or sparse")
         return TriForceDraft(small, middle, self.gamma1)

@@ -120,8 +120,8 @@ class EmulatedCache(Cache):
         raw = FullLayer(keys, values)
         return EmulatedLayer(*(jax.tree.map(write, kept, raw, view) for kept, view in zip((old.draft, old.target), views)), G)
 
-    def tokens(self, layer, positions, of=None):
-        return self.layers[layer].target.read(positions, of)
+    def tokens(self, layer, positions, batch_rows=None):
+        return self.layers[layer].target.read(positions, batch_rows)
 
     def flushed_layers(self, due):
         start = self.lengths.quantized
