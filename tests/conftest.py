@@ -1,5 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import pytest
 import sharing
 from checkpoints import hf_config, write_checkpoint
+from safetensors.numpy import load_file
 
 from qspec_jax import demo
 from qspec_jax.cli import main
@@ -90,6 +92,15 @@ def float64():
 def directory(tmp_path_factory) -> Path:
     """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     return write_checkpoint(tmp_path_factory.mktemp("model"), hf_config(vocab_size=4096, num_hidden_layers=1), tokenizer=demo.MODEL)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory) -> Path:
+    """The embedded model with its first layer alone, for what shows how things are done: its seven take most of the time to compile."""
+    config = json.loads((demo.MODEL / "config.json").read_text()) | {"num_hidden_layers": 1}
+    tensors = load_file(demo.MODEL / "model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    return write_checkpoint(tmp_path_factory.mktemp("model"), config, tensors=first, tokenizer=demo.MODEL)
 
 
 @pytest.fixture

@@ -200,7 +200,6 @@ def test_info(run, tmp_path):
 
 @pytest.mark.slow
 def test_demo(run):
-    # Settings with which the notebook compiles the same loop.
     command = ["demo", "--prompt-tokens", 60, "--max-new-tokens", 8, "--no-calibrate", "--temperature", 0]
     code, out, _ = run(*command, "--json")
     result = json.loads(out)

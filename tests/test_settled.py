@@ -237,8 +237,9 @@ def test_a_draft_beside_auto_is_refused(model):
 
 
 @pytest.mark.slow
-def test_generate_and_batch_decode_with_what_was_chosen(model, monkeypatch, on_h200):
+def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
+    model = random_model(dataclasses.replace(TINY, num_layers=1))
     chosen = choice.Choice("sparse:least_groups=1", 3, "because")
     monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: chosen)
     auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)

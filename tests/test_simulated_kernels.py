@@ -58,20 +58,20 @@ def at_once(function):
 # INT4 matmul, and all between two attentions ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
+# In these matmuls the data decide nothing about what is done, so that half of the problems have outliers.
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "blocks", "room"),
+    ("rows", "inputs", "outputs", "blocks", "room", "outliers"),
     [
-        (1, 4096, (48, 16), 3, None),
-        (2, 256, (64, 16, 32), 2, None),
-        (3, 4608, (48,), 2, 2),  # two tiles together, and one
-        (9, 4608, (64, 48), 2, 2),
-        (7, 768, (32,), 1, None),
-        (16, 256, (16, 32), 2, None),
-        (1, 256, (32,), 3, None),  # a block without tiles
-        (1, 4096, (128,), 1, None),  # more passes than the ring has slots
-        (2, 10240, (80,), 1, 4),  # three tiles together, of which one is not there; four passes at once, and one more
-        (5, 4608, (16,), 1, None),  # all passes resident, placed two at a time
+        (1, 4096, (48, 16), 3, None, False),
+        (2, 256, (64, 16, 32), 2, None, True),
+        (3, 4608, (48,), 2, 2, True),  # two tiles together, and one
+        (9, 4608, (48, 32), 2, 2, False),
+        (7, 768, (32,), 1, None, True),
+        (16, 256, (16, 32), 2, None, False),
+        (1, 256, (32,), 3, None, False),  # a block without tiles
+        (1, 4096, (128,), 1, None, True),  # more passes than the ring has slots
+        (2, 10240, (80,), 1, 4, False),  # three tiles together, of which one is not there; four passes at once, and one more
+        (5, 4608, (16,), 1, None, True),  # all passes resident, placed two at a time
     ],
 )
 @pytest.mark.slow
@@ -182,17 +182,16 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
         run()
 
 
-@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "blocks", "config"),
+    ("rows", "inputs", "outputs", "blocks", "config", "outliers"),
     [
-        (9, 1280, (64,), 1, WideConfig(1, 1)),  # scales in two slots, of which the second is not full
-        (24, 256, (48, 16, 32), 2, WideConfig(1, 1)),  # a tile that is not full, and of two weights
-        (64, 512, (128, 64), 1, WideConfig(1, 1)),  # tiles one after the other
-        (24, 768, (80,), 1, WideConfig(2, 3)),  # a tile of rows for each block
-        (64, 1280, (64, 64), 1, WideConfig(1, 2)),  # more steps for one block than for the other
-        (33, 1024, (64,), 1, WideConfig(1, 1)),
-        (1, 4608, (16,), 1, WideConfig(1, 1)),  # more steps than the ring has slots
+        (9, 1280, (64,), 1, WideConfig(1, 1), False),  # scales in two slots, of which the second is not full
+        (24, 256, (48, 16, 32), 2, WideConfig(1, 1), True),  # a tile that is not full, and of two weights
+        (64, 512, (128, 64), 1, WideConfig(1, 1), False),  # tiles one after the other
+        (24, 768, (80,), 1, WideConfig(2, 3), False),  # a tile of rows for each block
+        (64, 1280, (64, 64), 1, WideConfig(1, 2), True),  # more steps for one block than for the other
+        (33, 1024, (64,), 1, WideConfig(1, 1), False),
+        (1, 4608, (16,), 1, WideConfig(1, 1), True),  # more steps than the ring has slots
     ],
 )
 def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outliers):
@@ -266,18 +265,17 @@ def plain_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bo
     return test_matmul_gpu.activations(rows, inputs, outliers), weights
 
 
-@pytest.mark.parametrize("outliers", [False, True], ids=["gaussian", "outliers"])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "cluster", "clusters", "wide"),
+    ("rows", "inputs", "outputs", "cluster", "clusters", "wide", "outliers"),
     [
-        (1, 1024, (24, 8), 1, 3, False),  # not as many tiles for each block
-        (3, 128, (8, 16, 8), 1, 2, True),  # one warp has inputs
-        (8, 2048, (112,), 1, 1, False),  # more passes than the ring has slots
-        (13, 1408, (40,), 1, 2, False),  # a pass in which some warps have inputs
-        (16, 384, (24,), 1, 2, True),
-        (2, 2048, (40, 16), 2, 2, False),
-        (8, 1152, (8, 24), 2, 2, True),  # one rank has inputs in two passes, the other in one
-        (9, 1536, (24,), 4, 1, False),
+        (1, 1024, (24, 8), 1, 3, False, False),  # not as many tiles for each block
+        (3, 128, (8, 16, 8), 1, 2, True, True),  # one warp has inputs
+        (8, 2048, (112,), 1, 1, False, True),  # more passes than the ring has slots
+        (13, 1408, (40,), 1, 2, False, False),  # a pass in which some warps have inputs
+        (16, 384, (24,), 1, 2, True, False),
+        (2, 2048, (40, 16), 2, 2, False, True),
+        (8, 1152, (8, 24), 2, 2, True, False),  # one rank has inputs in two passes, the other in one
+        (9, 1536, (24,), 4, 1, False, True),
     ],
 )
 def test_skinny_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
@@ -415,7 +413,7 @@ def assert_close(out: jax.Array, expected: jax.Array) -> None:
 
 
 # More rows than a warp has lanes, some of which have several blocks.
-MANY_ROWS = Case(1, 1, 1, 64, group_size=64, capacity=5, groups=(0, 1, 5, 0, 2) * 7)
+MANY_ROWS = Case(1, 1, 1, 64, group_size=64, capacity=3, groups=((0, 1, 3, 0, 1) * 7)[:33])
 
 
 @pytest.mark.parametrize(("splits", "view"), [(1, DenseView(1)), (48, random_lists(MANY_ROWS))], ids=["dense", "listed"])
@@ -427,7 +425,7 @@ def test_attention_of_many_rows(splits, view):
 
 @pytest.mark.parametrize("kind", ["dense", "listed", "long list"])
 def test_attention_of_groups_in_pages(monkeypatch, kind):
-    case, config = Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 0, 7)), Config(7)
+    case, config = Case(1, 4, 2, 64, group_size=64, capacity=5, groups=(5, 0, 3)), Config(5)
     q, layer, lengths = attention_problem(case, "gaussian")
     view = DenseView(2) if kind == "dense" else random_lists(case)
     if kind == "long list":  # that lanes do not keep
@@ -436,8 +434,7 @@ def test_attention_of_groups_in_pages(monkeypatch, kind):
     np.testing.assert_array_equal(np.asarray(attend(q, in_pages(layer), lengths, view, config)[0]), np.asarray(expected))
 
 
-@pytest.mark.parametrize("data", ["gaussian", "outliers"])
-@pytest.mark.parametrize("planes", [1, 2, None])
+@pytest.mark.parametrize(("planes", "data"), [(1, "outliers"), (2, "outliers"), (None, "gaussian")])
 @pytest.mark.parametrize(("case", "config"), TEAMS.values(), ids=TEAMS)
 def test_attention(case, config, planes, data):
     q, layer, lengths = attention_problem(case, data)
@@ -544,11 +541,9 @@ def test_blocks_of_a_cluster_that_do_not_meet_are_seen(monkeypatch, left_out):
 def test_attention_to_listed_groups(case, config, data):
     q, layer, lengths = attention_problem(case, data)
     view = random_lists(case)
-    out, _ = attend(q, layer, lengths, view, config)
-    assert_close(out, exactly(q, layer, lengths, view))
     # What is not listed is not read.
-    again, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
-    np.testing.assert_array_equal(np.asarray(again), np.asarray(out))
+    out, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
+    assert_close(out, exactly(q, layer, lengths, view))
 
 
 def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
