@@ -54,6 +54,8 @@ OTHERS = [
     "h2o:budget=0.2,least_groups=2,weight_bits=16",
     "chunk-means:budget=12,chunk=2,rebuild=9,dense_layers=0,weight_bits=16",
     "retrieval:budget=44,chunk=2,rebuild=9,generated=7,cache=int8",
+    "quantspec:skip=0m,weight_bits=16,cache=int8",
+    "sparse:budget=0.2,least_groups=2,skip=0a,weight_bits=16",
 ]
 SAMPLED = dataclasses.replace(QUANTSPEC, temperature=0.9, top_k=20)
 

@@ -14,6 +14,7 @@ from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import Skipped
 
 DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
@@ -24,9 +25,11 @@ class QuantSpecDraft(SelfSpeculativeDraft):
     """Single-token steps of a model over the target's cache."""
 
     def step_in_round(self, state, cache):
-        return self.step
+        return self.through(self.step.view) if self.skipped else self.step
 
     def reads(self, layer, quantized, buffered, group_size):
+        if layer in self.skipped.attention:
+            return Reads(0, 0, 0)
         view = self.step.view[layer] if isinstance(self.step.view, tuple) else self.step.view
         return Reads(view.planes, quantized, buffered)
 
@@ -36,27 +39,32 @@ class QuantSpecSettings(SelfSpeculativeSettings):
     """The settings of the draft.
 
     cache: what it reads of the target's cache, "int4" (the upper plane) or "int8" (both planes). sensitive_layers: the first and the last
-    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined). For the shared
-    ones see `SelfSpeculativeSettings`.
+    so many layers are the target's own, in weights and cache (QuantSpec, algorithm 1, where they are L_S and not defined). skip: layers
+    whose attention or MLP is left out, see `Skipped.parse`. For the shared ones see `SelfSpeculativeSettings`.
     """
 
     cache: str = "int4"
     sensitive_layers: int = 0
+    skip: str = ""
 
     def __post_init__(self):
         super().__post_init__()
         if self.cache not in DRAFT_VIEWS:
             raise InputError(f"draft cache {self.cache!r} should be {' or '.join(DRAFT_VIEWS)}")
+        Skipped.parse(self.skip)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> QuantSpecDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for more sensitive layers than there are."""
-        layers, own = model.config.num_layers, self.sensitive_layers
+        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError for more sensitive layers than there are, and for
+        skipped ones that are not there."""
+        layers, own, skipped = model.config.num_layers, self.sensitive_layers, Skipped.parse(self.skip)
+        skipped.check(layers)
         if not 0 <= own <= layers:
             raise InputError(f"sensitive_layers {own} should be from 0 to the model's {layers} layers")
         view, sensitive = DRAFT_VIEWS[self.cache], {*range(own), *range(layers - own, layers)}
         if sensitive:
             view = tuple(BOTH_PLANES if i in sensitive else DRAFT_VIEWS[self.cache] for i in range(layers))
-        return QuantSpecDraft(**self.stepped(model, lambda: with_own_layers(int4(), model, sensitive) if sensitive else int4(), view))
+        steps = self.stepped(model, lambda: with_own_layers(int4(), model, sensitive) if sensitive else int4(), view)
+        return QuantSpecDraft(**steps, skipped=skipped)
 
 
 def quantspec(

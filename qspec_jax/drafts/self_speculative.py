@@ -9,6 +9,7 @@ from pallas_kernels.formats.views import View
 from qspec_jax.drafts.draft import StepwiseDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import NOTHING, Skipped, SkippingModel
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_head
 
@@ -18,11 +19,16 @@ class SelfSpeculativeDraft(StepwiseDraft):
     """Single-token steps of the target's own model.
 
     step: the model; a draft that chooses what it reads anew for each round does not use its view. head_bits: 8 if the decode loop is to
-    quantize the model's head.
+    quantize the model's head. skipped: what the steps leave out of the model.
     """
 
     step: ViewedModel
     head_bits: int = dataclasses.field(default=16, kw_only=True, metadata={"static": True})
+    skipped: Skipped = dataclasses.field(default=NOTHING, kw_only=True, metadata={"static": True})
+
+    def through(self, view: View | tuple[View, ...]) -> ViewedModel:
+        """The model of the steps, through this view, without what is skipped."""
+        return SkippingModel(self.step.model, view, self.skipped) if self.skipped else ViewedModel(self.step.model, view)
 
     def in_loop(self):
         # Not on a CPU, where XLA would keep a float32 copy of the codes.

@@ -23,7 +23,7 @@ from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.models.skipping import Skipped
 
 TINY_MASS = 1e-30  # less than any group gets that is attended to
 HEADS = ("equal", "by-mass")
@@ -80,10 +80,12 @@ class SparseDraft(SelfSpeculativeDraft):
             select = functools.partial(select_groups, groups=groups, group_size=cache.group_size, budget=self.budget, newest=self.newest)
             lists = jax.vmap(functools.partial(select, **settings))(jnp.stack(chosen_in))
             views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
-        return ViewedModel(self.step.model, views)
+        return self.through(views)
 
     def reads(self, layer, quantized, buffered, group_size):
         groups = quantized // group_size
+        if layer in self.skipped.attention:
+            return Reads(0, 0, 0)
         if layer < self.dense_layers:
             return Reads(1, quantized, buffered)
         asked = max(self.least_groups, math.ceil(parts_asked(self.budget, groups, group_size)))
@@ -150,7 +152,8 @@ class SparseSettings(SelfSpeculativeSettings):
     dense_layers: the first so many layers read all groups. memory: how much of a group's mass is what earlier rounds saw, from 0 to less
     than 1: after each round so much of the average stays, and the round's is the rest. heads: "equal" gives each KV head the budget;
     "by-mass" gives it to the KV heads of a layer together, of which each reads the first group, the newest, and those of its others that
-    are among the layer's with the most mass, at most four times its equal share. For the shared ones see `SelfSpeculativeSettings`.
+    are among the layer's with the most mass, at most four times its equal share. skip: layers whose attention or MLP is left out, see
+    `Skipped.parse`. For the shared ones see `SelfSpeculativeSettings`.
     """
 
     kind: ClassVar[type[SparseDraft]] = SparseDraft
@@ -161,9 +164,11 @@ class SparseSettings(SelfSpeculativeSettings):
     dense_layers: int = 0
     memory: float = 0.0
     heads: str = "equal"
+    skip: str = dataclasses.field(default="", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
+        Skipped.parse(self.skip)
         check_budget(self.budget)
         if not 0 <= self.newest <= 1:
             raise InputError(f"draft newest {self.newest} should be a share of the budget, from 0 to 1")
@@ -175,7 +180,10 @@ class SparseSettings(SelfSpeculativeSettings):
             raise InputError(f"draft heads {self.heads!r} should be {' or '.join(HEADS)}")
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SparseDraft:
-        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does."""
+        """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does, and for skipped layers that
+        are not there."""
         check_fits(model, self.budget, self.dense_layers)
+        skipped = Skipped.parse(self.skip)
+        skipped.check(model.config.num_layers)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(SparseSettings) if not field.kw_only}
-        return self.kind(**self.stepped(model, int4, UPPER_PLANE), **own)
+        return self.kind(**self.stepped(model, int4, UPPER_PLANE), **own, skipped=skipped)

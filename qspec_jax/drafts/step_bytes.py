@@ -7,6 +7,7 @@ import jax
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import NOTHING, Skipped
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
 ITEM_BYTES = 2
@@ -20,7 +21,7 @@ def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1,
     """
     if not isinstance(draft, ModelDraft):
         return None
-    of_weights = weight_bytes(draft.step.model, most_item_bytes=most_item_bytes)
+    of_weights = weight_bytes(draft.step.model, skipped=skipped_by(draft), most_item_bytes=most_item_bytes)
     return of_weights + batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
 
 
@@ -65,13 +66,20 @@ def bytes_of_tokens(reads: Reads, *, kv_heads: int, head_dim: int, group_size: i
     return round(kv_heads * (reads.quantized * (codes + parameters) + reads.full * 2 * head_dim * ITEM_BYTES))
 
 
-def weight_bytes(model: Llama, *, most_item_bytes: int = 8) -> int:
-    """Bytes of the weights that a step reads: all but an embedding that is not also the head, of which it reads a row for each token.
-    `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
+def skipped_by(draft: Draft) -> Skipped:
+    """What the draft's steps leave out of its model."""
+    return getattr(draft, "skipped", NOTHING)
+
+
+def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: int = 8) -> int:
+    """Bytes of the weights that a step reads: all but what is skipped, and but an embedding that is not also the head, of which it reads a
+    row for each token. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
 
     most_item_bytes: see `bytes_of`.
     """
     weights = dict(model.weights())
+    for path in skipped.weights(weights):
+        weights.pop(path)
     if model.head is not None:
         weights.pop("embedding")
     return bytes_of(weights, most_item_bytes=most_item_bytes)

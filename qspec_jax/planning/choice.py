@@ -9,6 +9,7 @@ from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
+from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning import timing
 from qspec_jax.planning.acceptance import ACCEPTANCE
@@ -105,12 +106,14 @@ def _shown(row: PlannedRow) -> str:
 
 def relative_cost(setting: Setting, draft: Draft, *, context: int, gamma: int) -> float | None:
     """What a step of a draft takes, where verifying a round of gamma drafts takes 1, for a row alone that holds `context` tokens. None
-    where no stored cost holds, for a draft without a model, and for an oracle.
+    where no stored cost holds, for a draft without a model, for an oracle, and for steps that skip layers.
 
     Of drafts that a round asks in turn it is that of the last one with a model; None if an oracle is among them.
     """
     device = setting.costed()
     if isinstance(device, str):
+        return None
+    if any(map(skipped_by, draft.in_turn())):
         return None
     asked = [outlined_draft(each) for each in draft.in_turn()]
     models = [each for each in asked if each.model is not None]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.drafts.draft import Draft, ModelDraft, Proposes, Reads
 from qspec_jax.drafts.registry import DraftSettings
+from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -96,13 +97,15 @@ def outlined(settings: DraftSettings, model: Llama, int4: Callable[[], Llama]) -
     """The draft of an outline: the drafts that its rounds ask in turn. None where one of them says nothing of how much it proposes.
 
     model: an outline of the target; int4: makes one in INT4. Raises InputError for a setting that does not fit the model, for a checkpoint
-    of a draft's own whose config cannot be read, and for an oracle. A draft's `make` should pass weights on without computing with them,
-    and load a checkpoint of its own by `drafts.own_model`; one that has to compute raises an InputError where they are
-    `jax.ShapeDtypeStruct`s, and is then listed with that reason.
+    of a draft's own whose config cannot be read, for an oracle, and for steps that skip layers. A draft's `make` should pass weights on
+    without computing with them, and load a checkpoint of its own by `drafts.own_model`; one that has to compute raises an InputError where
+    they are `jax.ShapeDtypeStruct`s, and is then listed with that reason.
     """
     drafts = settings.make(model, int4).in_turn()
     if any(isinstance(draft, ModelDraft) and draft.oracle for draft in drafts):
         raise InputError("an oracle, to measure other drafts by: it saves no time")
+    if any(map(skipped_by, drafts)):
+        raise InputError("no cost is known of steps that skip layers")
     return None if any(draft.proposes is None for draft in drafts) else tuple(map(outlined_draft, drafts))
 
 

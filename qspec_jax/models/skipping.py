@@ -1,0 +1,103 @@
+"""A model that leaves out layers' attention or MLP: a cheaper one, with the same weights, that drafts for the whole one.
+
+What a pass leaves out it also does not append to the cache of that layer, so nobody else may read what such passes appended.
+
+Source: SWIFT (arXiv 2410.06916), section 4: skipped attention and MLP sublayers of the target make a draft.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+
+from qspec_jax.errors import InputError
+from qspec_jax.models.viewed import ViewedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """The numbers, from 0, of the layers whose attention is left out, and of those whose MLP is."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6. Raises InputError for another
+        text."""
+        items = text.removeprefix("(").removesuffix(")").split(",") if text else []
+        found = [re.fullmatch(r"(\d{1,4})([am]?)", item.strip()) for item in items]
+        if None in found:
+            raise InputError(f"draft skip {text!r} should be layers such as (3,5a,6m): all of 3, the attention of 5, the MLP of 6")
+        of = lambda kinds: frozenset(int(match[1]) for match in found if match[2] in kinds)
+        return cls(of(("", "a")), of(("", "m")))
+
+    def __bool__(self) -> bool:
+        return bool(self.attention or self.mlp)
+
+    def check(self, layers: int) -> None:
+        """Raises InputError for a layer that a model of so many has not, and where nothing is left."""
+        if beyond := [number for number in sorted(self.attention | self.mlp) if number >= layers]:
+            raise InputError(f"draft skip names layer {beyond[0]}; the model has the layers 0 to {layers - 1}")
+        if len(self.attention & self.mlp) == layers:
+            raise InputError(f"draft skip should leave something of the model's {layers} layers")
+
+    def weights(self, paths: Sequence[str]) -> set[str]:
+        """Those of a model's weights, by their paths (`Llama.weights`), that a pass does not read."""
+        attention = ("input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")
+
+        def left_out(path: str) -> bool:
+            parts = path.split(".")
+            return parts[0] == "layers" and int(parts[1]) in (self.attention if parts[2] in attention else self.mlp)
+
+        return set(filter(left_out, paths))
+
+
+NOTHING = Skipped()
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class SkippingModel(ViewedModel):
+    """A model that reads its cache through a view, but for what is skipped."""
+
+    skipped: Skipped
+
+    def tree_flatten(self):
+        children, tree = super().tree_flatten()
+        return children, (tree, self.skipped)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        (tree, skipped), (leaves, view) = aux, children
+        return cls(jax.tree.unflatten(tree, leaves), view, skipped)
+
+    def __call__(self, tokens, positions, cache, *, observe: bool = False):
+        """See `Step`. It observes nothing, for a target skips nothing."""
+        if observe:
+            raise ValueError("a model that skips layers is no target")
+        model, skipped, layers = self.model, self.skipped, list(cache.layers)
+        x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
+        kept = [i for i in range(len(layers)) if i not in skipped.attention & skipped.mlp]
+        # Between two attentions one kernel does all, where nothing is skipped there. qkv: what it made for the next; added: what the last
+        # MLP adds to x.
+        qkv = added = carry = None
+        for i, following in zip(kept, [*kept[1:], None]):
+            block = model.layers[i]
+            if i in skipped.attention:
+                x += block.down_proj(block.mlp_hidden(block.post_attention_norm(x)))
+                continue
+            qkv = block.qkv(block.input_norm(x)) if qkv is None else qkv
+            view = self.view[i] if isinstance(self.view, tuple) else self.view
+            attended, layers[i], _ = cache.attend(i, qkv, *model.angles_of(i, cos, sin), view=view, observe=False)
+            qkv = None
+            if i in skipped.mlp:
+                x, carry = block.add_attention(x, attended)[0], None
+            elif following is not None and following not in skipped.attention:
+                x, qkv, carry = block.until(model.layers[following], x, attended, carry)
+            else:
+                (x, added, _), carry = block.until(None, x, attended, carry), None
+                x, added = (x, added) if following is None else (x + added, None)
+        return model.logits(x, added), cache.advance(tuple(layers), tokens.shape[1])
