@@ -328,7 +328,7 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     monkeypatch.setattr(batch, "PART", 64)
     # Each part is of 64 tokens in one layer. For the first prompt nobody waits.
     for most_wait, first in (
-        (1, "part part part  part rounds part rounds part  part"),
+        (1, "part part part  part rounds part rounds part  rounds part"),
         (256, "part part part  part part part  part rounds part"),
     ):
         events.clear()

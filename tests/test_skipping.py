@@ -12,6 +12,7 @@ from runs import prepared, random_model, random_prompts
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.step_bytes import step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.models.skipping import NOTHING, Skipped, SkippingModel
@@ -68,6 +69,8 @@ def test_a_step_reads_no_bytes_of_what_is_skipped(model, draft):
     [
         ("quantspec:skip=x", "skip 'x' should be layers such as"),
         ("quantspec:skip=(1,,2)", "should be layers such as"),
+        ("quantspec:skip=1,2", "several layers of skip stand in parentheses"),
+        ("quantspec:skip=(1", "should be layers such as"),
         ("sparse:skip=-1", "skip '-1' should be layers such as"),
         ("sparse:skip=(1,4a)", "skip names layer 4; the model has the layers 0 to 3"),
         ("quantspec:skip=(0,1,2,3)", "should leave something of the model's 4 layers"),
@@ -76,6 +79,12 @@ def test_a_step_reads_no_bytes_of_what_is_skipped(model, draft):
 def test_what_is_refused(model, text, words):
     with pytest.raises(InputError, match=words):
         make_draft(text, model)
+
+
+@pytest.mark.parametrize("middle", ["(quantspec:skip=(1,2))", "quantspec:skip=(1,2)"])
+def test_in_a_draft_within_a_draft(middle):
+    assert parse_draft(f"triforce:model=x,middle={middle},gamma1=3").middle == parse_draft("quantspec:skip=(1,2)")
+    assert parse_draft(f"combine:prompt-lookup+{middle}").second == parse_draft("quantspec:skip=(1,2)")
 
 
 def test_all_other_drafts_skip_nothing(model):

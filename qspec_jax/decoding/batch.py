@@ -38,9 +38,9 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 
 ROUNDS_PER_SEGMENT = 64  # between two looks, at most
-# In tokens times layers: prompts that need more than PART are prefilled in parts. Between two of them the other rows have ROUNDS_BETWEEN
-# rounds if MOST_WAIT has been prefilled since their last (an 8B model on an H200: a second). After every part would be fair to them, but
-# rows then end faster than slots fill: of 64 slots 6 were busy, and decoding took seven times as long as with full ones.
+# In tokens times layers: prompts that need more than PART are prefilled in parts. Between two parts, and two prompts, the other rows have
+# ROUNDS_BETWEEN rounds if MOST_WAIT has been prefilled since their last (an 8B model on an H200: a second). After every part would be fair
+# to them, but rows then end faster than slots fill: of 64 slots 6 were busy, and decoding took seven times as long as with full ones.
 PART, MOST_WAIT, ROUNDS_BETWEEN = 1 << 16, 1 << 20, 4
 # By backend, how many prompts of up to SHORT tokens each are prefilled together where they follow one another: the weights are then read
 # once for all. One by one if so many rows, each with room for the longest line, would have room for more than MOST_ROOM tokens.
@@ -294,12 +294,15 @@ class _Slots:
         placed = []
         slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
         while slots and self.waiting:
+            yield from self._rounds_of_others()
             indices, pages = self._next(len(slots))
             if not indices:
                 break  # until others end
             placed += indices
             rows = yield from self._prefilled(indices)
             self._put([slots.popleft() for _ in indices], indices, pages, rows)
+            if self.refill:  # rows may have ended meanwhile
+                slots = deque(slot for slot, index in enumerate(self.request_of) if index is None)
         return placed
 
     def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
@@ -324,7 +327,7 @@ class _Slots:
         return [list(itertools.islice(pages, count)) for count in counts]
 
     def _prefilled(self, indices: Sequence[int]) -> Generator[Result, None, DecodeState]:
-        """The state of rows. Where others have waited for `MOST_WAIT`, they have some rounds before the next part."""
+        """The state of rows, with rounds of the others between the parts."""
         layers = self._layers(indices)
         for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=layers):
             self.waited += layers * self._padded(indices) if self._running else 0
@@ -333,13 +336,19 @@ class _Slots:
             if self.waited < MOST_WAIT or not self._running:
                 continue
             self.newest = part
-            if any(index is not None and self.requests[index].config.stop for index in self.request_of):  # before any round, see `run`
-                self._lap("prefill_s", self._wait_for_prefill())
-                yield from self._ended()
-            if self._running:
-                self._segment(ROUNDS_BETWEEN)
-                yield from self._ended()
+            yield from self._rounds_of_others()
         return part
+
+    def _rounds_of_others(self) -> Iterator[Result]:
+        """Some rounds of the rows at work, where they have waited for `MOST_WAIT`. Yields what ends."""
+        if self.waited < MOST_WAIT or not self._running:
+            return
+        if any(index is not None and self.requests[index].config.stop for index in self.request_of):  # before any round, see `_results`
+            self._lap("prefill_s", self._wait_for_prefill())
+            yield from self._ended()
+        if self._running:
+            self._segment(ROUNDS_BETWEEN)
+            yield from self._ended()
 
     def _put(self, slots: Sequence[int], indices: Sequence[int], pages: list[list[int]], rows: DecodeState) -> None:
         self._wait_for_prefill()  # no more than two states at once take memory besides the batch

@@ -73,6 +73,7 @@ def parse_draft(text: str) -> DraftSettings | None:
         setting, equals, value = part.partition("=")
         if setting not in fields or not equals:
             inner = [f"; the settings of {field} stand in parentheses with it" for field in fields if fields[field] is DraftSettings]
+            inner += ["; several layers of skip stand in parentheses, as in skip=(3,5a)"] if "skip" in fields else []
             raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}{''.join(inner)}")
         if setting in given:
             raise InputError(f"draft {text!r}: {setting} stands there twice")
@@ -89,10 +90,10 @@ def parse_draft(text: str) -> DraftSettings | None:
 
 def _draft_setting(text: str, setting: str, value: str) -> DraftSettings:
     """The settings of a draft that is a setting of another."""
-    if value.startswith("(") != value.endswith(")") or value.count("(") != value.count(")"):
+    if value.startswith("(") and value.count("(") != value.count(")"):
         raise InputError(f"draft {text!r}: the parentheses of {setting} should be in pairs")
     try:
-        found = parse_draft(value[1:-1] if value.startswith("(") else value.replace("\\,", ","))
+        found = parse_draft(inside if (inside := _without_parentheses(value)) != value else value.replace("\\,", ","))
     except InputError as error:
         raise InputError(f"draft {text!r}: {setting}: {error}") from None
     if found is None:
@@ -158,6 +159,16 @@ def _taken_apart(text: str) -> tuple[str, list[str]]:
     return name, parts if depth == 0 else re.split(r"(?<!\\),", rest)
 
 
+def _without_parentheses(text: str) -> str:
+    """What stands in the parentheses that are around the whole text; without them the text itself."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth <= 0:
+            return text[1:-1] if text.startswith("(") and i == len(text) - 1 else text
+    return text
+
+
 def _two_drafts(text: str) -> list[DraftSettings]:
     """The settings of the drafts in combine:A+B."""
     found = list(map(parse_draft, _two_texts(text)))
@@ -181,7 +192,7 @@ def _two_texts(text: str) -> list[str]:
         raise InputError(f"draft {text!r}: its parentheses should be in pairs")
     if len(parts) != 2:
         raise InputError(f"draft {text!r}: combine takes two drafts with a + between them, as in combine:prompt-lookup+quantspec")
-    return [part[1:-1] if part.startswith("(") and part.endswith(")") else part for part in parts]
+    return list(map(_without_parentheses, parts))
 
 
 def make_draft(

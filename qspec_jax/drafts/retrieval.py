@@ -21,6 +21,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.compact import CompactCache, KeysValues
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
+from qspec_jax.drafts.draft import Reads
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -137,6 +138,11 @@ class RetrievalDraft(CompactDraft):
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The ring is counted as full; before that a step reads less."""
         return with_generated(super().reads(layer, quantized, buffered, group_size), self.ring_size, quantized + buffered)
+
+    def holds(self, layer, prompt, capacity, gamma):
+        """See `ModelDraft.holds`: as many as `begin` makes room for."""
+        rows = min(self.budget_of(prompt), max(self.least, capacity + self.chunk)) + max(1, min(self.ring_size, capacity - prompt))
+        return Reads(0, 0, rows + gamma + 1) if self.kind == "full" else Reads(2, rows, gamma + 1, key_groups=False)
 
 
 def best_chunks(score: Float[Array, "R K chunks"], count: Int[Array, "R"], *, most: int) -> Int[Array, "R K most"]:

@@ -30,6 +30,10 @@ class SelfSpeculativeDraft(StepwiseDraft):
         """The model of the steps, through this view, without what is skipped."""
         return SkippingModel(self.step.model, view, self.skipped) if self.skipped else ViewedModel(self.step.model, view)
 
+    def read_in_round(self, state, cache):
+        # A layer whose attention is skipped reads nothing, for which there is no view.
+        return None if self.skipped.attention else super().read_in_round(state, cache)
+
     def in_loop(self):
         # Not on a CPU, where XLA would keep a float32 copy of the codes.
         if self.head_bits == 16 or jax.default_backend() == "cpu":
