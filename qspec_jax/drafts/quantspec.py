@@ -45,7 +45,7 @@ class QuantSpecSettings(SelfSpeculativeSettings):
 
     cache: str = "int4"
     sensitive_layers: int = 0
-    skip: str = ""
+    skip: str = "none"
 
     def __post_init__(self):
         super().__post_init__()

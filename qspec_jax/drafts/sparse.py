@@ -164,7 +164,7 @@ class SparseSettings(SelfSpeculativeSettings):
     dense_layers: int = 0
     memory: float = 0.0
     heads: str = "equal"
-    skip: str = dataclasses.field(default="", kw_only=True)
+    skip: str = dataclasses.field(default="none", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()

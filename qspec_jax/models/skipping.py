@@ -25,10 +25,10 @@ class Skipped:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6. Raises InputError for another
-        text."""
+        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none. Raises InputError for
+        another text."""
         inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        items = inside.split(",") if text else []
+        items = [] if text == "none" else inside.split(",")
         found = [re.fullmatch(r"(\d{1,4})([am]?)", item.strip()) for item in items]
         if None in found:
             raise InputError(f"draft skip {text!r} should be layers such as (3,5a,6m): all of 3, the attention of 5, the MLP of 6")
