@@ -138,15 +138,15 @@ def test_the_embedded_model_finds_some(run):
 def test_who_reads_the_needle_drafts_the_answer(tokenizer):
     """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers."""
     model = load_model(demo.MODEL, dtype="float32")
-    found = needle.answered(model, tokenizer, length=320, depths=[0.1, 0.2], samples=4, style="two-names")
-    assert len(found.texts) == 8 and found.right >= needle.LEAST_RIGHT * 8 and not found.void
+    found = needle.answered(model, tokenizer, length=512, depths=[0.1, 0.2], samples=5, style="two-names")
+    assert len(found.texts) == 10 and found.right >= needle.LEAST_RIGHT * 10 and not found.void
     int4, rates = int4_model(model), {}
     config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32)
-    for draft in ("sparse:budget=0.25", "snapkv:budget=0.5", "streaming-llm:budget=0.5"):
+    for draft in ("quantspec", "sparse:budget=0.25", "snapkv:budget=0.5", "streaming-llm:budget=0.5"):
         name, made = draft.partition(":")[0], make_draft(draft, model, int4=int4)
         rates[name] = teacher_forced(model, made, found.texts, config, jax.random.key(0)).conditional_rate
     assert rates["streaming-llm"] < 0.5, rates
-    assert min(rates["sparse"], rates["snapkv"]) > 0.8, rates
+    assert min(rates["quantspec"], rates["sparse"], rates["snapkv"]) > 0.9, rates
 
 
 def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):

@@ -10,12 +10,17 @@ from flax import nnx
 from runs import prepared, random_model, random_prompts
 
 from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.draft import Job
 from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.skip_search import promises
 from qspec_jax.drafts.step_bytes import step_bytes
 from qspec_jax.errors import InputError
-from qspec_jax.models.skipping import NOTHING, Skipped, SkippingModel
+from qspec_jax.models.skipping import NOTHING, GatedModel, Skipped, SkippingModel
 
 LAYERS, G = 4, 8
 CONFIG = GenerationConfig(group_size=G, ignore_eos=True)
@@ -51,6 +56,10 @@ def test_a_pass_is_that_of_a_model_in_which_the_halves_add_nothing(model, text):
         for x, y in zip(*map(jax.tree.leaves, (a, before if i in skipped.attention else b))):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
     np.testing.assert_array_equal(left.lengths.total, fed.lengths.total)
+    keep = np.array([[i not in skipped.attention, i not in skipped.mlp] for i in range(LAYERS)])
+    gated, _ = GatedModel(model, BOTH_PLANES, jnp.asarray(keep))(tokens, positions, cache)
+    np.testing.assert_allclose(gated, expected, rtol=1e-9, atol=1e-9)
+    assert Skipped.parse(str(skipped)) == skipped
 
 
 @pytest.mark.parametrize("draft", ["quantspec:skip={},weight_bits=16", "sparse:skip={},weight_bits=16"])
@@ -67,11 +76,11 @@ def test_a_step_reads_no_bytes_of_what_is_skipped(model, draft):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("quantspec:skip=x", "skip 'x' should be layers such as"),
-        ("quantspec:skip=(1,,2)", "should be layers such as"),
+        ("quantspec:skip=x", "skip 'x' should be none, auto, or layers such as"),
+        ("quantspec:skip=(1,,2)", "should be none, auto, or layers"),
         ("quantspec:skip=1,2", "several layers of skip stand in parentheses"),
-        ("quantspec:skip=(1", "should be layers such as"),
-        ("sparse:skip=-1", "skip '-1' should be layers such as"),
+        ("quantspec:skip=(1", "should be none, auto, or layers"),
+        ("sparse:skip=-1", "skip '-1' should be none, auto, or layers such as"),
         ("sparse:skip=(1,4a)", "skip names layer 4; the model has the layers 0 to 3"),
         ("quantspec:skip=(0,1,2,3)", "should leave something of the model's 4 layers"),
     ],
@@ -92,3 +101,64 @@ def test_all_other_drafts_skip_nothing(model):
     both = make_draft("h2o:skip=(1,2m)", model), make_draft("sparse:skip=(1,2m),budget=0.3", model)
     assert {draft.skipped for draft in both} == {Skipped(frozenset({1}), frozenset({1, 2}))}
     assert dataclasses.replace(both[0]).in_loop().skipped == both[0].skipped
+
+
+IDLE = Skipped(frozenset({1, 4}), frozenset({1, 3}))
+
+
+def of_six_layers():
+    return random_model(jnp.float64, num_hidden_layers=6)
+
+
+def job_of(target, lengths=(70, 30, 90), new=8):
+    return Job(target, random_prompts(lengths), CONFIG.cache_config, 3, new)
+
+
+@pytest.mark.parametrize("draft", ["quantspec:skip=auto", "sparse:skip=auto,dense_layers=1"])
+def test_the_search_leaves_out_what_adds_nothing(float64, caplog, draft):
+    """Each of the other halves changes what the model says, as its weights are drawn at random."""
+    model = muted(of_six_layers(), IDLE)
+    made = make_draft(draft + ",weight_bits=16,head_bits=16", model)
+    with caplog.at_level("INFO"):
+        chosen = made.chosen_for(job_of(model))
+    assert chosen == dataclasses.replace(made, skipped=chosen.skipped)
+    assert chosen.skipped.attention >= IDLE.attention and chosen.skipped.mlp >= IDLE.mlp, chosen.skipped
+    assert f"draft skip auto: {chosen.skipped}, of " in caplog.text
+    assert made.chosen_for(job_of(model)).skipped == chosen.skipped  # whenever it is done
+    assert chosen.chosen_for(job_of(model)) is chosen
+
+
+def test_nothing_is_skipped_where_nothing_can_be_spared(float64, caplog):
+    """Where a step's bytes are few beside the target's, no draft is worth a miss; and nothing is chosen by next to nothing."""
+    model = of_six_layers()
+    made = make_draft("quantspec:skip=auto", model)
+    monkeyed = dataclasses.replace(job_of(model), gamma=1)
+    assert not made.chosen_for(monkeyed).skipped
+    with caplog.at_level("INFO"):
+        assert not made.chosen_for(job_of(model, [9, 4, 3])).skipped
+    assert "the prompts are too short to choose by" in caplog.text
+
+
+def test_the_search_prefers_what_resembles_the_best():
+    tried = np.array([[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], bool)
+    pool = np.array([[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 1]], bool)
+    promise = promises(tried, np.array([0.0, 1.0, -1.0]), pool)
+    assert promise.argsort().tolist() == [1, 0, 2]
+
+
+def test_in_generate_and_in_drafts_within_drafts(float64):
+    model = muted(of_six_layers(), IDLE)
+    prompts, config = random_prompts([60, 50]), dataclasses.replace(CONFIG, max_new_tokens=12)
+    expected = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8")).token_ids
+    for draft in ("quantspec:skip=auto,weight_bits=16", "combine:prompt-lookup+(sparse:skip=auto,weight_bits=16)"):
+        assert generate(model, prompts, config=dataclasses.replace(config, draft=draft)).token_ids == expected
+    requests = [Request(tokens, config, key) for tokens, key in zip(prompts, jax.random.split(jax.random.key(0)))]
+    requests = [dataclasses.replace(r, config=dataclasses.replace(config, draft="quantspec:skip=auto,weight_bits=16")) for r in requests]
+    assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=1), key=lambda r: r.index)] == expected
+
+
+def test_without_prompts_it_is_refused(model):
+    draft = make_draft("quantspec:skip=auto", model)
+    for ask in (lambda: step_bytes(draft, CONFIG.cache_config, 100), lambda: draft.step_in_round((), None)):
+        with pytest.raises(InputError, match="skip=auto is chosen by the prompts"):
+            ask()

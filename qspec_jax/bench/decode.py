@@ -36,6 +36,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
+from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
@@ -146,7 +147,11 @@ def measure(
     rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: GB/s, with which the steps are measured too,
     `repeats` times. directory: where the model was loaded from, see `make_draft`. Raises InputError for an inner rate that no draft uses.
     """
-    make = lambda case: jax.block_until_ready(make_draft(case.method.draft, model, int4=int4, directory=directory))
+
+    def make(case: Case) -> Draft | None:
+        draft = make_draft(case.method.draft, model, int4=int4, directory=directory)
+        return jax.block_until_ready(for_prompts(model, draft, [config_of(case, max_new_tokens)], prompts))
+
     made = [(case, _attempt(make, case)) for case in cases]
     if inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):
         raise InputError("an inner rate of acceptance is for drafts that themselves verify, such as triforce; none of these does")
@@ -218,6 +223,18 @@ def _attempt(function: Callable, *args, **settings):
         return error.with_traceback(None)  # whose frames would keep what they had made
 
 
+def config_of(case: Case, max_new_tokens: int) -> GenerationConfig:
+    """What a case decodes with."""
+    return GenerationConfig(
+        draft=case.method.draft,
+        cache=case.method.cache,
+        num_speculative_tokens=case.gamma,
+        max_new_tokens=max_new_tokens,
+        temperature=case.temperature,
+        ignore_eos=True,
+    )
+
+
 class _Measured:
     """One method after prompts of one length, with batch_size rows of each. Making the object begins to compile its programs, `with_steps`
     those of its steps alone; `row` runs them."""
@@ -239,14 +256,7 @@ class _Measured:
     ):
         self.batch_size = batch_size
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
-        self.config = GenerationConfig(
-            draft=case.method.draft,
-            cache=case.method.cache,
-            num_speculative_tokens=case.gamma,
-            max_new_tokens=max_new_tokens,
-            temperature=case.temperature,
-            ignore_eos=True,
-        )
+        self.config = config_of(case, max_new_tokens)
         self.rate = rate if case.method.speculative else None
         self.inner_rate = inner_rate if self.rate is not None and _verifies(draft) else None
         simulated = lambda: SimulatedGreedy(*(None if each is None else jnp.float32(each) for each in (self.rate, self.inner_rate)))

@@ -21,6 +21,7 @@ from qspec_jax import plots
 from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import make_draft
@@ -108,6 +109,12 @@ def run(
             calibration = prompts if calibrate else None
             # Made where it is needed first: if that fails, rows say so.
             int4 = functools.cache(functools.partial(int4_model, model, calibration=calibration, progress=False))
+
+            @functools.cache
+            def make(draft: str, gamma: int, int4=int4, prompts=prompts) -> Draft:
+                made = make_draft(draft, model, int4=int4, directory=directory)
+                return for_prompts(model, made, [make_config(0, gamma)], prompts)
+
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")
                 cases = [Case(method, gamma, temperature) for method, gamma in decoded]
@@ -118,7 +125,6 @@ def run(
                     bar.update()
                 rows += compared(decodes)
                 asked = [(draft, make_config(temperature, gamma)) for draft, gamma in walked]
-                make = functools.partial(make_draft, model=model, int4=int4, directory=directory)
                 _compile_walks(model, make, found, asked, seed)
                 for draft, config in asked:
                     walk = _walk(model, draft, make, found, config, seed)
@@ -144,14 +150,18 @@ def _tell(row: DecodeRow | TeacherForced, method: str, figure: str) -> None:
 
 
 def _compile_walks(
-    model: Llama, make: Callable[[str], Draft], texts: Sequence[Sequence[int]], asked: Sequence[tuple[str, GenerationConfig]], seed: int
+    model: Llama,
+    make: Callable[[str, int], Draft],
+    texts: Sequence[Sequence[int]],
+    asked: Sequence[tuple[str, GenerationConfig]],
+    seed: int,
 ) -> None:
     """Makes the programs of these walks side by side. What fails here fails again in its turn, and gets its row then."""
 
     def runs():
         for draft, config in asked:
             try:
-                made = make(draft)
+                made = make(draft, config.num_speculative_tokens)
             except Exception:
                 continue
             yield model, made, texts, config, jax.random.key(seed)
@@ -160,12 +170,13 @@ def _compile_walks(
 
 
 def _walk(
-    model: Llama, draft: str, make: Callable[[str], Draft], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
+    model: Llama, draft: str, make: Callable[[str, int], Draft], texts: Sequence[Sequence[int]], config: GenerationConfig, seed: int
 ) -> TeacherForced:
     context = len(texts[0]) - config.max_new_tokens
     row = TeacherForced(context, config.temperature, draft, config.num_speculative_tokens, len(texts), "measured")
     try:
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, make(draft), texts, config, jax.random.key(seed)))
+        made = make(draft, config.num_speculative_tokens)
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, jax.random.key(seed)))
     except InputError:  # a draft's settings that do not fit the model, for one
         raise
     except Exception as error:  # one row of many

@@ -19,7 +19,7 @@ from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load,
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
-from qspec_jax.decoding.settled import with_costs, with_draft
+from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import stored_int4
@@ -93,6 +93,7 @@ def batch(
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
         stored, draft = _made(config, network, model)
+    draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
     configs = with_costs(network, configs, lengths, draft)
     lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}

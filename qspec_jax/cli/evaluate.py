@@ -36,6 +36,7 @@ from qspec_jax.cli.options import (
     with_sensitive_layers,
 )
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
@@ -171,9 +172,10 @@ def acceptance_command(
                     del drafts[name]
                 drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
             key = jax.random.key(seed)
+            chosen = {name: for_prompts(network, draft, configs, prompts) for name, draft in drafts.items()}
             asked = list(itertools.product(chosen_drafts, configs, modes))
             forced = [(name, config) for name, config, kind in asked if kind == Mode.teacher_forced]
-            runs_of = ((network, drafts[name], walk.texts, config, key) for name, config in forced)
+            runs_of = ((network, chosen[name], walk.texts, config, key) for name, config in forced)
             measured_in_turn = acceptance.teacher_forced_in_turn(runs_of)
             for name, config, kind in asked:
                 gamma, heat = config.num_speculative_tokens, config.temperature
@@ -181,16 +183,17 @@ def acceptance_command(
                 if kind == Mode.teacher_forced:
                     measured = next(measured_in_turn)
                 else:
-                    measured = acceptance.free_running(network, drafts[name], prompts, config, key)
+                    measured = acceptance.free_running(network, chosen[name], prompts, config, key)
                 bar.update()
                 of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
-                read = step_bytes(drafts[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
-                share = cache_share(drafts[name], config.cache_config, walk.context + 1)
-                raised = raised_groups(drafts[name], config.cache_config, walk.context + 1)
+                read = step_bytes(chosen[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
+                share = cache_share(chosen[name], config.cache_config, walk.context + 1)
+                raised = raised_groups(chosen[name], config.cache_config, walk.context + 1)
                 reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}
                 of_walk = reads | {"texts": len(prompts), "right": walk.right}
                 results.append(of_run | dataclasses.asdict(measured) | of_walk)
             measured_in_turn.close()  # which lets go of drafts before others take as much memory
+            del chosen
     here = {name: value for name, value in this_run().items() if name != "versions"}
     report = acceptance.AcceptanceReport(
         len(walks[0].texts),

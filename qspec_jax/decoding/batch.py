@@ -28,7 +28,7 @@ from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.settled import with_costs, with_draft
+from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
@@ -148,6 +148,7 @@ def run_batch(
     settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
     if draft is None and any(config.num_speculative_tokens for config in settled):
         draft = make_draft(settled[0].draft, model)
+    draft = for_prompts(model, draft, settled, [request.tokens for request in requests])
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     stats = BatchStats()

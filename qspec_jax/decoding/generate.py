@@ -16,7 +16,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
-from qspec_jax.decoding.settled import with_costs, with_draft
+from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState, Logprobs
 from qspec_jax.decoding.text import RowText, text_of
 from qspec_jax.drafts.draft import Draft
@@ -227,6 +227,7 @@ class _Run:
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
         if draft is None and self.config.num_speculative_tokens:
             draft = make_draft(self.config.draft, model)
+        draft = for_prompts(model, draft, [self.config], self.prompts) if self.config.num_speculative_tokens else None
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=int(self.n.max()))
         configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
         check_draft_length(self.engine.draft, self.prompts, configs)

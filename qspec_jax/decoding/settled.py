@@ -1,6 +1,7 @@
-"""What a `GenerationConfig` leaves open, settled by stored costs: draft `auto`, and what a draft costs for adaptive speculation.
+"""What a `GenerationConfig` leaves open: draft `auto`, and what a draft costs for adaptive speculation, both by stored costs
+(`qspec_jax.planning.choice`), and what a draft chooses by the prompts.
 
-Nothing is measured: the same model, prompts, settings and kind of device give the same on every run (`qspec_jax.planning.choice`).
+No time is measured: the same model, prompts, settings and kind of device give the same on every run.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import most_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.draft import Draft, Job
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -51,6 +52,14 @@ def with_draft(
         return dataclasses.replace(config, draft=found.draft, num_speculative_tokens=gamma, cache=cache)
 
     return list(map(chosen, configs))
+
+
+def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], prompts: Sequence[Sequence[int]]) -> Draft | None:
+    """The draft with what it leaves to be chosen by the prompts, such as `skip=auto`. configs: of each prompt; they share the draft."""
+    if draft is None or not prompts:
+        return draft
+    gamma = max(most_drafts(model, config) for config in configs)
+    return draft.chosen_for(Job(model, prompts, configs[0].cache_config, gamma, max(config.max_new_tokens for config in configs)))
 
 
 def with_costs(

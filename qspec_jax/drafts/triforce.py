@@ -49,11 +49,23 @@ class TriForceDraft(Draft):
 
     @property
     def extra_rows(self):
-        return self.gamma1 + self.middle.extra_rows
+        # None for its own blocks: see `at_once`.
+        return self.middle.extra_rows
 
     @property
     def max_length(self):
         return min((draft.max_length for draft in (self.small, self.middle) if draft.max_length is not None), default=None)
+
+    def at_once(self, gamma: int) -> int:
+        """How many tokens the small model drafts at a time in rounds of gamma.
+
+        One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. With no more, a block of the
+        middle ends within the gamma + 1 rows that the cache has for the target's verification, wherever in the round it begins.
+        """
+        return max(1, min(self.gamma1, gamma - 1))
+
+    def chosen_for(self, job):
+        return dataclasses.replace(self, small=self.small.chosen_for(job), middle=self.middle.chosen_for(job))
 
     def in_prefill(self):
         return dataclasses.replace(self, small=self.small.in_prefill(), middle=self.middle.in_prefill())
@@ -69,8 +81,7 @@ class TriForceDraft(Draft):
     def propose(self, state, cache, round):
         # What the middle reads is settled once a round, so that all distributions of the round are of one and the same model.
         model, stepped = self.middle.step_in_round(state[1], cache), self.middle.cache_of_steps(state[1], cache)
-        # One of the round's drafts at least is the middle's own token, so the small model never needs more than gamma - 1.
-        level, before, gamma1 = round.below(), stepped.lengths, max(1, min(self.gamma1, round.gamma - 1))
+        level, before, gamma1 = round.below(), stepped.lengths, self.at_once(round.gamma)
         width = gamma1 + 1
         put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Self
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from qspec_jax.errors import InputError
 from qspec_jax.models.viewed import ViewedModel
@@ -24,16 +26,26 @@ class Skipped:
     mlp: frozenset[int] = frozenset()
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none. Raises InputError for
-        another text."""
+    def parse(cls, text: str) -> "Self | Unchosen":
+        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none, or auto. Raises InputError
+        for another text."""
+        if text == "auto":
+            return UNCHOSEN
         inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
         items = [] if text == "none" else inside.split(",")
         found = [re.fullmatch(r"(\d{1,4})([am]?)", item.strip()) for item in items]
         if None in found:
-            raise InputError(f"draft skip {text!r} should be layers such as (3,5a,6m): all of 3, the attention of 5, the MLP of 6")
+            raise InputError(
+                f"draft skip {text!r} should be none, auto, or layers such as (3,5a,6m): all of 3, the attention of 5, the MLP of 6"
+            )
         of = lambda kinds: frozenset(int(match[1]) for match in found if match[2] in kinds)
         return cls(of(("", "a")), of(("", "m")))
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        both = self.attention & self.mlp
+        texts = [str(i) if i in both else f"{i}{'a' if i in self.attention else 'm'}" for i in sorted(self.attention | self.mlp)]
+        return f"({','.join(texts)})" if texts else "none"
 
     def __bool__(self) -> bool:
         return bool(self.attention or self.mlp)
@@ -57,6 +69,30 @@ class Skipped:
 
 
 NOTHING = Skipped()
+
+
+class Unchosen:
+    """Stands for layers that prompts are still to decide on (`drafts.skip_search`). Whoever asks which they are gets an InputError."""
+
+    def check(self, layers: int) -> None:
+        """Nothing is to be checked yet."""
+
+    def __bool__(self) -> bool:
+        raise InputError("draft skip=auto is chosen by the prompts: it is for generate, batch, eval acceptance and bench end-to-end")
+
+    @property
+    def attention(self) -> frozenset[int]:
+        """None is known: see the class."""
+        return frozenset() if self else NOTHING.attention
+
+    mlp = attention
+
+    def weights(self, paths: Sequence[str]) -> set[str]:
+        """As `attention`."""
+        return set() if self else NOTHING.weights(paths)
+
+
+UNCHOSEN = Unchosen()
 
 
 @jax.tree_util.register_pytree_node_class
@@ -102,3 +138,36 @@ class SkippingModel(ViewedModel):
                 (x, added, _), carry = block.until(None, x, attended, carry), None
                 x, added = (x, added) if following is None else (x + added, None)
         return model.logits(x, added), cache.advance(tuple(layers), tokens.shape[1])
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class GatedModel(ViewedModel):
+    """As `SkippingModel` without those halves of layers that keep[layer] is False for, (attention, MLP). It does all the work, and one
+    program serves for any of them."""
+
+    keep: Bool[Array, "L 2"]
+
+    def tree_flatten(self):
+        children, tree = super().tree_flatten()
+        return (*children, self.keep), tree
+
+    @classmethod
+    def tree_unflatten(cls, tree, children):
+        leaves, view, keep = children
+        return cls(jax.tree.unflatten(tree, leaves), view, keep)
+
+    def __call__(self, tokens, positions, cache, *, observe: bool = False):
+        """See `Step`. It observes nothing."""
+        if observe:
+            raise ValueError("a model that skips layers is no target")
+        model, layers = self.model, list(cache.layers)
+        x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
+        for i, block in enumerate(model.layers):
+            view = self.view[i] if isinstance(self.view, tuple) else self.view
+            attended, layers[i], _ = cache.attend(
+                i, block.qkv(block.input_norm(x)), *model.angles_of(i, cos, sin), view=view, observe=False
+            )
+            x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
+            x = jnp.where(self.keep[i, 1], x + block.down_proj(block.mlp_hidden(block.post_attention_norm(x))), x)
+        return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])
