@@ -9,7 +9,6 @@ speed or of registers. What the warps do is in simulated_ptx.py.
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -200,8 +199,9 @@ class Past:
 class Touched:
     """Who wrote each word of a block's shared memory last, and who has read it since and when: to find accesses that nothing orders.
 
-    Copies of the same word by several warps are one write, which a warp knows once its own has landed. hidden: words that products of a
-    warpgroup may not see, as the lane that wrote them has not published them.
+    Copies of the same word by several warps are one write, which a warp knows once its own has landed. As all write the same bytes, one may
+    come when others have read these already, but not before what was read until the first of them is over: `read_before`, `reader_before`.
+    hidden: words that products of a warpgroup may not see, as the lane that wrote them has not published them.
     """
 
     def __init__(self, words: int, warps: int):
@@ -209,46 +209,46 @@ class Touched:
         self.kind = np.full(words, WRITTEN)
         self.copied = np.zeros((words, warps), np.int64)  # the step of the copies of each warp, where the last write is a copy
         self.read, self.reader = np.zeros((words, warps), np.int64), np.zeros((words, warps), np.int64)  # a step; a lane, or SEVERAL
+        self.read_before, self.reader_before = np.zeros_like(self.read), np.zeros_like(self.reader)
         self.hidden = np.zeros(words, bool)
-        self.lock = threading.Lock()
 
     def publish(self, mask: np.ndarray) -> None:
         """The lanes of the mask publish what they have written."""
-        with self.lock:
-            self.hidden &= ~((self.writer == here.past.warp) & mask[self.lane])
+        self.hidden &= ~((self.writer == here.past.warp) & mask[self.lane])
 
     def reads(self, words: np.ndarray, lanes: np.ndarray) -> None:
         """words: [lane, any]; lanes: the lanes' numbers."""
         past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
-        with self.lock:
-            own = self.copied[words, past.warp]
-            ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
-            self._assert(ordered, words, "reads what is written")
-            mine = self.reader[:, past.warp]
-            unmet = (self.read[words, past.warp] >= past.met) & (mine[words] != lanes)
-            found, first, counts = np.unique(words, return_index=True, return_counts=True)
-            mine[found] = np.where(counts > 1, SEVERAL, np.where(unmet, SEVERAL, lanes).reshape(-1)[first])
-            self.read[found, past.warp] = past.step
+        own = self.copied[words, past.warp]
+        ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
+        self._assert(ordered, words, "reads what is written")
+        mine = self.reader[:, past.warp]
+        unmet = (self.read[words, past.warp] >= past.met) & (mine[words] != lanes)
+        found, first, counts = np.unique(words, return_index=True, return_counts=True)
+        mine[found] = np.where(counts > 1, SEVERAL, np.where(unmet, SEVERAL, lanes).reshape(-1)[first])
+        self.read[found, past.warp] = past.step
 
     def writes(self, words: np.ndarray, lanes: np.ndarray, kind: int = WRITTEN, source: np.ndarray | int = 0) -> None:
         """As `reads`. kind: who writes. source: the global address [lane, any] of each word that is copied."""
         past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
-        with self.lock:
-            step = past.step if kind == WRITTEN else past.copy_steps[kind]
-            again = (kind == COPIED) & (self.kind[words] == COPIED) & (self.source[words] == source)
-            ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
-            self._assert(ordered | again, words, "writes what is written")
-            read, reader = self.read[words], self.reader[words]
-            known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
-            known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
-            self._assert((read <= known).all(-1), words, "writes what is read")
-            one_more = again & ~ordered  # copy of the same
-            new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
-            for array, value in new:
-                array[words] = np.where(one_more, array[words], value)
-            self.hidden[words] = kind != BULK
-            self.copied[words] = np.where(one_more[..., None], self.copied[words], 0)
-            self.copied[words, past.warp] = step if kind == COPIED else 0
+        step = past.step if kind == WRITTEN else past.copy_steps[kind]
+        again = (kind == COPIED) & (self.kind[words] == COPIED) & (self.source[words] == source)
+        ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
+        self._assert(ordered | again, words, "writes what is written")
+        one_more = again & ~ordered  # copy of the same
+        of_others = one_more[..., None]
+        read = np.where(of_others, self.read_before[words], self.read[words])
+        reader = np.where(of_others, self.reader_before[words], self.reader[words])
+        known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
+        known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
+        self._assert((read <= known).all(-1), words, "writes what is read")
+        new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
+        for array, value in new:
+            array[words] = np.where(one_more, array[words], value)
+        self.read_before[words], self.reader_before[words] = read, reader
+        self.hidden[words] = kind != BULK
+        self.copied[words] = np.where(one_more[..., None], self.copied[words], 0)
+        self.copied[words, past.warp] = step if kind == COPIED else 0
 
     def _after_write(self, words: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         past, writer, written, lane, kind = here.past, *(a[words] for a in (self.writer, self.written, self.lane, self.kind))
@@ -267,31 +267,29 @@ class Touched:
 class Arrivals:
     """A barrier that a number of arrivals and of bytes completes, again and again. Who waits for it hears what those know who arrived."""
 
-    def __init__(self, expected: int):
+    def __init__(self, expected: int, device: "Device"):
         self.expected = self.pending = expected
         self.bytes = self.phase = 0
-        self.changed = threading.Condition()
+        self.device, self.changed = device, threading.Condition(device.turn)
         self.told: list[tuple[np.ndarray, np.ndarray]] = []
         self.heard: list[tuple[np.ndarray, np.ndarray]] = []
 
     def change(self, told: tuple[np.ndarray, np.ndarray], arrivals: int = 0, size: int = 0) -> None:
-        with self.changed:
-            self.pending -= arrivals
-            self.bytes += size
-            self.told.append(told)
-            assert self.pending >= 0, "more arrivals than were announced"
-            if self.pending == 0 and self.bytes == 0:
-                self.phase, self.pending = self.phase + 1, self.expected
-                self.told, self.heard = [], self.told
-                self.changed.notify_all()
+        self.pending -= arrivals
+        self.bytes += size
+        self.told.append(told)
+        assert self.pending >= 0, "more arrivals than were announced"
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.expected
+            self.told, self.heard = [], self.told
+            self.changed.notify_all()
 
-    def wait(self, done: Callable[["Arrivals"], bool], device: "Device", what: str) -> None:
-        with self.changed:
-            for _ in device.patience(what):
-                if self.changed.wait_for(lambda: done(self), STEP_S):
-                    for told in self.heard:
-                        here.past.hear(told)
-                    return
+    def wait(self, done: Callable[["Arrivals"], bool], what: str) -> None:
+        for _ in self.device.patience(what):
+            if self.changed.wait_for(lambda: done(self), STEP_S):
+                for told in self.heard:
+                    here.past.hear(told)
+                return
 
 
 class Cluster:
@@ -299,18 +297,18 @@ class Cluster:
 
     def __init__(self, size: int, warps: int, device: "Device"):
         self.blocks: list[Block] = []
-        self.warps, self.device = size * warps, device  # of all blocks
-        self.barrier = Arrivals(self.warps)
+        self.warps = size * warps  # of all blocks
+        self.barrier = Arrivals(self.warps, device)
 
     def meet(self) -> None:
-        _meet(self.barrier, self.device, "the cluster")
+        _meet(self.barrier, "the cluster")
 
 
-def _meet(barrier: Arrivals, device: "Device", what: str) -> None:
+def _meet(barrier: Arrivals, what: str) -> None:
     phase = barrier.phase
     here.past.meet()
     barrier.change(here.past.tell(here.mask), arrivals=1)
-    barrier.wait(lambda barrier: barrier.phase > phase, device, what)
+    barrier.wait(lambda barrier: barrier.phase > phase, what)
     here.past.meet()
 
 
@@ -327,31 +325,39 @@ class Block:
         self.barriers: dict[int, Arrivals] = {}
 
     def meet(self, barrier: int, warps: int) -> None:
-        found = self.barriers.setdefault(barrier, Arrivals(warps))
+        found = self.barriers.setdefault(barrier, Arrivals(warps, self.device))
         assert found.expected == warps, f"barrier {barrier} is of {found.expected} warps and of {warps}"
-        _meet(found, self.device, f"barrier {barrier}")
+        _meet(found, f"barrier {barrier}")
 
     def end(self, pasts: list[Past]) -> None:
         """Ends, as its warps have, with these pasts: no word may have been read by another block that they have not heard of."""
         known = functools.reduce(np.maximum, [past.lanes for past in pasts])
         touched, own = self.shared.touched, [past.warp for past in pasts]
-        with touched.lock:
-            self.ended = True
-            reader = touched.reader
-            heard = np.where(reader == SEVERAL, known.min(1), known[np.arange(len(known)), np.maximum(reader, 0)])
-            late = touched.read > heard
-            late[:, own] = False
-            assert not late.any(), f"a race: block {self.index} ends, and nothing orders that with what others read of its shared memory"
+        self.ended = True
+        reader = touched.reader
+        heard = np.where(reader == SEVERAL, known.min(1), known[np.arange(len(known)), np.maximum(reader, 0)])
+        late = touched.read > heard
+        late[:, own] = False
+        assert not late.any(), f"a race: block {self.index} ends, and nothing orders that with what others read of its shared memory"
 
 
 @dataclasses.dataclass
 class Device:
-    """Global memory, who may change a number in it at once, what failed, and how many instructions have run."""
+    """Global memory, whose turn it is, what failed, and how many instructions have run.
+
+    One warp runs at a time, until it waits: to switch between hundreds of threads takes longer than what they do.
+    """
 
     memory: Memory
-    atomic: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     failed: list = dataclasses.field(default_factory=list)
     instructions: int = 0
+
+    def others_run(self) -> None:
+        """Others have their turn for a while."""
+        self.turn.release()
+        time.sleep(STEP_S)
+        self.turn.acquire()
 
     def patience(self, what: str) -> Iterator[None]:
         """For as long as it makes sense to wait."""
@@ -409,26 +415,22 @@ def launch(
                 pasts = [Past(block.index % cluster * warps + warp, cluster * warps) for warp in range(warps)]
                 _run_all([threading.Thread(target=run, args=(block, *each), daemon=True) for each in enumerate(pasts)], blocks)
                 try:
-                    if not device.failed:
-                        block.end(pasts)
+                    with device.turn:
+                        if not device.failed:
+                            block.end(pasts)
                 except AssertionError as error:
                     device.failed.append(error)
 
     def run(block: Block, warp: int, past: Past) -> None:
         here.block, here.warp, here.mask, here.copies, here.products, here.past = block, warp, np.ones(32, bool), [[]], [], past
         try:
-            emit(dict(refs))
-            assert not here.products, "products that nobody waits for"
+            with device.turn:
+                emit(dict(refs))
+                assert not here.products, "products that nobody waits for"
         except BaseException as error:
             device.failed.append(error)
 
-    before = sys.getswitchinterval()
-    # A warp runs until it waits, for to switch between hundreds takes longer than what they do; so the first is not always the first.
-    sys.setswitchinterval(1.0)
-    try:
-        _run_all([threading.Thread(target=run_block, args=(block,), daemon=True) for block in everyone], blocks)
-    finally:
-        sys.setswitchinterval(before)
+    _run_all([threading.Thread(target=run_block, args=(block,), daemon=True) for block in everyone], blocks)
     if device.failed:
         raise device.failed[0]
     found = {}

@@ -6,13 +6,12 @@ allow, those of whole lines at once; products of a warpgroup are done when they 
 
 import functools
 import re
-import time
 from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 import pytest
-from simulated_gpu import BULK, COPIED, LANES, STEP_S, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
+from simulated_gpu import BULK, COPIED, LANES, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels.gpu import ptx
 
@@ -90,14 +89,14 @@ def _spin_wait(found, code, *at):
     for _ in here.block.device.patience("what another block hands over"):
         if there():
             break
-        time.sleep(STEP_S)
+        here.block.device.others_run()
     return *words, constant(0, np.int32)
 
 
 def _take_ticket(found, code, counter, taker):
     out = np.zeros(32, np.int32)
     for lane in LANES[here.mask & (taker != 0)]:
-        with when(Lanes(lane == LANES)), here.block.device.atomic:
+        with when(Lanes(lane == LANES)):
             memory = here.block.device.memory
             (count,) = memory.load(counter, 1, np.int32)
             memory.store(counter, (count.raw + 1)[:, None])
@@ -169,7 +168,7 @@ def _copy_bulk(found, code, to, source, size, arrival):
 
 def _init(found, code, at):
     for address in at[here.mask]:
-        here.block.arrivals[int(address)] = Arrivals(int(found[1]))
+        here.block.arrivals[int(address)] = Arrivals(int(found[1]), here.block.device)
 
 
 def _arrive(found, code, at, size=None):
@@ -182,7 +181,7 @@ def _arrive(found, code, at, size=None):
 def _wait(found, code, at, parity):
     if here.mask.any():
         address, wanted = scalar(Lanes(at)), scalar(Lanes(parity))
-        here.block.arrivals[address].wait(lambda found: found.phase % 2 != wanted, here.block.device, f"arrivals at {address}")
+        here.block.arrivals[address].wait(lambda found: found.phase % 2 != wanted, f"arrivals at {address}")
 
 
 def _meet(found, code, barrier):

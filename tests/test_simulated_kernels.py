@@ -3,6 +3,7 @@
 Not here: flush, which is not written for warps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -18,7 +19,7 @@ import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
 from paging import in_pages
-from simulated_gpu import launch
+from simulated_gpu import COPIED, Past, Touched, here, launch
 from simulated_ptx import simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
@@ -31,6 +32,7 @@ import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
+from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
@@ -581,6 +583,38 @@ def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
     expected = exactly(q, layer, lengths, nearest)
     np.testing.assert_array_equal(exactly(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count)), expected)
     assert_close(out, expected)
+
+
+def test_a_slot_that_is_filled_while_others_read_it_is_seen(monkeypatch):
+    case, config = Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(1, warpgroups=1, team=4)
+    q, layer, lengths = attention_problem(case, "gaussian")
+    attend(q, layer, lengths, DenseView(2), config)
+    monkeypatch.setattr(Pipeline, "_refill", lambda self, unit, step, place, slot: self._issue(unit, step, place, slot))
+    with pytest.raises(AssertionError, match="a race: warp"):
+        attend(q, layer, lengths, DenseView(2), config)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_several_copies_of_the_same_wait_for_what_was_read_before_the_first(heard):
+    """Not for what others read of that first copy. Warp 0 reads, warp 1 copies and reads, warp 2 copies the same."""
+    words, lane, everyone = np.zeros((1, 1), int), np.array([0]), np.ones(32, bool)
+    touched, pasts = Touched(1, 3), [Past(warp, 3) for warp in range(3)]
+
+    def copy(warp):
+        here.past, here.warp = pasts[warp], warp
+        touched.writes(words, lane, COPIED, source=5)
+
+    here.past = pasts[0]
+    touched.reads(words, lane)
+    told = pasts[0].tell(everyone)
+    pasts[1].hear(told)
+    copy(1)
+    pasts[1].hear(pasts[1].tell_of_copies(COPIED))  # which has landed
+    touched.reads(words, lane)
+    if heard:
+        pasts[2].hear(told)
+    with contextlib.nullcontext() if heard else pytest.raises(AssertionError, match="a race: warp 2 writes what is read"):
+        copy(2)
 
 
 @pytest.mark.parametrize(
