@@ -134,7 +134,7 @@ def test_figures_by_hand():
     """Two caches, two texts of three tokens."""
     logprobs = -np.array([[[1.0, 2, 3], [2, 2, 2]], [[1, 2, 3], [2, 2, 5]]])
     agrees = np.array([[[True] * 3] * 2, [[True] * 3, [True, False, False]]])
-    scores = perplexity.Scores(logprobs, np.array([[[0.0] * 3] * 2, [[0, 0, 0], [0, 0.5, 1]]]), agrees)
+    scores = perplexity.Scores(logprobs, np.array([[[0.0] * 3] * 2, [[0, 0, 0], [0, 0.5, 1]]]), agrees, agrees)
     found = perplexity.figures(scores, 1, 30)
     assert found.perplexity == pytest.approx(np.exp(2.5))
     assert found.perplexity_change == pytest.approx(np.exp(0.5) - 1)

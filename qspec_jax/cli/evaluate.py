@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
     CacheKind,
     Calibrate,
@@ -57,6 +59,7 @@ evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 
 Mode = enum.StrEnum("Mode", {mode.replace("-", "_"): mode for mode in acceptance.MODES})
 Style = enum.StrEnum("Style", list(needle.FORMATS))
+Reading = enum.StrEnum("Reading", list(perplexity.CACHE_VIEWS))
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help=f"{', '.join(DRAFTS)}; may be given several times: quantspec."),
@@ -424,3 +427,58 @@ def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, 
     contents = {str(path): read_text(path) for path in paths}
     network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=quiet)
     return network, tokenizer, {name: tokenizer(text)["input_ids"] for name, text in contents.items()}
+
+
+@evaluations.command("harness")
+def harness_command(
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Names of tasks, groups or tags.", show_default=False)],
+    model: EvaluatedModel = None,
+    cache: Annotated[Reading, typer.Option(help="How the model reads its cache; int4 is the upper plane alone.")] = Reading.int8,
+    draft: Annotated[
+        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="For generation: speed, never what comes out.")
+    ] = GenerationConfig.draft,
+    num_speculative_tokens: Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")] = GAMMA,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
+    max_length: Annotated[int | None, typer.Option(help="Most tokens read for a prediction; longer contexts lose their beginning.")] = None,
+    include_path: Annotated[list[Path] | None, typer.Option(help="A directory with tasks of your own; may be given several times.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question: as the task says, if not given.")] = None,
+    limit: Annotated[float | None, typer.Option(min=0, help="The first so many of each task, or that share, if less than 1.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="With the tokenizer's chat template.")] = False,
+    system_instruction: Annotated[str | None, typer.Option(help="What stands at the beginning of each prompt.")] = None,
+    metadata: Annotated[str | None, typer.Option(help='What a task asks for, in JSON, such as {"max_seq_lengths": [4096]}.')] = None,
+    dtype: DtypeOption = None,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Tasks of lm-evaluation-harness, through the cache."""
+    try:
+        from qspec_jax.evaluate import harness
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise InputError('lm-evaluation-harness is not installed; pip install "qspec-jax[eval]" has it') from None
+    given = _json_object("--metadata", metadata)
+    with output_to(output) as write:
+        directory = hub.local(model or demo.MODEL, progress=False if as_json else None)
+        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+        settings = dict(
+            cache=cache.value, draft=draft, gamma=num_speculative_tokens, batch_size=batch_size, max_length=max_length, seed=seed
+        )
+        lm = harness.QspecLM(directory, **settings, progress=False if as_json else None, model=network, tokenizer=tokenizer)
+        chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
+        report = harness.run(lm, tasks, include_path=include_path or [], metadata=given, **chosen)
+        show(report, harness.table, output, write, as_json=as_json)
+
+
+def _json_object(option: str, text: str | None) -> dict | None:
+    """The object that an option's JSON says. Raises InputError for anything else."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{option} {text!r} should be a JSON object")
+    return found

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import PooledCache
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.decoding import capacity
@@ -127,12 +128,14 @@ def run_batch(
     tokenizer=None,
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
+    view: View = BOTH_PLANES,
 ) -> BatchRun:
     """Continues every request, `batch_size` of them at a time; None: as many as fit the device's memory (`capacity`).
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
-    comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. Raises InputError for
-    requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
+    comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. view: what the target reads
+    of its cache, see `Engine`. Raises InputError for requests that `generate` would not take, and that differ in what a batch shares
+    (`SHARED`).
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
@@ -152,7 +155,7 @@ def run_batch(
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     stats = BatchStats()
-    slots = _Slots(model, requests, batch_size, draft, tokenizer, refill, strategy, stats)
+    slots = _Slots(model, requests, batch_size, draft, tokenizer, refill, strategy, view, stats)
     return BatchRun(slots.run(), stats)
 
 
@@ -177,12 +180,13 @@ class _Slots:
         tokenizer,
         refill: bool,
         strategy: Callable[..., Sampler],
+        view: View,
         stats: BatchStats,
     ):
         self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
         configs = [request.config for request in requests]
         longest = max(len(request.tokens) for request in requests)
-        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, on_compile=self._on_compile)
+        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, view=view, on_compile=self._on_compile)
         at_once = TOGETHER.get(jax.default_backend(), 1)
         # How many short prompts are prefilled together.
         self.most_together = at_once if at_once * self.engine.static["capacity"] <= MOST_ROOM else 1

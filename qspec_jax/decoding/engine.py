@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from pallas_kernels.formats.views import BOTH_PLANES
+from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.decoding.compiled import Compiled, rounded_up
@@ -197,7 +197,8 @@ class Engine:
     """Decodes with a model and a draft; its programs are compiled for the sizes given here.
 
     draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
-    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. on_compile: called
+    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. view: what the target
+    reads of its cache, anything but all of it for measurements alone. on_compile: called
     with None when a program is needed that the engine does not hold, and then with the seconds that it took to make, 0 where another engine
     has made it before.
     """
@@ -212,9 +213,10 @@ class Engine:
         prompt_tokens: int,
         max_new_tokens: int,
         logprobs: int | None = None,
+        view: View = BOTH_PLANES,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
-        self.target = ViewedModel(model, BOTH_PLANES)
+        self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
         self.gamma = gamma = gamma if draft is not None else 0
         new = bucket(max_new_tokens)

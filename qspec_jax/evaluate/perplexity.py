@@ -62,12 +62,13 @@ class Scores:
     """How well N tokens in each of B rows were predicted through C caches.
 
     logprobs: natural logarithm of the probability of the real token, at temperature 1. divergence: KL(first cache || this one), in nats.
-    agrees: whether the likeliest token is that of the first cache.
+    agrees: whether the likeliest token is that of the first cache. likeliest: whether it is the real one.
     """
 
     logprobs: Float[Array, "C B N"]
     divergence: Float[Array, "C B N"]
     agrees: Bool[Array, "C B N"]
+    likeliest: Bool[Array, "C B N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,33 +156,39 @@ def score(
     views: Sequence[CacheView],
     *,
     width: int = WIDTH,
+    prompt_of: Sequence[int] | None = None,
+    room: int = 0,
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
-    The scores behind the end of a shorter one have no meaning. Raises InputError as `token_logprobs` does.
+    prompt_of: the index of each continuation's prompt, so that a prompt that several continue is read once; None: there are as many of
+    each, in the same order. room: the program has room for continuations of so many tokens at least, and then serves for others too. The
+    scores behind the end of a shorter one have no meaning. Raises InputError as `token_logprobs` does.
     """
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
-    if len(prompts) != len(continuations):
+    if prompt_of is None and len(prompts) != len(continuations):
         raise InputError(f"{len(prompts)} prompts and {len(continuations)} continuations; there should be as many of each")
     for i, continuation in enumerate(continuations):
         if not len(continuation):
             raise InputError(f"continuation {i} is empty; it should have at least one token")
     # The last token is predicted and never fed, as in generation.
-    wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(prompts, continuations)]
+    own = prompts if prompt_of is None else [prompts[i] for i in prompt_of]
+    wholes = [[*prompt, *continuation[:-1]] for prompt, continuation in zip(own, continuations)]
     for rows in (prompts, wholes, [continuation[-1:] for continuation in continuations]):
         checked_prompts(model, rows, GenerationConfig(max_new_tokens=1))
-    for i, (prompt, continuation) in enumerate(zip(prompts, continuations)):
+    for i, (prompt, continuation) in enumerate(zip(own, continuations)):
         check_length(model, f"prompt {i}", len(prompt), len(continuation))
     tokens, n = padded(prompts)
     wanted = np.array([len(continuation) for continuation in continuations], np.int32)
-    real = np.zeros((len(prompts), int(wanted.max()) + width), np.int32)
+    real = np.zeros((len(continuations), max(room, int(wanted.max())) + width), np.int32)
     for row, continuation in zip(real, continuations):
         row[: len(continuation)] = continuation
     sizes = dict(batch=len(prompts), capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
     caches = tuple(view.cache.empty(model.config, **sizes) for view in views)
-    args = (model, tokens, n, jnp.asarray(real), jnp.asarray(wanted), caches, tuple(view.view for view in views))
-    executable, _ = SCORE.compile(*args, width=width)
+    of_rows = None if prompt_of is None else jnp.asarray(prompt_of, jnp.int32)
+    args = (model, tokens, n, of_rows, jnp.asarray(real), jnp.asarray(wanted), caches, tuple(view.view for view in views))
+    executable, _ = (SCORE if prompt_of is None else SCORE_SHARED).compile(*args, width=width)
     scores, _ = executable(*args)
     return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], scores)
 
@@ -201,8 +208,9 @@ class _Several:
 
 def _score(
     model: Llama,
-    tokens: Int[Array, "B S"],
-    n: Int[Array, "B"],
+    tokens: Int[Array, "P S"],
+    n: Int[Array, "P"],
+    prompt_of: Int[Array, "B"] | None,
     real: Int[Array, "B N+width"],
     wanted: Int[Array, "B"],
     caches: tuple[Cache, ...],
@@ -212,6 +220,8 @@ def _score(
 ) -> tuple[Scores, tuple[Cache, ...]]:
     """The columns of the scores behind wanted[b] are scratch. The caches are returned since they are donated."""
     logits, caches = prefill(model, tokens, n, _Several(caches))
+    if prompt_of is not None:
+        logits, n, caches = jax.tree.map(lambda x: x[prompt_of], (logits, n, caches))
     first = _compare([logits[:, None]] * len(caches), real[:, :1])
     room = lambda x: jnp.zeros((*x.shape[:2], real.shape[1]), x.dtype).at[..., :1].set(x)
     take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width))
@@ -237,6 +247,7 @@ def _score(
 
 
 SCORE = Compiled(_score, static_argnames="width", donate_argnames=("caches",))
+SCORE_SHARED = Compiled(_score, static_argnames="width")  # for prompts that rows share, whose caches are of other sizes
 
 
 def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:
@@ -245,6 +256,7 @@ def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Sc
         jnp.stack([jnp.take_along_axis(x, real[..., None], -1)[..., 0] for x in logs]),
         jnp.stack([divergence(logs[0], x) for x in logs]),
         jnp.stack([x.argmax(-1) == logits[0].argmax(-1) for x in logits]),
+        jnp.stack([x.argmax(-1) == real for x in logits]),
     )
 
 
@@ -280,7 +292,7 @@ def measure(
             parts.append(score(model, prompts, continuations, views, width=width))
             bar.update(len(rows))
     joined = jax.tree.map(lambda *arrays: np.concatenate(arrays, 1)[:, : len(texts)], *parts)
-    return Scores(joined.logprobs.astype(np.float64), joined.divergence.astype(np.float64), joined.agrees)
+    return dataclasses.replace(joined, logprobs=joined.logprobs.astype(np.float64), divergence=joined.divergence.astype(np.float64))
 
 
 def batches(texts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:

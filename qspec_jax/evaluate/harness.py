@@ -1,0 +1,379 @@
+"""Models of this library in lm-evaluation-harness: `qspec eval harness`; and its own command line with `--model qspec`, by
+`python -m qspec_jax.evaluate.harness`.
+
+Whatever it asks for goes through decode, and so through the cache: log-likelihoods feed the continuation as generation would, where others
+run a prompt's pass over it and never touch the cache. A context that several continuations share is read once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import logging
+import math
+import os
+import sys
+import unittest.mock
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jinja2
+import lm_eval
+from datasets.exceptions import DatasetsError
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.requests import Request
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.perplexity import CACHE_VIEWS, WIDTH, CacheView, cache_view, score
+from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
+
+NAME = "qspec"
+WITHOUT_FORKS = {"DISABLE_MULTIPROC": "1"}  # as the harness calls it
+# What it calls our settings of sampling; anything else in a task's generation_kwargs is told once, and left out.
+SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a context, and of what continues it
+
+
+@register_model(NAME)
+class QspecLM(TemplateLM):
+    """A model for tasks of the harness.
+
+    pretrained: a checkpoint's directory, or its name at a hub. cache: how the target reads its cache, a key of `CACHE_VIEWS`; int4 reads
+    the upper plane alone, to measure what it is worth. draft, gamma: for generation, whose output does not depend on them; none where the
+    target reads int4. batch_size: rows at a time. max_length: the most tokens that are read for one prediction; None: as many as the model
+    takes. max_gen_toks: new tokens where a task does not say. add_bos_token: None leaves that to the tokenizer. chat_template_args: for the
+    tokenizer's template. seed: of sampling. progress: bars on standard error. model, tokenizer: loaded already, in place of `pretrained`.
+
+    Raises InputError for a setting that is out of range, and as `load_model`, `load_tokenizer` and `make_draft` do.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path,
+        *,
+        cache: str = "int8",
+        draft: str = "quantspec",
+        gamma: int = GAMMA,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        dtype: str | None = None,
+        add_bos_token: bool | None = None,
+        chat_template_args: dict | None = None,
+        seed: int = 0,
+        progress: bool | None = None,
+        device: str | None = None,
+        model: Llama | None = None,
+        tokenizer: Any = None,
+    ):
+        super().__init__()
+        if cache not in CACHE_VIEWS:
+            raise InputError(f"cache {cache!r} should be {', '.join(CACHE_VIEWS)}")
+        if not (str(batch_size).isdecimal() and int(batch_size) > 0):
+            raise InputError(f"batch_size {batch_size} should be a whole number, at least 1")
+        if device not in (None, jax.default_backend()):
+            log.warning("device %s is left out of account: JAX chose %s; JAX_PLATFORMS says otherwise", device, jax.default_backend())
+        self.directory, self.read = str(pretrained), cache
+        self.model = load_model(pretrained, dtype=dtype) if model is None else model
+        self.tokenizer = load_tokenizer(pretrained) if tokenizer is None else tokenizer
+        # The last token of a window is predicted, not read.
+        most = self.model.config.max_length - 1
+        self.max_length = most if max_length is None else int(max_length)
+        if not 2 <= self.max_length <= most:
+            raise InputError(f"max_length {max_length} should be from 2 to {most}, one less than the model's positions")
+        self.batch_size, self.max_gen_toks, self.add_bos_token = int(batch_size), max_gen_toks, add_bos_token
+        self.chat_template_args, self.seed, self.progress = chat_template_args or {}, seed, progress
+        self.config = GenerationConfig(
+            max_new_tokens=max_gen_toks,
+            draft="none" if cache == "int4" else draft,
+            cache=CACHE_VIEWS[cache][0],
+            num_speculative_tokens=gamma,
+        )
+        self._draft = None
+
+    # Tokens and templates -----------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text: BOS, or EOS in a model that has none."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.directory.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
+        chosen = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            chosen = False  # as a chat template's text begins
+        return self.tokenizer.encode(string, **({} if chosen is None else {"add_special_tokens": chosen}))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        settings = dict(add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt)
+        template = lambda turns: self.tokenizer.apply_chat_template(turns, tokenize=False, **settings, **self.chat_template_args)
+        if not self.tokenizer.chat_template:
+            raise InputError(f"{self.directory}: its tokenizer has no chat template; leave --apply-chat-template out")
+        try:
+            return template(chat_history)
+        except jinja2.TemplateError:
+            log.warning("the chat template takes no system message, which is left out")
+            return template([turn for turn in chat_history if turn["role"] != "system"])
+
+    # Scores -------------------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+        pairs = [self._window(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+        found = self._scored(pairs, quiet=disable_tqdm)
+        for (key, *_), pair in zip(requests, pairs):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[pair])
+        return [found[pair] for pair in pairs]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        windows_of, sums = [], []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+            windows_of.append([tuple(map(tuple, utils.make_disjoint_window(window))) for window in windows])
+        found = self._scored([pair for windows in windows_of for pair in windows], quiet=disable_tqdm)
+        for request, windows in zip(requests, windows_of):
+            sums.append(math.fsum(found[pair][0] for pair in windows))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
+
+    def _window(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Pair:
+        """The end of a context, as much as there is room for."""
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise InputError(f"a continuation of {len(continuation)} tokens is longer than max_length, {self.max_length}")
+        return context[-room:], continuation
+
+    def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> dict[Pair, tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether it is what greedy decoding gives; of each different pair once."""
+        view, found = cache_view(self.read), {pair: (0.0, True) for pair in pairs if not pair[1]}
+        waiting = {pair: None for pair in pairs if pair[1]}
+        hidden = True if quiet else None if self.progress is None else not self.progress
+        with tqdm(total=len(waiting), desc="log-likelihoods", leave=False, disable=hidden) as bar:
+            for batch in batches_of(waiting, self.batch_size):
+                found |= zip(batch, self._scores_of(batch, view))
+                bar.update(len(batch))
+        return found
+
+    def _scores_of(self, batch: Sequence[Pair], view: CacheView) -> list[tuple[float, bool]]:
+        contexts = list(dict.fromkeys(context for context, _ in batch))
+        # In few sizes, so that there are few programs: what fills a batch up is the shortest of work.
+        rows = [*batch, *[(contexts[0], batch[0][1][:1])] * (self.batch_size - len(batch))]
+        prompt_of = [contexts.index(context) for context, _ in rows]
+        contexts += contexts[:1] * (min(self.batch_size, 1 << (len(contexts) - 1).bit_length()) - len(contexts))
+        room = WIDTH << math.ceil(math.log2(max(1, max(len(tokens) for _, tokens in batch) / WIDTH)))
+        scores = score(self.model, contexts, [continuation for _, continuation in rows], [view], prompt_of=prompt_of, room=room)
+        return [
+            (math.fsum(scores.logprobs[0, i, : len(tokens)].tolist()), bool(scores.likeliest[0, i, : len(tokens)].all()))
+            for i, (_, tokens) in enumerate(batch)
+        ]
+
+    # Generation ---------------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        if self._draft is None and self.config.speculative:
+            self._draft = make_draft(self.config.draft, self.model, directory=self.directory)
+        draft = self._draft if self.config.speculative else None
+        texts: dict[int, str] = {}
+        hidden = True if disable_tqdm else None if self.progress is None else not self.progress
+        run = run_batch(
+            self.model, asked, batch_size=self.batch_size, draft=draft, tokenizer=self.tokenizer, view=CACHE_VIEWS[self.read][1]
+        )
+        with tqdm(total=len(asked), desc="generation", leave=False, disable=hidden) as bar:
+            for result in run:
+                texts[result.index] = result.text
+                self.cache_hook.add_partial("generate_until", requests[result.index].args, result.text)
+                bar.update()
+        return [texts[i] for i in range(len(asked))]
+
+    def _request(self, index: int, context: str, settings: dict) -> Request:
+        """What a task asks for: its settings are those of transformers, see `normalize_gen_kwargs`."""
+        wanted = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+        until, new = wanted.pop("until"), wanted.pop("max_gen_toks")
+        wanted.pop("do_sample", None)
+        sampling = {name: kind(wanted.pop(name)) for name, kind in SAMPLING.items() if wanted.get(name) is not None}
+        if wanted:
+            _tell_once(f"generation settings that are left out of account: {', '.join(sorted(wanted))}")
+        if new >= self.max_length:
+            raise InputError(f"max_gen_toks {new} should be less than max_length, {self.max_length}")
+        # A special token never stands in a text.
+        special = [text for text in until if text in self.tokenizer.all_special_tokens]
+        config = dataclasses.replace(
+            self.config,
+            max_new_tokens=new,
+            stop=tuple(text for text in until if text and text not in special),
+            stop_token_ids=tuple((self.tokenizer.convert_tokens_to_ids(text),) for text in special),
+            **sampling,
+        )
+        tokens = self.tok_encode(context)[-(self.max_length - new) :]
+        return Request(tokens, config, jax.random.fold_in(jax.random.key(self.seed), index))
+
+
+def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
+    """The pairs in batches of at most so many: the longest first, and those that share a context together."""
+    by_context = sorted(pairs, key=lambda pair: (-len(pair[0]), pair[0], -len(pair[1]), pair[1]))
+    batch: list[Pair] = []
+    for _, sharing in itertools.groupby(by_context, key=lambda pair: pair[0]):
+        sharing = list(sharing)
+        if batch and len(batch) + len(sharing) > rows:
+            yield batch
+            batch = []
+        for pair in sharing:
+            batch.append(pair)
+            if len(batch) == rows:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+@functools.cache
+def _tell_once(what: str) -> None:
+    log.warning(what)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A figure of a task. filter: what of an answer was compared; "none": all of it. error: the figure's standard error, if known."""
+
+    task: str
+    filter: str
+    metric: str
+    value: float
+    error: float | None
+    samples: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HarnessReport:
+    """What `qspec eval harness` reports. cache: how the target read it. harness: the version of lm_eval. results: of tasks and groups."""
+
+    model: str
+    device: str
+    dtype: str
+    cache: str
+    draft: str
+    harness: str
+    results: list[Metric]
+
+
+def run(
+    lm: QspecLM,
+    tasks: Sequence[str],
+    *,
+    include_path: Sequence[Path] = (),
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    apply_chat_template: bool = False,
+    system_instruction: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    seed: int = 1234,
+) -> HarnessReport:
+    """Runs tasks of the harness by their names. include_path: directories with tasks of one's own. metadata: what some tasks ask for, as
+    RULER's do for max_seq_lengths. seed: of few-shot examples.
+
+    Raises InputError for a task that is not there, and where a task's data are not on this machine and cannot be fetched.
+    """
+    for path in include_path:
+        if not path.is_dir():
+            raise InputError(f"{path}: no directory with tasks")
+    manager = TaskManager(include_path=list(map(str, include_path)), metadata={"pretrained": lm.directory, **(metadata or {})})
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise InputError(f"task {task!r} is neither among the {len(manager.all_tasks):,} of lm_eval nor in --include-path")
+    settings = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
+    settings |= dict.fromkeys(("random_seed", "numpy_random_seed", "fewshot_random_seed"), seed) | {"torch_random_seed": None}
+    try:
+        with _quiet(lm.progress):
+            found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, log_samples=False, **settings)
+    except (OSError, DatasetsError) as error:  # such as data that are neither here nor within reach
+        raise InputError(f"the data of {', '.join(tasks)} cannot be read ({type(error).__name__}: {_first_line(error)})") from None
+    except ImportError as error:  # of a package that a task's own code needs, which says what to install
+        raise InputError(f"{', '.join(tasks)} cannot be read ({_first_line(error)})") from None
+    return HarnessReport(
+        model=lm.directory,
+        device=jax.devices()[0].device_kind,
+        dtype=lm.model.dtype.name,
+        cache=lm.read,
+        draft=lm.config.draft,
+        harness=lm_eval.__version__,
+        results=list(_metrics(found["results"])),
+    )
+
+
+@contextlib.contextmanager
+def _quiet(progress: bool | None) -> Iterator[None]:
+    """Without the harness's bars where ours are not shown, and without forks for its bootstraps, which JAX's threads do not survive."""
+    shown = sys.stderr.isatty() if progress is None else progress
+    with (
+        unittest.mock.patch.dict(os.environ, WITHOUT_FORKS),
+        contextlib.nullcontext() if shown else contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    for task, figures in results.items():
+        for name, value in figures.items():
+            metric, comma, kept = name.partition(",")
+            # RULER's tasks say -1 for lengths that no prompt has.
+            if not comma or metric.endswith("_stderr") or (metric.isdecimal() and value == -1):
+                continue
+            error = figures.get(f"{metric}_stderr,{kept}")
+            yield Metric(task, kept, metric, value, None if error == "N/A" else error, figures.get("sample_len"))
+
+
+def table(report: HarnessReport) -> Group:
+    """A table with a line for each metric of each task."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("task", "filter", "metric", "value", "standard error", "samples"):
+        grid.add_column(label, justify="right" if label in ("value", "standard error", "samples") else "left")
+    shown = lambda x: "-" if x is None else f"{x:.4f}" if isinstance(x, float) else str(x)
+    for row in report.results:
+        grid.add_row(row.task, row.filter, row.metric, shown(row.value), shown(row.error), shown(row.samples))
+    head = Text.assemble((f"{report.model} on {report.device}", "bold"), f", {report.dtype}, cache {report.cache}, draft {report.draft}")
+    return Group(head, grid, Text(f"Through decode, with lm_eval {report.harness}.", "dim"))
+
+
+def main() -> None:
+    """The command line of lm_eval, which knows of `--model qspec` once this module is imported."""
+    from lm_eval.__main__ import cli_evaluate
+
+    os.environ |= WITHOUT_FORKS
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The model in lm-evaluation-harness: what transformers answers there, whatever the batch, and each context read once."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from harness_samples import NAMES, TASKS, answers
+
+from qspec_jax import demo
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate import harness, perplexity
+from qspec_jax.evaluate.harness import QspecLM, batches_of
+
+GOLDEN = Path(__file__).with_name("goldens") / "harness.json"
+# What torch, and what else a GPU-less machine lacks, would say; `datasets` leaves files open where it reads them again.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return dict(model=load_model(demo.MODEL, dtype="float32"), tokenizer=load_tokenizer(demo.MODEL))
+
+
+def of(loaded, **settings) -> QspecLM:
+    return QspecLM(demo.MODEL, progress=False, **loaded, **settings)
+
+
+def asked(*args) -> SimpleNamespace:
+    return SimpleNamespace(args=args)
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_transformers(loaded):
+    """make_harness_golden.py has them, with torch."""
+    expected, found = json.loads(GOLDEN.read_text()), answers(of(loaded, cache="full"), None, str(demo.MODEL))
+    assert found.keys() == expected.keys() == set(NAMES)
+    compared = 0
+    for task in NAMES:
+        for ours, theirs in zip(json.loads(json.dumps(found[task])), expected[task], strict=True):
+            if isinstance(theirs[0][0], str):
+                assert ours == theirs
+            elif task == "qspec_rolling":
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)  # the sum over a whole text
+            else:
+                assert [greedy for ((_, greedy),) in ours] == [greedy for ((_, greedy),) in theirs]
+                np.testing.assert_allclose([x for ((x, _),) in ours], [x for ((x, _),) in theirs], rtol=0, atol=1e-4)
+            compared += 1
+    assert compared == 40
+    assert len({greedy for sample in expected["qspec_last"] for ((_, greedy),) in sample}) == 2  # some are, some are not
+
+
+def test_scores_through_the_cache(loaded, monkeypatch):
+    """Other ways to read the cache give other scores, which are those of eval perplexity; batches and neighbours change nothing."""
+    context = "def mean(values):\n" * 60
+    pairs = [(context, "    return 1\n"), (context, "    total = 0\n"), ("x = ", "1\n"), ("", "import os\n"), (context, "    return 1\n")]
+    contexts, score = [], perplexity.score
+    monkeypatch.setattr(
+        harness, "score", lambda model, prompts, *args, **more: contexts.append(len(prompts)) or score(model, prompts, *args, **more)
+    )
+    found = {}
+    for cache in perplexity.CACHE_VIEWS:
+        lm = of(loaded, cache=cache, batch_size=4)
+        found[cache] = [x for x, _ in lm.loglikelihood([asked(*pair) for pair in pairs])]
+        assert contexts == [4]  # of the five pairs four differ, in three contexts, rounded up
+        contexts.clear()
+    alone = [of(loaded, batch_size=1).loglikelihood([asked(*pair)])[0][0] for pair in pairs[:3]]
+    np.testing.assert_allclose(found["int8"][:3], alone, atol=2e-4)
+    prompt, continuation = lm._encode_pair(*pairs[0])
+    expected = perplexity.token_logprobs(loaded["model"], [prompt], [continuation], perplexity.cache_view("int8").cache).sum()
+    assert found["int8"][0] == pytest.approx(expected, abs=2e-4)
+    difference = lambda cache: np.abs(np.subtract(found[cache], found["full"])).sum()
+    assert 1e-4 < difference("int8") < difference("int4")
+
+
+def test_what_several_continuations_share_is_read_once():
+    long, short = tuple(range(9)), (1, 2)
+    pairs = [(short, (5,)), (long, (1,)), (long, (2, 3)), (short, (6, 7)), (long, (4,))]
+    batches = list(batches_of(pairs, 3))
+    assert batches == [[(long, (2, 3)), (long, (1,)), (long, (4,))], [(short, (6, 7)), (short, (5,))]]
+    assert [len(batch) for batch in batches_of([(long, (i,)) for i in range(7)], 3)] == [3, 3, 1]
+
+
+def test_windows_and_generation(loaded):
+    lm = of(loaded, cache="full", max_length=64, max_gen_toks=8)
+    text = "def add(a, b):\n    return a + b\n\n\n" * 12
+    (whole,) = lm.loglikelihood_rolling([asked(text)])
+    tokens = lm.tok_encode(text)
+    windows = [
+        (lm.prefix_token_id, tokens[:64]),
+        *((tokens[i - 1], tokens[i : i + 64]) for i in range(64, len(tokens) - len(tokens) % 64, 64)),
+    ]
+    by_hand = [perplexity.token_logprobs(lm.model, [[first]], [rest], perplexity.cache_view("full").cache).sum() for first, rest in windows]
+    assert len(tokens) > 2 * 64 and whole < sum(by_hand) < 0  # and the last window, which has more context
+    with pytest.raises(InputError, match=r"a continuation of \d+ tokens is longer than max_length, 64"):
+        lm.loglikelihood([asked("x", text)])
+    requests = [asked(text, {"until": ["\n\n"], "max_gen_toks": 8}), asked("import ", {"until": [], "do_sample": True, "temperature": 1.0})]
+    requests.append(asked("for i in", {"until": ["<|endoftext|>", ":"], "top_k": 3}))
+    found = lm.generate_until(requests)
+    assert "\n\n" not in found[0] and ":" not in found[2] and len(found[1]) > 4
+    alone = of(loaded, cache="full", max_length=64, max_gen_toks=8, batch_size=1).generate_until(requests)
+    assert found == alone
+    assert found[1] != of(loaded, cache="full", max_length=64, max_gen_toks=8, seed=1).generate_until(requests)[1]
+    upper = of(loaded, cache="int4", max_gen_toks=8)
+    assert upper.config.draft == "none" and len(upper.generate_until(requests)) == 3
+    with pytest.raises(InputError, match="max_gen_toks 64 should be less than max_length, 64"):
+        lm.generate_until([asked("x", {"until": [], "max_gen_toks": 64})])
+
+
+def test_templates(loaded):
+    lm = of(loaded)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    with pytest.raises(InputError, match="its tokenizer has no chat template"):
+        lm.apply_chat_template(turns)
+    tokenizer = load_tokenizer(demo.MODEL)
+    lm.tokenizer = tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert lm.apply_chat_template(turns) == "<user>Hello<assistant>"
+    assert (
+        lm.apply_chat_template([*turns, {"role": "assistant", "content": "Hi"}], add_generation_prompt=False) == "<user>Hello<assistant>Hi"
+    )
+    assert lm.tok_encode("<|endoftext|>x") == [lm.prefix_token_id, *lm.tok_encode("x")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cache": "fp8"}, "cache 'fp8' should be full, int8, int4"),
+        ({"batch_size": "auto"}, "batch_size auto should be a whole number, at least 1"),
+        ({"max_length": 9000}, "max_length 9000 should be from 2 to 8191"),
+        ({"draft": "quantspec:budget=1"}, "'budget=1' should be one of"),
+    ],
+)
+def test_settings_that_are_refused(loaded, settings, words):
+    with pytest.raises(InputError, match=words):
+        of(loaded, **settings)
+
+
+@pytest.mark.slow
+def test_command(run, fails, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    out = tmp_path / "report.json"
+    code, _, err = run("eval", "harness", "qspec_last", "--include-path", TASKS, "--limit", 4, "--json", "--output", out)
+    assert code == 0 and err == ""
+    report = json.loads(out.read_text())
+    assert [(row["task"], row["metric"]) for row in report["results"]] == [("qspec_last", "perplexity"), ("qspec_last", "acc")]
+    assert report["cache"] == "int8" and report["draft"] == "quantspec" and report["results"][1]["samples"] == 4
+    for arguments, *words in (
+        (["qspec_none"], "task 'qspec_none' is neither among the "),
+        (["qspec_last", "--include-path", tmp_path / "none"], "no directory with tasks"),
+        (["qspec_last", "--metadata", "[1]"], "--metadata '[1]' should be a JSON object"),
+        (["hellaswag"], "the data of hellaswag cannot be read"),
+        (["niah_single_1"], "niah_single_1 cannot be read", "pip install"),
+    ):
+        fails(["eval", "harness", *arguments], *words)
+
+
+def test_it_is_registered():
+    from lm_eval.api.registry import get_model
+
+    assert get_model("qspec") is QspecLM and jax.devices()
