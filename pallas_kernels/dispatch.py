@@ -1,9 +1,13 @@
 """Chooses which implementation of a kernel runs: the one asked for, or the first that supports the device and the shapes."""
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Literal
 
@@ -12,6 +16,29 @@ import jax
 Implementation = Literal["auto", "reference", "mosaic_gpu", "triton"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel that was asked for, the implementation that runs, and why those before it do not: pairs of a name and a reason."""
+
+    kernel: str
+    implementation: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+_seen: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("_seen", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Choice]]:
+    """The choices that are made within, by what is traced there; each once, in their order."""
+    found: list[Choice] = []
+    token = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
 
 
 def choose(
@@ -24,23 +51,33 @@ def choose(
     running it on a GPU deserves a warning; else the reasons are logged as information.
     Raises ValueError where the implementation asked for is unknown or unsupported.
     """
-    module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
+    reasons: list[tuple[str, str]] = []
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(f"pallas_kernels.{kernel}.{name}")
+
+    def chosen(name: str) -> ModuleType:
+        choice, seen = Choice(kernel, name, tuple(reasons)), _seen.get()
+        if seen is not None and choice not in seen:
+            seen.append(choice)
+        return module(name)
+
     if implementation not in ("auto", *candidates, "reference"):
         raise ValueError(f"{kernel}: no implementation {implementation!r}; there are {', '.join([*candidates, 'reference'])}")
     if implementation == "auto" and jax.default_backend() == "gpu":
-        reasons = []
         for name in candidates:
             if not (reason := module(name).unsupported(*args, **settings)):
-                return module(name)
+                return chosen(name)
             _log_once(logging.INFO, f"{kernel}: {name} is passed over: it {reason}")
-            reasons.append(f"{name} {reason}")
+            reasons.append((name, reason))
         if slow_reference:
-            _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {'; '.join(reasons)}")
+            why = "; ".join(f"{name} {reason}" for name, reason in reasons)
+            _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {why}")
     elif implementation in candidates:
         if reason := module(implementation).unsupported(*args, **settings):
             raise ValueError(f"{kernel}: {implementation} {reason}")
-        return module(implementation)
-    return module("reference")
+        return chosen(implementation)
+    return chosen("reference")
 
 
 def compute_capability() -> float:

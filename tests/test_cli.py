@@ -353,8 +353,15 @@ def test_an_output_file_keeps_its_permissions(run, directory, tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_no_prompt_and_no_model(fails, directory):
-    fails(["generate", "--model", directory], "--prompt")
+def test_a_prompt_from_standard_input(run, directory, monkeypatch):
+    given = run("generate", "--model", directory, "--prompt", "import os", "--max-new-tokens", 4)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"import os")))
+    assert run("generate", "--model", directory, "--max-new-tokens", 4)[:2] == given[:2]
+
+
+def test_no_prompt_and_no_model(fails, directory, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    fails(["generate", "--model", directory], "a prompt is needed: --prompt")
     fails(["generate", "--prompt", "a"], "--model")
     fails([*GENERATE, "no/such/model"], "no/such/model")
     fails(["info", "no/such/model"], "no/such/model")

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_the_readme_is_short():
 def test_first_figures_are_the_gpus():
     table = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
     assert "GPU" in table and "simulated" in table and "speed-up" in table
+
+
+def test_first_figures_are_those_that_the_demo_shows():
+    shown = [
+        line.strip("|* ").replace("*", "").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if "k | H200 |" in line
+    ]
+    rows = json.loads((demo.MODEL.parent / "measured.json").read_text())["rows"]
+    for row, (model, context, device, _, rate, baseline, ms, speedup) in zip(rows, shown, strict=True):
+        assert (row["model"], f"{row['context'] // 1024}k", row["device"]) == (model, context, device)
+        found = row["conditional_rate"], row["baseline_ms"], row["ms"], row["speedup"]
+        assert found == (float(rate.removesuffix(", measured")), float(baseline), float(ms), float(speedup))
+        assert row["simulated"] == (not rate.endswith("measured"))
 
 
 @each_page

@@ -33,6 +33,7 @@ from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.diagnosis import OUT_OF_MEMORY
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
@@ -50,7 +51,6 @@ from qspec_jax.provenance import Run, this_run
 log = logging.getLogger(__name__)
 
 # What jax's errors say where the device has too little memory, which a launch may be the first to meet.
-OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 @dataclasses.dataclass(frozen=True)

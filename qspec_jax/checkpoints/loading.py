@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     source = Source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
+    _check_fits(directory, source.config, wanted, mesh)
     with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
         def make(path: str, shape: tuple[int, ...]) -> jax.Array:
@@ -60,9 +62,22 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
 def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
     config, stored = _checked_conversion(directory)
     wanted = jnp.dtype(as_loaded(dtype or stored))
+    _check_fits(directory, config, wanted, mesh)
     shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
     weights = converted.restore(directory, converted.TARGET, shapes, mesh)
     return Llama(config, lambda path, shape: weights[path])
+
+
+def _check_fits(directory: Path, config: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None) -> None:
+    """Raises InputError where the weights take more than all memory of the device that they are to lie on."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    room = (device.memory_stats() or {}).get("bytes_limit")  # which a CPU does not say
+    needed = sum(map(math.prod, weight_shapes(config).values())) * dtype.itemsize / (1 if mesh is None else mesh.size)
+    if room is not None and needed > room:
+        raise InputError(
+            f"{directory}: its weights take {needed / 1e9:.1f} GB in {dtype.name}, {(needed - room) / 1e9:.1f} GB more than the "
+            f"{room / 1e9:.1f} GB that JAX may take of {device.device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16"
+        )
 
 
 def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:

@@ -37,7 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     except SystemExit as stop:
         code = stop.code
     except Exception as error:
-        if type(error).__name__ == "JaxRuntimeError" and "CUDA_ERROR" in str(error):  # jax may not be imported yet
+        of_jax = type(error).__name__ == "JaxRuntimeError"  # which may not be imported yet
+        if of_jax and any(sign in str(error) for sign in OUT_OF_MEMORY):
+            code = _fail("the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits")
+        elif of_jax and "CUDA_ERROR" in str(error):
             code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
         # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
         elif not hasattr(error, "format_message"):
@@ -72,6 +75,8 @@ def _run(arguments: list[str], own: bool) -> int | None:
         process.raise_on_signals()
     return app(args=arguments, prog_name="qspec", standalone_mode=False)
 
+
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")  # as `decoding.diagnosis` has it, which imports too much
 
 # What a value should be, by the name that pydantic has for the reason why it refuses another.
 SHOULD_BE = {

@@ -1,4 +1,4 @@
-"""The commands: `qspec demo`, `generate`, `convert`, `verify`, `export`, `info`, `plan`, `batch`, `eval ...`, `bench ...`.
+"""The commands: `qspec demo`, `generate`, `doctor`, `convert`, `verify`, `export`, `info`, `plan`, `batch`, `eval ...`, `bench ...`.
 
 With --json, standard output is one JSON object. `qspec_jax.cli.main` runs them.
 """
@@ -12,6 +12,7 @@ from qspec_jax.cli.batch import batch
 from qspec_jax.cli.bench import benchmarks
 from qspec_jax.cli.convert import conversions
 from qspec_jax.cli.demo import demo
+from qspec_jax.cli.doctor import doctor
 from qspec_jax.cli.evaluate import evaluations
 from qspec_jax.cli.generate import generate_command
 from qspec_jax.cli.info import info
@@ -21,7 +22,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(conversions)
-for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "info": info, "plan": plan}.items():
+for name, command in {"demo": demo, "generate": generate_command, "batch": batch, "doctor": doctor, "info": info, "plan": plan}.items():
     app.command(name)(command)
 
 
@@ -37,4 +38,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ):
-    """Self-speculative decoding for long contexts."""
+    """Lossless speculative decoding for long contexts: a Llama-family model drafts for itself.
+
+    To begin with: `qspec demo` shows what it does, with a model that is here.
+
+    `qspec doctor --model DIR` says whether your checkpoint and machine go together, and which kernels will run.
+
+    `qspec generate --model DIR --prompt TEXT` continues a text; `qspec batch` does that with a file of them.
+    """

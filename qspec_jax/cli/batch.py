@@ -16,6 +16,7 @@ from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.cli import process
 from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
+from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
@@ -111,7 +112,8 @@ def batch(
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
     try:
-        stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, quiet=as_json)
+        with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=rows_at_once or 1):
+            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, quiet=as_json)
         journal.finish()
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)

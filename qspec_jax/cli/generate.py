@@ -26,6 +26,7 @@ from qspec_jax.cli.options import (
     with_sensitive_layers,
     with_settings,
 )
+from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
@@ -34,7 +35,7 @@ from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import InputError
-from qspec_jax.files import output_to, read_texts, to_json
+from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ def generate_command(
         raise InputError("--logprobs and --top-logprobs go with --json")
     config = dataclasses.replace(config, cache=cache and cache.value)
     prompts = [*(prompt or []), *read_texts("--prompt-file", prompt_file or [])]
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
+        prompts = list(filter(None, [read_text(STANDARD)]))
     if not prompts:
-        raise InputError("a prompt is needed: --prompt TEXT or --prompt-file FILE")
+        raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
     with output_to(output) as write:
@@ -83,14 +86,15 @@ def generate_command(
             log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
         made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
-        draft = make_draft(settings, network, **made) if config.speculative else None
-        if stream:
-            out = _print_stream(
-                stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
-            )
-        else:
-            progress = Progress(config.max_new_tokens * len(prompts), quiet=as_json)
-            out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
+        with diagnosis.explained_memory(network.config, config, max(map(len, tokens)), rows=len(tokens)):
+            draft = make_draft(settings, network, **made) if config.speculative else None
+            if stream:
+                out = _print_stream(
+                    stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
+                )
+            else:
+                progress = Progress(config.max_new_tokens * len(prompts), quiet=as_json)
+                out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:

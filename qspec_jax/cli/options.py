@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
+from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
@@ -194,6 +195,8 @@ def load(directory: Path, dtype: str | None, *, quiet: bool):
     """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar."""
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    for problem in diagnosis.problems():
+        log.warning("%s", problem)
     network = loading.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
     return network, loading.load_tokenizer(directory)
 

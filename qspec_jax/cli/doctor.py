@@ -1,0 +1,86 @@
+"""The command `qspec doctor`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qspec_jax import demo
+from qspec_jax.bench.architectures import architecture
+from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.cli import process
+from qspec_jax.cli.options import Json, megabytes
+from qspec_jax.decoding import diagnosis
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.errors import InputError
+from qspec_jax.files import to_json
+from qspec_jax.provenance import this_run
+
+IMPLEMENTATIONS = {"mosaic_gpu": "Pallas Mosaic GPU", "triton": "Triton", "reference": "plain JAX"}
+
+
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory, or ORG/NAME on the Hub: the embedded model, if not given.")
+    ] = None,
+    arch: Annotated[str | None, typer.Option(help="A known shape in place of a checkpoint, see `qspec plan`.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens after it.")] = GenerationConfig.max_new_tokens,
+    draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="What drafts.")] = GenerationConfig.draft,
+    as_json: Json = False,
+):
+    """Devices, versions, and which kernels would run for a checkpoint here; exit code 2 with a line on what to do if something is wrong."""
+    if arch is not None and model is not None:
+        raise InputError("one of --arch and --model should be given")
+    config = architecture(arch) if arch else config_and_dtype(model or demo.MODEL)[0]
+    settings = GenerationConfig(draft=draft, max_new_tokens=max_new_tokens)
+    if context + max_new_tokens > config.max_length:
+        raise InputError(
+            f"--context {context} and --max-new-tokens {max_new_tokens} are more than the model's {config.max_length} positions"
+        )
+    room, found = diagnosis.memory_bytes(), diagnosis.problems()
+    fit = None if room is None else diagnosis.fit(config, settings, context, room=room)
+    if fit and fit.short:
+        found.append(diagnosis.does_not_fit(config, settings, context, rows=1))
+    chosen = diagnosis.kernels(config, settings, context) if not (fit and fit.short) else []
+    report = {
+        "versions": {"qspec-jax": process.version_of("qspec-jax")} | this_run()["versions"],
+        "driver": diagnosis.driver_version(),
+        "devices": [{"kind": device.device_kind, "platform": device.platform} for device in jax.local_devices()],
+        "memory_bytes": room,
+        "model": arch or str(model or demo.MODEL),
+        "context": context,
+        "fits": None if fit is None else dataclasses.asdict(fit) | {"short": fit.short},
+        "kernels": [dataclasses.asdict(choice) for choice in chosen],
+        "problems": found,
+    }
+    if as_json:
+        print(to_json(report))
+    else:
+        _print(report, fit)
+    if found:
+        raise InputError("; ".join(found))
+
+
+def _print(report: dict[str, Any], fit: diagnosis.Fit | None) -> None:
+    console = Console()
+    machine = Table("", "", box=None, show_header=False, padding=(0, 3, 0, 0))
+    devices = [f"{len(report['devices'])} x {report['devices'][0]['kind']}"]
+    devices += [f"{megabytes(report['memory_bytes'])} each that JAX may take"] if report["memory_bytes"] else []
+    devices += [f"driver {report['driver']}"] if report["driver"] else []
+    machine.add_row("devices", ", ".join(devices))
+    machine.add_row("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "platform"))
+    machine.add_row("model", f"{report['model']}, a prompt of {report['context']:,} tokens")
+    machine.add_row("memory", "this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit")
+    console.print(machine)
+    kernels = Table("kernel", "runs in", "not in", box=None, header_style="bold", padding=(0, 3, 0, 0))
+    for choice in report["kernels"]:
+        others = "; ".join(f"{IMPLEMENTATIONS[name]}: {reason}" for name, reason in choice["passed_over"])
+        kernels.add_row(choice["kernel"], IMPLEMENTATIONS[choice["implementation"]], others)
+    console.print(kernels)
+    if jax.default_backend() == "cpu":
+        console.print("On a CPU everything runs in plain JAX. README.md says what a GPU gives.", style="dim")
