@@ -235,8 +235,7 @@ class Touched:
         again = (kind == COPIED) & (self.kind[words] == COPIED) & (self.source[words] == source)
         ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
         self._assert(ordered | again, words, "writes what is written")
-        one_more = again & ~ordered  # copy of the same
-        of_others = one_more[..., None]
+        of_others = again[..., None]
         read = np.where(of_others, self.read_before[words], self.read[words])
         reader = np.where(of_others, self.reader_before[words], self.reader[words])
         known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
@@ -244,10 +243,10 @@ class Touched:
         self._assert((read <= known).all(-1), words, "writes what is read")
         new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
         for array, value in new:
-            array[words] = np.where(one_more, array[words], value)
+            array[words] = np.where(again, array[words], value)
         self.read_before[words], self.reader_before[words] = read, reader
-        self.hidden[words] = kind != BULK
-        self.copied[words] = np.where(one_more[..., None], self.copied[words], 0)
+        self.hidden[words] = np.where(again, self.hidden[words], kind != BULK)
+        self.copied[words] = np.where(of_others, self.copied[words], 0)
         self.copied[words, past.warp] = step if kind == COPIED else 0
 
     def _after_write(self, words: np.ndarray, lanes: np.ndarray) -> np.ndarray:

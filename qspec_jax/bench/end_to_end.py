@@ -110,7 +110,6 @@ def run(
             # Made where it is needed first: if that fails, rows say so.
             int4 = functools.cache(functools.partial(int4_model, model, calibration=calibration, progress=False))
 
-            @functools.cache
             def make(draft: str, gamma: int, int4=int4, prompts=prompts) -> Draft:
                 made = make_draft(draft, model, int4=int4, directory=directory)
                 return for_prompts(model, made, [make_config(0, gamma)], prompts)

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
-    logging.getLogger("qspec_jax.drafts.skip_search").setLevel(logging.INFO)  # which layers it skips
+    logging.getLogger("qspec_jax.decoding.skip_search").setLevel(logging.INFO)  # which layers it skips
     logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # which warns of what a task leaves to defaults
     for benchmark in ("batch", "decode", "end_to_end"):

@@ -94,12 +94,20 @@ def batch(
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
         stored, draft = _made(config, network, model)
-    draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
+    with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=1):
+        draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
     configs = with_costs(network, configs, lengths, draft)
     lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     costs = [each.draft_cost for each in configs] if config.adaptive else None
-    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, process.version_of("qspec-jax"), costs)
+    of_run = (
+        json.dumps(settings, sort_keys=True),
+        network.config,
+        stored is None,
+        process.version_of("qspec-jax"),
+        costs,
+        draft and draft.chosen(),
+    )
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
     run = run_hash(content, repr(of_run).encode(), *(part for parts in checkpoints.values() for part in parts))

@@ -175,10 +175,15 @@ def acceptance_command(
                     del drafts[name]
                 drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
             key = jax.random.key(seed)
-            chosen = {name: for_prompts(network, draft, configs, prompts) for name, draft in drafts.items()}
+            of_gamma = {config.num_speculative_tokens: config for config in configs}
+            chosen = {
+                (name, gamma): for_prompts(network, draft, [config], prompts)
+                for name, draft in drafts.items()
+                for gamma, config in of_gamma.items()
+            }
             asked = list(itertools.product(chosen_drafts, configs, modes))
             forced = [(name, config) for name, config, kind in asked if kind == Mode.teacher_forced]
-            runs_of = ((network, chosen[name], walk.texts, config, key) for name, config in forced)
+            runs_of = ((network, chosen[name, config.num_speculative_tokens], walk.texts, config, key) for name, config in forced)
             measured_in_turn = acceptance.teacher_forced_in_turn(runs_of)
             for name, config, kind in asked:
                 gamma, heat = config.num_speculative_tokens, config.temperature
@@ -186,12 +191,12 @@ def acceptance_command(
                 if kind == Mode.teacher_forced:
                     measured = next(measured_in_turn)
                 else:
-                    measured = acceptance.free_running(network, chosen[name], prompts, config, key)
+                    measured = acceptance.free_running(network, chosen[name, gamma], prompts, config, key)
                 bar.update()
                 of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
-                read = step_bytes(chosen[name], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
-                share = cache_share(chosen[name], config.cache_config, walk.context + 1)
-                raised = raised_groups(chosen[name], config.cache_config, walk.context + 1)
+                read = step_bytes(chosen[name, gamma], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
+                share = cache_share(chosen[name, gamma], config.cache_config, walk.context + 1)
+                raised = raised_groups(chosen[name, gamma], config.cache_config, walk.context + 1)
                 reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}
                 of_walk = reads | {"texts": len(prompts), "right": walk.right}
                 results.append(of_run | dataclasses.asdict(measured) | of_walk)

@@ -78,7 +78,7 @@ def memory_bytes() -> int | None:
 def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int) -> list[dispatch.Choice]:
     """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt; no weight is there. In a
     process of its own: what was traced before is not traced again, and asks for nothing."""
-    model = outline(config)
+    model, settings = outline(config), dataclasses.replace(settings, draft=settings.draft.replace("skip=auto", "skip=none"))
     draft = make_draft(settings.draft, model, int4=lambda: outline(config, int4=True)) if settings.speculative else None
     engine = Engine.for_configs(model, draft, [settings], prompt_tokens=prompt_tokens)
     sampler, limits = make_sampler(settings), make_limits(model, settings)

@@ -227,7 +227,7 @@ class _Run:
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
         if draft is None and self.config.num_speculative_tokens:
             draft = make_draft(self.config.draft, model)
-        draft = for_prompts(model, draft, [self.config], self.prompts) if self.config.num_speculative_tokens else None
+        draft = for_prompts(model, draft, [self.config], self.prompts)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=int(self.n.max()))
         configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
         check_draft_length(self.engine.draft, self.prompts, configs)

@@ -15,7 +15,8 @@ from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import most_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
-from qspec_jax.drafts.draft import Draft, Job
+from qspec_jax.decoding.skip_search import layers_to_skip
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -55,11 +56,13 @@ def with_draft(
 
 
 def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], prompts: Sequence[Sequence[int]]) -> Draft | None:
-    """The draft with what it leaves to be chosen by the prompts, such as `skip=auto`. configs: of each prompt; they share the draft."""
-    if draft is None or not prompts:
+    """The draft with what it leaves to be chosen by the prompts, such as `skip=auto`. configs: that it is used with, all of one cache. If
+    none of them has drafts, the draft comes back as it is.
+    """
+    gamma = max((most_drafts(model, config) for config in configs), default=0)
+    if draft is None or not gamma:
         return draft
-    gamma = max(most_drafts(model, config) for config in configs)
-    return draft.chosen_for(Job(model, prompts, configs[0].cache_config, gamma, max(config.max_new_tokens for config in configs)))
+    return draft.with_choice(functools.partial(layers_to_skip, model, prompts, configs[0].cache_config, gamma))
 
 
 def with_costs(

@@ -48,8 +48,11 @@ class CombinedDraft(Draft):
     def in_turn(self):
         return self.first.in_turn() + self.second.in_turn()
 
-    def chosen_for(self, job):
-        return CombinedDraft(self.first.chosen_for(job), self.second.chosen_for(job))
+    def with_choice(self, choose):
+        return CombinedDraft(self.first.with_choice(choose), self.second.with_choice(choose))
+
+    def chosen(self):
+        return self.first.chosen() + self.second.chosen()
 
     def begin(self, prompt):
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))

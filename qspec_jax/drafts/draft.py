@@ -11,7 +11,7 @@ the distributions in its proposal are those that its drafts were drawn from, and
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, Self
 
 import jax
@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import DenseView, HeldKeys, View
 from qspec_jax.caches.cache import AppendedCache, Cache
-from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import Step, ViewedModel
 
 State = Any
@@ -47,23 +47,6 @@ class Prompt:
     capacity: int = dataclasses.field(kw_only=True, metadata={"static": True})
     gamma: int = dataclasses.field(kw_only=True, metadata={"static": True})
     width: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What a draft is wanted for, as far as it is known before prefill: prompts, as token ids, that the target continues by at most so many
-    new tokens, with so many drafts a round. cache: the target's."""
-
-    target: Llama
-    prompts: Sequence[Sequence[int]]
-    cache: CacheConfig
-    gamma: int
-    max_new_tokens: int
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a row comes to hold."""
-        return max(map(len, self.prompts)) + self.max_new_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -172,9 +155,14 @@ class Draft(abc.ABC):
     proposes: ClassVar[Proposes | None] = None
     verifies: ClassVar[bool] = False
 
-    def chosen_for(self, job: Job) -> Self:
-        """The draft with what it leaves to be chosen by the prompts (`skip=auto`); itself where that is nothing."""
+    def with_choice(self, choose: Callable[["Draft"], Skipped]) -> Self:
+        """The draft with what it leaves to be chosen by the prompts (`skip=auto`), which this function does for a part that steps the
+        target's model. A draft that is made of others passes it on to them."""
         return self
+
+    def chosen(self) -> tuple[str, ...]:
+        """What `with_choice` has chosen, as texts, by which a run is known."""
+        return ()
 
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""

@@ -7,10 +7,9 @@ import jax
 
 from pallas_kernels.formats.views import View
 from qspec_jax.drafts.draft import StepwiseDraft
-from qspec_jax.drafts.skip_search import layers_to_skip
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import NOTHING, UNCHOSEN, Skipped, SkippingModel, Unchosen
+from qspec_jax.models.skipping import NOTHING, Skipped, SkippingModel, Unchosen
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_head
 
@@ -27,14 +26,13 @@ class SelfSpeculativeDraft(StepwiseDraft):
     head_bits: int = dataclasses.field(default=16, kw_only=True, metadata={"static": True})
     skipped: Skipped | Unchosen = dataclasses.field(default=NOTHING, kw_only=True, metadata={"static": True})
 
-    def chosen_for(self, job):
-        if self.skipped is not UNCHOSEN:
+    def with_choice(self, choose):
+        if not isinstance(self.skipped, Unchosen):
             return self
-        whole, schedule = dataclasses.replace(self, skipped=NOTHING), job.cache.schedule_for(job.target.config.head_dim)
-        quantized = int(schedule.quantized_length(job.longest))
-        G = job.cache.group_size_for(job.target.config.head_dim)
-        reads = [whole.reads(layer, quantized, job.longest - quantized, G) for layer in range(job.target.config.num_layers)]
-        return dataclasses.replace(self, skipped=layers_to_skip(self.step, job, reads))
+        return dataclasses.replace(self, skipped=choose(dataclasses.replace(self, skipped=NOTHING)))
+
+    def chosen(self):
+        return (str(self.skipped),) if self.skipped else ()
 
     def through(self, view: View | tuple[View, ...]) -> ViewedModel:
         """The model of the steps, through this view, without what is skipped."""

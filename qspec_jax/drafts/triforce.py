@@ -59,13 +59,17 @@ class TriForceDraft(Draft):
     def at_once(self, gamma: int) -> int:
         """How many tokens the small model drafts at a time in rounds of gamma.
 
-        One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. With no more, a block of the
-        middle ends within the gamma + 1 rows that the cache has for the target's verification, wherever in the round it begins.
+        One of a round's drafts at least is the middle's own token, so it never needs more than gamma - 1. A round's drafts end before row
+        2G of the target's buffer, or before its capacity, and behind these it has gamma + 1 rows. So a block of the middle has room there,
+        of at most gamma tokens (2 with gamma 1), wherever it begins. A cache of the middle's own has no such end: see `begin`.
         """
         return max(1, min(self.gamma1, gamma - 1))
 
-    def chosen_for(self, job):
-        return dataclasses.replace(self, small=self.small.chosen_for(job), middle=self.middle.chosen_for(job))
+    def with_choice(self, choose):
+        return dataclasses.replace(self, small=self.small.with_choice(choose), middle=self.middle.with_choice(choose))
+
+    def chosen(self):
+        return self.small.chosen() + self.middle.chosen()
 
     def in_prefill(self):
         return dataclasses.replace(self, small=self.small.in_prefill(), middle=self.middle.in_prefill())
@@ -74,7 +78,7 @@ class TriForceDraft(Draft):
         return dataclasses.replace(self, small=self.small.in_loop(), middle=self.middle.in_loop())
 
     def begin(self, prompt):
-        # The last drafts of the small model may go beyond the round's.
+        # A block that begins with the round's last draft, or behind it in a row that waits for others, is longer than the round.
         prompt = dataclasses.replace(prompt, gamma=prompt.gamma + self.gamma1)
         return self.small.begin(dataclasses.replace(prompt, queries=())), self.middle.begin(prompt)
 

@@ -8,7 +8,7 @@ Source: SWIFT (arXiv 2410.06916), section 4: skipped attention and MLP sublayers
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Self
+from typing import NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -72,24 +72,16 @@ NOTHING = Skipped()
 
 
 class Unchosen:
-    """Stands for layers that prompts are still to decide on (`drafts.skip_search`). Whoever asks which they are gets an InputError."""
+    """Stands for what prompts are still to decide on (`decoding.skip_search`). Whoever asks what it is gets an InputError."""
 
     def check(self, layers: int) -> None:
         """Nothing is to be checked yet."""
 
-    def __bool__(self) -> bool:
-        raise InputError("draft skip=auto is chosen by the prompts: it is for generate, batch, eval acceptance and bench end-to-end")
+    def _refuse(self, *_) -> NoReturn:
+        raise InputError("draft skip=auto is chosen by the prompts, and this has none; name the layers, or skip=none")
 
-    @property
-    def attention(self) -> frozenset[int]:
-        """None is known: see the class."""
-        return frozenset() if self else NOTHING.attention
-
-    mlp = attention
-
-    def weights(self, paths: Sequence[str]) -> set[str]:
-        """As `attention`."""
-        return set() if self else NOTHING.weights(paths)
+    __bool__ = weights = _refuse
+    attention = mlp = property(_refuse)
 
 
 UNCHOSEN = Unchosen()
@@ -143,8 +135,8 @@ class SkippingModel(ViewedModel):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class GatedModel(ViewedModel):
-    """As `SkippingModel` without those halves of layers that keep[layer] is False for, (attention, MLP). It does all the work, and one
-    program serves for any of them."""
+    """A model that leaves out the attention of the layers for which keep[layer, 0] is False, and the MLP of those for which keep[layer, 1]
+    is. What is left out is computed all the same, so that one program serves whatever is kept; the logits are those of `SkippingModel`."""
 
     keep: Bool[Array, "L 2"]
 

@@ -1,0 +1,283 @@
+"""Which layers a draft may skip, found on the prompts' own tokens: `skip=auto`.
+
+The ends of the longest prompts are walked in blocks as long as a round, each behind the target's own keys and values. What can be skipped
+is a sublayer, the attention or the MLP of a layer. A set of sublayers is scored by the speed that it would come to: how many of the
+target's most likely tokens the model finds without them, against the bytes that it then does not read. In each batch of sets half are
+drawn at random, and half are those that a Gaussian process over all tried so far holds to be promising. At last the best are compared with
+skipping nothing on blocks that had no part in the search, and must be faster there by more than the error of that comparison.
+
+Source: SWIFT (arXiv 2410.06916), section 4.2, where the number of skipped sublayers is given, and what is compared is the agreement alone.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention.support import MAX_TOKENS
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.cache import Cache, longer
+from qspec_jax.caches.prefill import prefill
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.drafts.draft import Reads
+from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft
+from qspec_jax.drafts.step_bytes import ITEM_BYTES, bytes_of_tokens, weight_bytes
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.prompts import padded
+from qspec_jax.models.skipping import NOTHING, GatedModel, Skipped
+from qspec_jax.models.viewed import ViewedModel
+
+log = logging.getLogger(__name__)
+
+ROWS = 4  # prompts at most; and no more than make MAX_TOKENS tokens a pass, what all kernels take
+READ = 512  # tokens of each that stand before those that are walked
+WALKED = 128  # tokens of all rows together
+LEAST = 32  # with fewer in either half of the blocks nothing is skipped
+TRIED = 128  # sets
+TOGETHER = 8  # sets in a batch
+FINALISTS = 4  # of the best
+MOST_SKIPPED = 0.5  # of the sublayers
+POOL = 512  # sets that the Gaussian process chooses from
+NEAR = 4.0  # in how many sublayers two sets differ that are alike by 1 / e
+CONFIDENCE = 1.0  # standard deviations that count for a set of which little is known
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """N blocks of T tokens from the ends of B prompts. said: the target's most likely token after each. valid: False behind a prompt's end.
+    cache: the target's with all of the tokens, and the lengths before the first block."""
+
+    tokens: Int[Array, "N B T"]
+    said: Int[Array, "N B T"]
+    valid: Bool[Array, "N B T"]
+    cache: Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Bytes that are read in a round of gamma drafts. sublayers: by one draft step in each layer's attention, with its keys and values, and
+    in its MLP. others: by one draft step in what cannot be skipped. verification: by the target."""
+
+    sublayers: Float[np.ndarray, "L 2"]
+    others: int
+    verification: int
+    gamma: int
+
+    @classmethod
+    def of(cls, target: Llama, draft: SelfSpeculativeDraft, cache: CacheConfig, gamma: int, tokens: int) -> Self:
+        """For a row that holds so many tokens."""
+        model, c = draft.step.model, target.config
+        G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))
+        held = functools.partial(bytes_of_tokens, kv_heads=c.num_kv_heads, head_dim=c.head_dim, group_size=G)
+        of_weights = functools.partial(weight_bytes, most_item_bytes=ITEM_BYTES)
+        keys_values = [held(draft.reads(layer, quantized, tokens - quantized, G)) for layer in range(c.num_layers)]
+        everything = of_weights(model) + sum(keys_values)
+        without = lambda **skipped: of_weights(model) - of_weights(model, skipped=Skipped(**skipped))
+        sublayers = [(without(attention={i}) + held_by, without(mlp={i})) for i, held_by in enumerate(keys_values)]
+        of_target = of_weights(target) + c.num_layers * held(Reads(BOTH_PLANES.planes, quantized, tokens - quantized))
+        return cls(np.array(sublayers, float), everything - sum(map(sum, sublayers)), of_target, gamma)
+
+    def of_step(self, skip: Bool[np.ndarray, "L 2"]) -> float:
+        """Bytes of a draft step without these sublayers."""
+        return self.others + self.sublayers[~skip].sum()
+
+    def speed(self, skip: Bool[np.ndarray, "L 2"], agreement: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
+        """Tokens a byte, where each draft is accepted with this chance if those before it are."""
+        tokens = sum(agreement**i for i in range(self.gamma + 1))
+        return tokens / (self.gamma * self.of_step(skip) + self.verification)
+
+
+def layers_to_skip(target: Llama, prompts: Sequence[Sequence[int]], cache: CacheConfig, gamma: int, draft: SelfSpeculativeDraft) -> Skipped:
+    """What the steps of a draft may leave out. One line is logged, at INFO, with what was chosen and why.
+
+    prompts: token ids; the longest are walked. cache: the target's. draft: with nothing skipped. Keys and values count as in a context as
+    long as the one that is walked, at most `READ` tokens and what is walked: what longer ones would save was not tried.
+    """
+    layers = target.config.num_layers
+    passage = None if layers < 3 else passage_of(target, prompts, cache, gamma)
+    if passage is None:
+        log.info("draft skip auto: none, for %s", "there are too few layers" if layers < 3 else "the prompts are too short to choose by")
+        return NOTHING
+    tokens = int(passage.cache.lengths.total.max()) + passage.tokens.shape[0] * passage.tokens.shape[2]
+    search = _Search(draft.step, passage, Cost.of(target, draft, cache, gamma, tokens))
+    skipped, reason = search.found()
+    log.info(reason)
+    return skipped
+
+
+def passage_of(target: Llama, prompts: Sequence[Sequence[int]], cache: CacheConfig, gamma: int) -> Passage | None:
+    """The ends of the longest prompts; None if they are too short."""
+    T = gamma + 1
+    longest = sorted(prompts, key=len, reverse=True)[: max(1, min(ROWS, MAX_TOKENS // T))]
+    blocks = 2 * math.ceil(WALKED / (2 * T * len(longest)))
+    texts = [list(text[-READ - blocks * T :]) for text in longest if len(text) > T]
+    if not texts:
+        return None
+    before = [max(1, len(text) - blocks * T) for text in texts]
+    ends = np.zeros((len(texts), blocks * T), np.int32)
+    for row, text, start in zip(ends, texts, before):
+        row[: len(text) - start] = text[start:]
+    valid = np.arange(blocks * T) < np.array([[len(text) - start] for text, start in zip(texts, before)])
+    of_blocks = lambda x: np.swapaxes(x.reshape(len(texts), blocks, T), 0, 1)
+    if min(of_blocks(valid)[half::2].sum() for half in (0, 1)) < LEAST:
+        return None
+    tokens, n = padded([text[:start] for text, start in zip(texts, before)])
+    sizes = dict(batch=len(texts), capacity=tokens.shape[1], num_speculative_tokens=blocks * T, dtype=target.dtype)
+    args = ViewedModel(target, BOTH_PLANES), tokens, n, cache.empty(target.config, **sizes), jnp.asarray(of_blocks(ends))
+    said, filled = SAID.compile(*args)[0](*args)
+    return Passage(args[-1], said, jnp.asarray(of_blocks(valid)), filled)
+
+
+def _said(target: ViewedModel, tokens: Array, n: Array, empty: Cache, blocks: Int[Array, "N B T"]) -> tuple[Array, Cache]:
+    """The target's most likely tokens after each of the blocks', and its cache with them all, at the lengths before the first."""
+    _, cache = prefill(target.model, tokens, n, empty)
+    before = cache.lengths
+
+    def block(cache, tokens):
+        logits, cache = target(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32), cache)
+        return cache, logits.argmax(-1)
+
+    cache, said = lax.scan(block, cache, blocks)
+    return said, cache.rollback(before)
+
+
+def _hits(step: ViewedModel, passage: Passage, blocks: Int[Array, "M"], keep: Bool[Array, "C L 2"]) -> Int[Array, "C M"]:
+    """How many of the target's tokens in each of these blocks the model finds which keeps these sublayers."""
+    T = passage.tokens.shape[2]
+
+    def of_block(keep, index):
+        tokens, lengths = passage.tokens[index], longer(passage.cache.lengths, index * T)
+        positions = lengths.total[:, None] + jnp.arange(T, dtype=jnp.int32)
+        logits, _ = GatedModel(step.model, step.view, keep)(tokens, positions, passage.cache.rollback(lengths))
+        return ((logits.argmax(-1) == passage.said[index]) & passage.valid[index]).sum()
+
+    return lax.map(lambda keep: lax.map(functools.partial(of_block, keep), blocks), keep)
+
+
+SAID, HITS = Compiled(_said), Compiled(_hits)
+
+
+class _Search:
+    """One search. A set is an array [L, 2] of the sublayers that are skipped; as a key it is that array's bytes."""
+
+    def __init__(self, step: ViewedModel, passage: Passage, cost: Cost):
+        self.step, self.passage, self.cost = step, passage, cost
+        self.shape = cost.sublayers.shape
+        may = np.ones(self.shape, bool)
+        may[[0, -1]] = False  # as in SWIFT: without the first or the last layer little is right
+        self.may = np.flatnonzero(may)
+        self.most = max(1, int(MOST_SKIPPED * len(self.may)))
+        self.rng = np.random.default_rng(0)
+        self.scores: dict[bytes, float] = {}  # the logarithm of the speed
+        blocks = np.arange(len(passage.tokens), dtype=np.int32)
+        self.searched, self.held_out = blocks[::2], blocks[1::2]
+        self.valid = np.asarray(passage.valid).sum((1, 2))
+
+    def found(self) -> tuple[Skipped, str]:
+        """The sublayers to skip, and a line about them."""
+        nothing = np.zeros(self.shape, bool)
+        batch = [nothing, *(self._at_random() for _ in range(TOGETHER - 1))]
+        while batch and len(self.scores) < TRIED:
+            for skip, hits in zip(batch, self._hits(batch, self.searched)):
+                self.scores[skip.tobytes()] = math.log(self.cost.speed(skip, hits.sum() / self.valid[self.searched].sum()))
+            batch = self._next()
+        best = sorted(self.scores, key=self.scores.get, reverse=True)[:FINALISTS]
+        finalists = [nothing, *(self._array(key) for key in best if key != nothing.tobytes())]
+        hits, valid = self._hits(finalists, self.held_out), self.valid[self.held_out]
+        gains = [self._gain(skip, own, hits[0], valid) for skip, own in zip(finalists, hits)]
+        i = int(np.argmax(gains))
+        agreed, speeds = [own.sum() / valid.sum() for own in hits], []
+        speeds = [self.cost.speed(skip, share) for skip, share in zip(finalists, agreed)]
+        skipped = Skipped(*(frozenset(np.flatnonzero(kind).tolist()) for kind in finalists[i].T))
+        reason = (
+            f"draft skip auto: {skipped}, of {len(self.scores)} sets tried; the whole draft finds {agreed[0]:.0%} of the target's tokens"
+        )
+        if i:
+            share = self.cost.of_step(finalists[i]) / self.cost.of_step(nothing)
+            faster = f"{speeds[i] / speeds[0]:.2f} times as fast"
+            reason += f", this one {agreed[i]:.0%} with {share:.0%} of the bytes, and is {faster} by bytes"
+        return skipped, reason
+
+    def _gain(self, skip: np.ndarray, hits: np.ndarray, of_nothing: np.ndarray, valid: np.ndarray) -> float:
+        """By how much a set is faster than skipping nothing, as the difference of logarithms, less its standard error.
+
+        The error is the jackknife's over blocks, of both together, for what one set misses the other often misses too.
+        """
+        if not skip.any():
+            return 0.0
+        nothing = np.zeros(self.shape, bool)
+
+        def difference(kept: np.ndarray) -> float:
+            share = lambda hits: hits[kept].sum() / valid[kept].sum()
+            return math.log(self.cost.speed(skip, share(hits)) / self.cost.speed(nothing, share(of_nothing)))
+
+        there = np.flatnonzero(valid)
+        without = [difference(there[there != block]) for block in there]
+        error = math.sqrt((len(there) - 1) * np.var(without))
+        return difference(there) - error
+
+    def _hits(self, sets: Sequence[np.ndarray], blocks: np.ndarray) -> list[np.ndarray]:
+        """How many of the target's tokens in each of these blocks the model finds without each of these sets."""
+        filled = [*sets, *[sets[0]] * (-len(sets) % TOGETHER)]  # so that there is one program
+        found: list[np.ndarray] = []
+        for first in range(0, len(filled), TOGETHER):
+            args = self.step, self.passage, jnp.asarray(blocks), jnp.asarray(~np.array(filled[first : first + TOGETHER]))
+            found += list(np.asarray(HITS.compile(*args)[0](*args)))
+        return found[: len(sets)]
+
+    def _at_random(self) -> np.ndarray:
+        skip = np.zeros(self.shape, bool)
+        skip.flat[self.rng.choice(self.may, self.rng.integers(1, self.most + 1), replace=False)] = True
+        return skip
+
+    def _next(self) -> list[np.ndarray]:
+        """The sets to try next, none of which has been: half of them at random, the others promising."""
+        new: dict[bytes, np.ndarray] = {}
+        for skip in (self._at_random() for _ in range(POOL)):
+            if len(new) == TOGETHER // 2:
+                break
+            if skip.tobytes() not in self.scores:
+                new[skip.tobytes()] = skip
+        pool = [self._at_random() for _ in range(POOL // 2)]
+        best = sorted(self.scores, key=self.scores.get, reverse=True)[:FINALISTS]
+        pool += [self._changed(self._array(best[self.rng.integers(len(best))])) for _ in range(POOL // 2)]
+        known = self.scores.keys() | new.keys()
+        pool = list({skip.tobytes(): skip for skip in pool if skip.tobytes() not in known}.values())
+        if pool:
+            of_scores = np.array([self._array(key).ravel() for key in self.scores]), np.array(list(self.scores.values()))
+            promise = promises(*of_scores, np.array([skip.ravel() for skip in pool]))
+            for at in np.argsort(-promise)[: TOGETHER - len(new)]:
+                new[pool[at].tobytes()] = pool[at]
+        return list(new.values())
+
+    def _changed(self, skip: np.ndarray) -> np.ndarray:
+        """The set with a sublayer or two more or fewer; the set itself where that would be too many."""
+        changed = skip.copy()
+        changed.flat[self.rng.choice(self.may, self.rng.integers(1, min(3, len(self.may) + 1)), replace=False)] ^= True
+        return changed if changed.sum() <= self.most else skip
+
+    def _array(self, key: bytes) -> np.ndarray:
+        return np.frombuffer(key, bool).reshape(self.shape)
+
+
+def promises(tried: Bool[np.ndarray, "N F"], scores: Float[np.ndarray, "N"], pool: Bool[np.ndarray, "P F"]) -> Float[np.ndarray, "P"]:
+    """The upper confidence bound of each set of a pool: a Gaussian process's mean, and its standard deviation times `CONFIDENCE`.
+
+    Two sets are alike by exp(-d / `NEAR`), where d is in how many sublayers they differ.
+    """
+    alike = lambda a, b: np.exp(-(a[:, None] != b[None]).sum(-1) / NEAR)
+    mean, deviation = scores.mean(), scores.std() or 1.0
+    inverse = np.linalg.inv(alike(tried, tried) + 0.1 * np.eye(len(tried)))  # 0.1: what is measured is uncertain
+    near = alike(pool, tried)
+    known = np.einsum("pn,nm,pm->p", near, inverse, near)
+    return mean + deviation * (near @ inverse @ ((scores - mean) / deviation) + CONFIDENCE * np.sqrt(np.maximum(1 - known, 0)))
