@@ -24,13 +24,13 @@ from runs import random_model
 from convert.to_orbax import convert
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.cli.batch import of_checkpoint
+from qspec_jax.cli.batch import TOLD, of_checkpoint
 from qspec_jax.decoding import batch
 from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.jsonl import Journal, read_lines
+from qspec_jax.decoding.jsonl import DEPENDS_ON, Journal, read_lines
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -38,6 +38,7 @@ from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
+RUN = dict.fromkeys(DEPENDS_ON, "a hash")
 
 
 @pytest.fixture(scope="module")
@@ -460,11 +461,13 @@ BAD = {
     "[" * 10**5: "not JSON",
     "3": "should be a JSON object",
     '{"prompt": "x", "n": 3}': "unknown key 'n'",
+    '{"prompt": "x", "prompt": "y"}': "'prompt' stands there twice",
+    '{"token_ids": [' + "9" * 5000 + "]}": "a number has too many digits",
     '{"max_new_tokens": 3}': "has none",
     '{"prompt": "x", "token_ids": [1]}': "has prompt and token_ids",
     '{"prompt": ""}': "is empty",
     '{"prompt": 3}': "prompt should be a text",
-    '{"token_ids": [1, true]}': "list of numbers",
+    '{"token_ids": [1, true]}': "list of whole numbers",
     '{"token_ids": [4096]}': "outside the vocabulary",
     '{"token_ids": [1], "max_new_tokens": 1000}': "positions",
     '{"token_ids": [1], "max_new_tokens": 0}': "at least 1",
@@ -549,7 +552,9 @@ def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
         [result["line"] for result in results] == list(range(1, len(BAD) + 3)) and "token_ids" in results[0] and "token_ids" in results[-1]
     )
     for number, (result, named) in enumerate(zip(results[1:-1], BAD.values()), start=2):
-        assert named in result["error"] and f"{source}, line {number}: {result['error']}" in caplog.messages
+        assert named in result["error"]
+        assert (f"{source}, line {number}: {result['error']}" in caplog.messages) == (number < 2 + TOLD)
+    assert f"{source}: {len(BAD) - TOLD} more lines are wrong; OUTPUT says why" in caplog.messages
 
 
 def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
@@ -580,7 +585,7 @@ def test_standard_input_is_read_once(run, fails, directory, tmp_path, monkeypatc
     assert code == 130 and f"qspec: interrupted; the same command, with the same input, goes on from {out}.partial\n" in err
     monkeypatch.undo()
     piped(content.replace(b"2", b"3"))
-    fails(command(directory, "-", out), "is of other prompts")
+    fails(command(directory, "-", out), "is of a run with other prompts; --overwrite drops the 1 lines that are done there")
     piped(content)
     code, said, _ = run(*command(directory, "-", out))
     assert code == 0 and json.loads(said)["done_before"] == 1
@@ -655,18 +660,18 @@ def test_sigterm_ends_a_batch_in_order(directory, tmp_path):
 
 def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
     results = [{"line": i, "text": "é" * i} for i in (2, 1, 3)]
-    journal = Journal(tmp_path / "whole", "run", overwrite=False)
+    journal = Journal(tmp_path / "whole", RUN, overwrite=False)
     for result in results:
         journal.add(result)
     content = journal.path.read_bytes()
     with pytest.raises(InputError, match="another process"):
-        Journal(tmp_path / "whole", "run", overwrite=False)
+        Journal(tmp_path / "whole", RUN, overwrite=False)
     journal.finish()
     whole = (tmp_path / "whole").read_bytes()
     assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3] and not journal.path.exists()
     for cut in range(len(content) + 1):
         (tmp_path / "out.partial").write_bytes(content[:cut])
-        again = Journal(tmp_path / "out", "run", overwrite=False)
+        again = Journal(tmp_path / "out", RUN, overwrite=False)
         for result in results:
             if result["line"] not in again.done:
                 again.add(result)
@@ -674,20 +679,20 @@ def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
         assert (tmp_path / "out").read_bytes() == whole
         (tmp_path / "out").unlink()
     (tmp_path / "out.partial").write_bytes(content)
-    with pytest.raises(InputError, match="is of other prompts, settings or another model"):
-        Journal(tmp_path / "out", "another", overwrite=False)
+    with pytest.raises(InputError, match="is of a run with other settings; --overwrite drops the "):
+        Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=False)
     assert (tmp_path / "out.partial").read_bytes() == content
     (tmp_path / "mine.partial").write_text("years\n")
     with pytest.raises(InputError, match="not what a run has left"):
-        Journal(tmp_path / "mine", "run", overwrite=True)
+        Journal(tmp_path / "mine", RUN, overwrite=True)
     assert (tmp_path / "mine.partial").read_text() == "years\n"
-    another = Journal(tmp_path / "out", "another", overwrite=True)
+    another = Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=True)
     assert another.done == {}
     another.finish()
 
 
 def _write_in_a_process(output: Path) -> None:
-    journal = Journal(output, "run", overwrite=False)
+    journal = Journal(output, RUN, overwrite=False)
     for i in range(60):
         if i not in journal.done:
             time.sleep(0.02)

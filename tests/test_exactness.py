@@ -444,7 +444,7 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     [
         ([], "at least one prompt"),
         ([[]], "prompt 0 is empty"),
-        ([[1], [2, 64]], "prompt 1 has a token id outside the vocabulary of 64"),
+        ([[1], [2, 64]], "prompt 1 has token id 64 in place 1, outside the vocabulary of 64"),
         ([[-1]], "outside the vocabulary"),
         (["text"], "tokenizer"),
         ("text", "list"),

@@ -15,8 +15,10 @@ from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch
 from qspec_jax.cli.batch import of_checkpoint
-from qspec_jax.decoding.jsonl import Journal
+from qspec_jax.decoding.jsonl import DEPENDS_ON, Journal
 from qspec_jax.errors import InputError
+
+RUN = dict.fromkeys(DEPENDS_ON, "a hash")
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +39,7 @@ def test_what_is_no_journal_stays_as_it_is(kind, tmp_path):
     make[kind]()
     for overwrite in (False, True):
         with pytest.raises(InputError, match=r"out\.partial: not what a run has left, so --overwrite does not touch it; move it away"):
-            Journal(tmp_path / "out", "run", overwrite=overwrite)
+            Journal(tmp_path / "out", RUN, overwrite=overwrite)
     assert names(tmp_path) == ["other", "out.partial"] and other.read_text() == ""
 
 
@@ -45,7 +47,7 @@ def test_what_is_no_journal_stays_as_it_is(kind, tmp_path):
 def test_a_device_in_the_journal_s_place(tmp_path):
     os.mknod(tmp_path / "out.partial", 0o020600, os.makedev(1, 3))  # as /dev/null
     with pytest.raises(InputError, match="not what a run has left"):
-        Journal(tmp_path / "out", "run", overwrite=True)
+        Journal(tmp_path / "out", RUN, overwrite=True)
 
 
 @pytest.mark.parametrize("journal_stays", [False, True])
@@ -62,7 +64,7 @@ def test_an_output_that_came_before_the_journal_was_locked(journal_stays, tmp_pa
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(InputError, match="out: exists already; --overwrite replaces it"):
-        Journal(out, "run", overwrite=False)
+        Journal(out, RUN, overwrite=False)
     assert names(tmp_path) == ["out"] and out.read_text() == "theirs"
 
 
@@ -75,10 +77,10 @@ def test_a_journal_that_another_process_removes_is_made_anew(tmp_path, monkeypat
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    journal = Journal(tmp_path / "out", "run", overwrite=False)
+    journal = Journal(tmp_path / "out", RUN, overwrite=False)
     assert path.read_bytes().count(b"\n") == 1
     with pytest.raises(InputError, match="another process"):
-        Journal(tmp_path / "out", "run", overwrite=False)
+        Journal(tmp_path / "out", RUN, overwrite=False)
     journal.add({"line": 1})
     journal.finish()
     assert names(tmp_path) == ["out"]
@@ -88,7 +90,7 @@ def test_a_journal_that_another_process_removes_is_made_anew(tmp_path, monkeypat
 def test_a_device_that_cannot_be_opened_is_refused_before_the_work(tmp_path):
     os.mknod(tmp_path / "device", 0o020600, os.makedev(250, 7))
     with pytest.raises(InputError, match=r"device: cannot be written \(No such device or address\)"):
-        Journal(tmp_path / "device", "run", overwrite=False)
+        Journal(tmp_path / "device", RUN, overwrite=False)
 
 
 def test_a_pipe_is_open_from_the_beginning(tmp_path):
@@ -103,7 +105,7 @@ def test_a_pipe_is_open_from_the_beginning(tmp_path):
 
     reader = threading.Thread(target=reads, daemon=True)
     reader.start()
-    journal = Journal(fifo, "run", overwrite=False)
+    journal = Journal(fifo, RUN, overwrite=False)
     assert opened.wait(60)
     journal.add({"line": 2})
     journal.add({"line": 1})
@@ -116,26 +118,26 @@ def test_a_pipe_is_open_from_the_beginning(tmp_path):
 def test_names_that_leave_no_room_for_another(tmp_path):
     """The longest name that a journal has room for is written; a longer one is refused before any work."""
     for length in (240, 247):
-        journal = Journal(tmp_path / ("a" * length), "run", overwrite=False)
+        journal = Journal(tmp_path / ("a" * length), RUN, overwrite=False)
         journal.add({"line": 1})
         journal.finish()
         assert (tmp_path / ("a" * length)).read_text() == '{"line": 1}\n'
     before = names(tmp_path)
     for length in (248, 255, 256, 300):
         with pytest.raises(InputError, match=r"cannot be written \(File name too long"):
-            Journal(tmp_path / ("a" * length), "run", overwrite=False)
+            Journal(tmp_path / ("a" * length), RUN, overwrite=False)
     assert names(tmp_path) == before
 
 
 def test_a_journal_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "out.partial").write_text("[" * 100_000 + "\n")
     with pytest.raises(InputError, match="not what a run has left"):
-        Journal(tmp_path / "out", "run", overwrite=False)
+        Journal(tmp_path / "out", RUN, overwrite=False)
 
 
 def test_standard_output_by_its_short_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    journal = Journal(Path("-"), "run", overwrite=False)
+    journal = Journal(Path("-"), RUN, overwrite=False)
     journal.add({"line": 1})
     journal.finish()
     assert capsys.readouterr().out == '{"line": 1}\n' and names(tmp_path) == []
@@ -202,5 +204,5 @@ def test_a_full_disk_while_the_first_line_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Journal, "_write", full)
     with pytest.raises(InputError, match=r"out\.partial: cannot be written \(No space left on device\)"):
-        Journal(tmp_path / "out", "run", overwrite=False)
+        Journal(tmp_path / "out", RUN, overwrite=False)
     assert names(tmp_path) == []

@@ -292,11 +292,11 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     # Another device has other costs, so that other drafts may be made.
     on_h200("a100")
     code, _, err = command(*named)
-    assert code == 2 and "is of other prompts, settings or another model" in err
+    assert code == 2 and "is of a run with other settings; " in err
     on_h200("h200")
     monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: choice.Choice("quantspec", 1, "because"))
     code, _, err = command("--draft", "auto", "--adaptive")
-    assert code == 2 and "is of other prompts, settings or another model" in err
+    assert code == 2 and "is of a run with other settings; " in err
     # The choice is by all lines, also those that are done.
     monkeypatch.undo()
     asked = []

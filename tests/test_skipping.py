@@ -84,6 +84,10 @@ def test_a_step_reads_no_bytes_of_what_is_skipped(model, draft):
         ("sparse:skip=-1", "skip '-1' should be none, auto, or layers such as"),
         ("sparse:skip=(1,4a)", "skip names layer 4; the model has the layers 0 to 3"),
         ("quantspec:skip=(0,1,2,3)", "should leave something of the model's 4 layers"),
+        ("quantspec:skip=(1,2a,1m)", "names layer 1 twice"),
+        ("quantspec:skip=1\u0663", "should be none, auto, or layers"),
+        ("quantspec:skip=99999", "skip names layer 99999; the model has"),
+        ("quantspec:skip=0m,sensitive_layers=1", "leaves out layer 0, which sensitive_layers=1 keeps"),
     ],
 )
 def test_what_is_refused(model, text, words):
@@ -134,7 +138,7 @@ def test_nothing_is_skipped_where_prompts_or_layers_are_too_few(float64, caplog,
     with caplog.at_level("INFO"):
         assert not chosen(six, make_draft("quantspec:skip=auto", six), [9, 20, 13]).skipped
         assert not chosen(few, make_draft("quantspec:skip=auto", few)).skipped
-    assert "the prompts are too short to choose by" in caplog.text and "there are too few layers" in caplog.text
+    assert "the prompts are too short to choose by" in caplog.text and "there is no other" in caplog.text
     assert make_draft("quantspec", model).chosen() == ()
 
 

@@ -19,7 +19,7 @@ from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load,
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hash
+from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hashes
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
@@ -32,6 +32,7 @@ from qspec_jax.models.llama import Llama
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 1 << 20
+TOLD = 20  # wrong lines that are told, each by itself
 
 
 class OnError(enum.StrEnum):
@@ -69,6 +70,8 @@ def batch(
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
     rows_at_once = _rows(batch_size)
+    if as_json and output == STANDARD:
+        raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if is_same_file(source, output):
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
@@ -100,20 +103,18 @@ def batch(
     lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     costs = [each.draft_cost for each in configs] if config.adaptive else None
-    of_run = (
-        json.dumps(settings, sort_keys=True),
-        network.config,
-        stored is None,
-        process.version_of("qspec-jax"),
-        costs,
-        draft and draft.chosen(),
-    )
+    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, costs, draft and draft.chosen())
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
-    run = run_hash(content, repr(of_run).encode(), *(part for parts in checkpoints.values() for part in parts))
+    of_files = [part for parts in checkpoints.values() for part in parts]
+    version = [process.version_of("qspec-jax").encode()]
+    run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
     journal = Journal(output, run, overwrite=overwrite)
-    for line in wrong:
+    for line in wrong[:TOLD]:
         log.warning("%s, line %d: %s", name, line.number, line.error)
+    if len(wrong) > TOLD:
+        log.warning("%s: %d more lines are wrong; OUTPUT says why", name, len(wrong) - TOLD)
+    for line in wrong:
         if line.number not in journal.done:
             journal.add({"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error})
     if found := len(journal.done) - len(wrong):
@@ -134,7 +135,8 @@ def batch(
         busy = stats.rates["busy_slots"]
         places = "" if busy is None else f"; {busy:.1%} of places busy"
         where = "standard output" if output == STANDARD else output
-        print(f"{where}: {stats.prompts} prompts, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+        skipped = f", {len(wrong)} lines wrong" if wrong else ""
+        print(f"{where}: {stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
 
 
 def _rows(text: str) -> int | None:

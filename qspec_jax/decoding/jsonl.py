@@ -8,7 +8,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -117,9 +117,16 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
     name = None
     try:
         try:
-            said = json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            raise InputError("empty" if not raw.strip() else f"not JSON ({error})") from None
+            said = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once_each)
+        except UnicodeDecodeError as error:
+            raise InputError(f"not in UTF-8 (its byte {error.start + 1})") from None
+        except json.JSONDecodeError as error:
+            raise InputError("empty" if not raw.strip() else f"not JSON ({error.msg}, character {error.pos + 1})") from None
+        except RecursionError:
+            raise InputError("not JSON that can be read (brackets within brackets, too many)") from None
+        except ValueError as error:  # of the functions given, and of a whole number with thousands of digits
+            said = "a number has too many digits" if "int_max_str_digits" in str(error) else error
+            raise InputError(f"not JSON that can be read ({said})") from None
         if not isinstance(said, dict):
             raise InputError("should be a JSON object")
         name = said.get("id")
@@ -136,6 +143,13 @@ def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationCo
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if again := [key for i, key in enumerate(keys) if key in keys[:i]]:
+        raise ValueError(f"{again[0]!r} stands there twice")
+    return dict(pairs)
 
 
 def _finite(digits: str) -> float:
@@ -155,7 +169,7 @@ def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
         return encoded(tokenizer, prompt)
     if given == ["token_ids"]:
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise InputError("token_ids should be a list of numbers")
+            raise InputError("token_ids should be a list of whole numbers")
         return prompt
     if not tokenizer.chat_template:
         raise InputError("messages need a tokenizer with a chat template; give prompt or token_ids")
@@ -183,9 +197,9 @@ class Journal:
     and it is opened here, so that one that cannot be written is refused before the work.
     """
 
-    def __init__(self, output: Path, run: str, *, overwrite: bool):
-        """run: a hash of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to another
-        run; unless overwrite says that it may go."""
+    def __init__(self, output: Path, run: dict[str, str], *, overwrite: bool):
+        """run: `run_hashes` of all that results depend on. Raises InputError where the output exists, or is being made, or belongs to
+        another run; unless overwrite says that it may go."""
         self.output, self.path, self.done, self._file = output, None, {}, None
         self._result = contextlib.ExitStack()  # what the output is opened in, where no new file takes its place
         if not is_replaced(output):
@@ -237,7 +251,7 @@ class Journal:
     def _foreign(self) -> InputError:
         return InputError(f"{self.path}: not what a run has left, so --overwrite does not touch it; move it away")
 
-    def _read(self, run: str, overwrite: bool) -> dict[int, dict]:
+    def _read(self, run: dict[str, str], overwrite: bool) -> dict[int, dict]:
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         whole = sum(len(line) + 1 for line in lines[:-1])  # a last line that was cut short is written again
@@ -248,10 +262,7 @@ class Journal:
             raise self._foreign() from None
         if header is not None and header != {"run": run}:
             if not overwrite:
-                raise InputError(
-                    f"{self.path}: is of other prompts, settings or another model, or the model's files were copied or touched since; "
-                    "remove it, or give --overwrite"
-                )
+                raise InputError(f"{self.path}: {_difference(header, run)}; --overwrite drops the {len(done):,} lines that are done there")
             whole, done, header = 0, {}, None
         self._file.truncate(whole)
         if header is None:
@@ -305,9 +316,29 @@ def as_line(line: Line, result: Result) -> dict:
     return {"line": line.number} | own | of_result
 
 
-def run_hash(*parts: bytes) -> str:
-    """The hash of all that the results of a run depend on."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
+# What the results of a run depend on, and how a message calls what is not as it was.
+DEPENDS_ON = {
+    "prompts": "other prompts",
+    "settings": "other settings",
+    "checkpoint": "another checkpoint, or one whose files were copied or touched since",
+    "version": "another version of this program",
+}
+
+
+def run_hashes(**parts: Sequence[bytes]) -> dict[str, str]:
+    """A hash of each of the `DEPENDS_ON`."""
+    found = {}
+    for name in DEPENDS_ON:
+        whole = hashlib.sha256()
+        for part in parts[name]:
+            whole.update(len(part).to_bytes(8, "little") + part)
+        found[name] = whole.hexdigest()
+    return found
+
+
+def _difference(header: Any, run: dict[str, str]) -> str:
+    """What a journal's run had otherwise."""
+    before = header.get("run") if isinstance(header, dict) else None
+    if not isinstance(before, dict):  # as earlier versions wrote it
+        before = {}
+    return f"is of a run with {' and '.join(text for name, text in DEPENDS_ON.items() if before.get(name) != run.get(name))}"

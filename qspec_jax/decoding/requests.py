@@ -55,7 +55,8 @@ def checked_prompts(
         if not row:
             raise InputError(f"prompt {i} is empty; it should have at least one token")
         if min(row) < 0 or max(row) >= model.config.vocab_size:
-            raise InputError(f"prompt {i} has a token id outside the vocabulary of {model.config.vocab_size}")
+            at = next(at for at, token in enumerate(row) if not 0 <= token < model.config.vocab_size)
+            raise InputError(f"prompt {i} has token id {row[at]} in place {at}, outside the vocabulary of {model.config.vocab_size}")
         rows.append(row)
     _check_lengths(model, rows, config)
     _check_ids(model, config)

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Self
 
@@ -106,12 +107,13 @@ def layers_to_skip(target: Llama, prompts: Sequence[Sequence[int]], cache: Cache
     layers = target.config.num_layers
     passage = None if layers < 3 else passage_of(target, prompts, cache, gamma)
     if passage is None:
-        log.info("draft skip auto: none, for %s", "there are too few layers" if layers < 3 else "the prompts are too short to choose by")
+        short = f"the prompts are too short to choose by: their ends should have {2 * LEAST} tokens or more"
+        log.info("draft skip auto: none, for %s", "the first and the last layer stay, and there is no other" if layers < 3 else short)
         return NOTHING
     tokens = int(passage.cache.lengths.total.max()) + passage.tokens.shape[0] * passage.tokens.shape[2]
-    search = _Search(draft.step, passage, Cost.of(target, draft, cache, gamma, tokens))
+    search, began = _Search(draft.step, passage, Cost.of(target, draft, cache, gamma, tokens)), time.perf_counter()
     skipped, reason = search.found()
-    log.info(reason)
+    log.info("%s (in %.1f s)", reason, time.perf_counter() - began)
     return skipped
 
 

@@ -33,13 +33,16 @@ class Skipped:
             return UNCHOSEN
         inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
         items = [] if text == "none" else inside.split(",")
-        found = [re.fullmatch(r"(\d{1,4})([am]?)", item.strip()) for item in items]
+        found = [re.fullmatch(r"([0-9]{1,9})([am]?)", item.strip()) for item in items]
         if None in found:
             raise InputError(
                 f"draft skip {text!r} should be none, auto, or layers such as (3,5a,6m): all of 3, the attention of 5, the MLP of 6"
             )
-        of = lambda kinds: frozenset(int(match[1]) for match in found if match[2] in kinds)
-        return cls(of(("", "a")), of(("", "m")))
+        named = [(int(match[1]), part) for match in found for part in match[2] or "am"]
+        if again := [number for i, (number, part) in enumerate(named) if (number, part) in named[:i]]:
+            raise InputError(f"draft skip {text!r} names layer {again[0]} twice")
+        of = lambda part: frozenset(number for number, named_part in named if named_part == part)
+        return cls(of("a"), of("m"))
 
     def __str__(self) -> str:
         """As `parse` reads it."""
