@@ -1,13 +1,29 @@
 PYTHON ?= python3
+NEWEST ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo test test-fast lint clean
+.PHONY: demo test test-fast test-newest package docs lint clean
 
 demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
 
-test: .venv/installed-test lint  ## Everything that CI runs.
+test: .venv/installed-test lint docs package  ## Everything but test-newest, which CI runs too.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
+
+# What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
+NEWEST_TESTS := $(addprefix tests/test_,attention.py batch.py checkpoint.py convert.py decode.py dispatch.py exactness.py flush.py 	launch.py model.py pages.py processors.py sampling.py simulated_kernels.py skipping.py weights.py)
+
+test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
+	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)
+
+docs: .venv/installed-test  ## The site, in docs/_build; a warning is an error.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
+package: .venv/installed-test  ## sdist and wheel, checked, and the wheel tried outside the repository.
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/try_wheel.py dist
 
 test-fast: .venv/installed-test  ## Without the tests that take most of the time: under 5 minutes.
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
@@ -27,5 +43,10 @@ lint: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,train]"
 	@touch $@
 
+.venv-newest/installed: pyproject.toml
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e ".[test,train]"
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-newest build dist docs/_build *.egg-info

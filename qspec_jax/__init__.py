@@ -4,6 +4,16 @@ What is public, and each submodule, is imported when it is first asked for: impo
 needs.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what `_MODULES` says, for those who read types
+    from qspec_jax.caches.registry import CacheConfig
+    from qspec_jax.checkpoints.loading import load
+    from qspec_jax.decoding.config import GenerationConfig
+    from qspec_jax.decoding.generate import Generation, Piece, Stats, Stream, generate, stream
+    from qspec_jax.errors import InputError
+    from qspec_jax.models.config import LlamaConfig
+
 _MODULES = {
     "qspec_jax.caches.registry": ("CacheConfig",),
     "qspec_jax.checkpoints.loading": ("load",),
@@ -12,7 +22,19 @@ _MODULES = {
     "qspec_jax.errors": ("InputError",),
     "qspec_jax.models.config": ("LlamaConfig",),
 }
-__all__ = sorted(name for names in _MODULES.values() for name in names)
+__all__ = [
+    "CacheConfig",
+    "Generation",
+    "GenerationConfig",
+    "InputError",
+    "LlamaConfig",
+    "Piece",
+    "Stats",
+    "Stream",
+    "generate",
+    "load",
+    "stream",
+]
 
 
 def __getattr__(name: str):

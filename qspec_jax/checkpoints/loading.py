@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def _begins_with_mark(path: Path) -> bool:
         return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
-def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None):
+def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> tuple[Llama, Any]:
     """The model and the tokenizer of a checkpoint directory, see `load_model`. Raises InputError."""
     return load_model(directory, dtype=dtype, mesh=mesh), load_tokenizer(directory)
 

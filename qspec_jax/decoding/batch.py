@@ -125,7 +125,7 @@ def run_batch(
     *,
     batch_size: int | None = 8,
     draft: Draft | None = None,
-    tokenizer=None,
+    tokenizer: Any = None,
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
     view: View = BOTH_PLANES,

@@ -89,7 +89,7 @@ def generate(
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
-    tokenizer=None,
+    tokenizer: Any = None,
     draft: Draft | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     rounds_per_update: int = 1,
@@ -145,7 +145,7 @@ def stream(
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
-    tokenizer=None,
+    tokenizer: Any = None,
     draft: Draft | None = None,
     rounds_per_piece: int = 1,
 ) -> Stream:
