@@ -16,7 +16,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == ["convert", "paper", "quality", "quickstart"]
+    assert [path.stem for path in NOTEBOOKS] == ["convert", "paper", "quality", "quickstart", "research"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """The command `qspec generate`."""
 
+import contextlib
 import dataclasses
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +36,7 @@ from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ def generate_command(
     dtype: DtypeOption = None,
     calibrate: Calibrate = False,
     sensitive_layers: SensitiveLayers = 0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a trace of the run to this folder, for ui.perfetto.dev and XProf.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes; one prompt only.")] = False,
     output: Output = None,
     as_json: Json = False,
@@ -86,7 +91,7 @@ def generate_command(
             log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
         made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
-        with diagnosis.explained_memory(network.config, config, max(map(len, tokens)), rows=len(tokens)):
+        with diagnosis.explained_memory(network.config, config, max(map(len, tokens)), rows=len(tokens)), profiled(profile):
             draft = make_draft(settings, network, **made) if config.speculative else None
             if stream:
                 out = _print_stream(
@@ -102,6 +107,24 @@ def generate_command(
     if not as_json:
         ran = config.draft if config.num_speculative_tokens else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
+
+
+@contextlib.contextmanager
+def profiled(folder: Path | None) -> Iterator[None]:
+    """Writes what JAX does within to a folder, and says where. Raises InputError where that is no folder that can be written to."""
+    if folder is None:
+        yield
+        return
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--profile {folder}: should be a folder")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # of every call in Python there would be more than a viewer shows
+    with jax.profiler.trace(str(folder), create_perfetto_trace=True, profiler_options=options):
+        yield
+    newest = max(folder.rglob("perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    log.warning("the trace is in %s; open it at ui.perfetto.dev", newest)
 
 
 def generate_with_progress(

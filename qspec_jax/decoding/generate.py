@@ -247,13 +247,15 @@ class _Run:
             if self.config.stop:
                 state = self.engine.stop(state, ended)
             began = time.perf_counter()
-            state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_look))
+            with jax.profiler.TraceAnnotation("rounds"):
+                state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_look))
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
         self.engine.compile_prefill(self.prompts, self.sampler, self.keys, self.limits)
         began = time.perf_counter()
-        state = jax.block_until_ready(self.engine.prefill(self.prompts, self.sampler, self.keys, self.limits))
+        with jax.profiler.TraceAnnotation("prefill"):
+            state = jax.block_until_ready(self.engine.prefill(self.prompts, self.sampler, self.keys, self.limits))
         return state, time.perf_counter() - began
 
     def _look(self, state: DecodeState) -> list[tuple[list[int], str]]:
