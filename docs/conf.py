@@ -1,20 +1,31 @@
-"""Sphinx: the pages of this folder, and the API reference from the docstrings. `make docs` builds it."""
+"""Sphinx: the pages of this folder, the notebooks as they were last run, and the API from the docstrings. `make docs` builds it."""
+
+import shutil
+from pathlib import Path
 
 from qspec_jax.cli.process import version_of
+
+HERE = Path(__file__).parent
 
 project = "qspec-jax"
 copyright = "the authors of qspec-jax"
 version = release = version_of("qspec-jax")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"qspec-jax {version}"
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+nb_execution_mode = "off"  # tests run them
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
-nitpicky = False
 # What a docstring writes as a page would, such as *args or [B, T], is no markup there.
 suppress_warnings = ["docutils"]
+
+# Sphinx reads nothing beside its folder. As they are; links to pages lose the way through docs/.
+shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+(HERE / "notebooks").mkdir()
+for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+    (HERE / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
