@@ -5,8 +5,10 @@ import dataclasses
 import importlib
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -142,6 +144,28 @@ def test_options_in_the_text_exist(page):
         words = shlex.split(code)
         assert words[0] in all_options(COMMAND), code
         check_drafts(words)
+
+
+TABLES = re.findall(r"^([\w-]+)\) #", (ROOT / "notebooks" / "paper" / "measure.sh").read_text(), re.M)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_papers_commands_parse(table, tmp_path):
+    """Those of notebooks/paper/measure.sh, with a Python that only notes what it is asked."""
+    python, asked = tmp_path / "python3", tmp_path / "asked"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nprintf "%s\\n" "$@" "--end" >> {asked}\n')
+    python.chmod(0o755)
+    command = ["bash", "notebooks/paper/measure.sh", table, str(tmp_path), EMBEDDED]
+    subprocess.run(command, cwd=ROOT, check=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    calls = asked.read_text().split("\n--end\n")[:-1]
+    assert calls
+    for call in calls:
+        module, *arguments = call.split("\n")[1:]
+        command, rest = leaf(arguments)
+        assert module == "qspec_jax.cli" and not hasattr(command, "commands")
+        command.make_context(" ".join(arguments), list(rest))
+        check_drafts(rest)
+    assert len(TABLES) == 6
 
 
 def test_targets_of_make_exist():

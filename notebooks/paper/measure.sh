@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Measures what notebooks/paper.ipynb draws from, on one GPU of 80 GB or more: bash notebooks/paper/measure.sh TABLE OUT [MODEL]
+#
+# TABLE is one of the names below, OUT a folder for the JSON. Rates of acceptance are simulated where --simulate is said, at the paper's own:
+# 0.9234 of the middle's drafts and 0.4649 of the small model's, TriForce's table 2 at temperature 0. MODEL is a trained checkpoint with the
+# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN` makes one in 10 minutes.
+set -euo pipefail
+table=$1 out=$2 model=${3:-}
+here=$(dirname "$0")
+qspec() { python3 -m qspec_jax.cli "$@"; }
+small=$out/jf68m
+[ -e "$small/model.safetensors" ] || python3 "$here/small_model.py" "$small" 32000
+rates="--simulate-acceptance 0.9234 --simulate-inner-acceptance 0.4649"
+
+batch() { # ROWS CONTEXT BUDGET: a row of TriForce's table 4
+    qspec bench decode --arch llama-2-7b --context "$2" --batch-size "$1" --gamma 6 --max-new-tokens 256 $rates \
+        --draft "triforce:model=$small,middle=(retrieval:budget=$3)" --draft "triforce:model=$small,middle=(sparse:budget=0.03)" \
+        --json --output "$out/triforce-$1x$2.json"
+}
+
+case $table in
+triforce-122k) # TriForce, table 2
+    qspec bench decode --arch llama-2-7b --context 122880 --gamma 6 --max-new-tokens 256 $rates --draft "triforce:model=$small" \
+        --draft "triforce:model=$small,middle=(sparse:budget=0.03)" --draft retrieval --json --output "$out/triforce-1x122880.json"
+    ;;
+triforce-batches) # TriForce, table 4
+    batch 2 57344 1024
+    batch 6 19456 768
+    batch 10 12288 768
+    ;;
+triforce-real) # TriForce's variants on a trained pair; the embedded model is the small one
+    first=qspec_jax/demo/model
+    qspec bench end-to-end --model "$model" --context 65536 --temperature 0 --temperature 1 --gamma 6 --max-new-tokens 256 --texts 2 \
+        --draft "triforce:model=$first" --draft "triforce:model=$first,middle=(retrieval:weight_bits=4)" --draft retrieval \
+        --draft "triforce:model=$first,middle=(streaming-llm:budget=4096)" --draft "small-model:model=$first,reads=window,sinks=16,window=1008" \
+        --draft "triforce:model=$first,middle=(sparse:budget=0.06)" --draft sparse:budget=0.06 --draft quantspec \
+        --json --output "$out/triforce-real.json"
+    ;;
+triforce-ablations) # TriForce, figure 6: acceptance by budget and by chunk
+    budgets=() chunks=()
+    for budget in 512 1024 2048 4096 8192; do budgets+=(--draft "retrieval:budget=$budget,weight_bits=16"); done
+    for chunk in 1 2 4 16 32; do chunks+=(--draft "retrieval:chunk=$chunk,weight_bits=16"); done
+    qspec eval acceptance --model "$model" --joined --texts 4 --context 65536 --max-new-tokens 256 --gamma 6 --mode teacher-forced \
+        --no-calibrate "${budgets[@]}" "${chunks[@]}" --json > "$out/triforce-ablations.json"
+    ;;
+quantspec-table3) # QuantSpec, table 3: its baselines read a quarter of the context in bfloat16
+    qspec bench end-to-end --model "$model" --context 16384 --context 65536 --temperature 0 --gamma 2 --gamma 4 --gamma 6 --texts 2 \
+        --max-new-tokens 256 --draft streaming-llm:budget=0.25,weight_bits=16 --draft snapkv:budget=0.25,weight_bits=16 --draft quantspec \
+        --draft sparse:budget=0.06 --json --output "$out/quantspec-table3.json"
+    ;;
+quantspec-shapes) # the same for large shapes, at the paper's rates
+    for shape in llama-2-7b llama-2-13b llama-3.1-8b; do
+        qspec bench decode --arch "$shape" --context 32768 --gamma 6 --max-new-tokens 640 --simulate-acceptance 0.92 --draft quantspec \
+            --draft sparse:budget=0.03 --json --output "$out/quantspec-$shape.json"
+    done
+    ;;
+*)
+    echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes" >&2
+    exit 2
+    ;;
+esac
