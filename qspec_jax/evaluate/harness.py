@@ -233,7 +233,7 @@ class QspecLM(TemplateLM):
             stop_token_ids=tuple((self.tokenizer.convert_tokens_to_ids(text),) for text in special),
             **sampling,
         )
-        tokens = self.tok_encode(context)[-(self.max_length - new) :]
+        tokens = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id]
         return Request(tokens, config, jax.random.fold_in(jax.random.key(self.seed), index))
 
 
