@@ -16,12 +16,12 @@ NEWEST_TESTS := $(addprefix tests/test_,attention.py batch.py checkpoint.py conv
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)
 
-docs: .venv/installed-test  ## The site, in docs/_build; a warning is an error.
+docs: .venv/installed-test  ## The site, in docs/_build/html; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 package: .venv/installed-test  ## sdist and wheel, checked, and the wheel tried outside the repository.
 	rm -rf dist build
-	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/try_wheel.py dist
 

@@ -686,6 +686,9 @@ def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
     with pytest.raises(InputError, match="not what a run has left"):
         Journal(tmp_path / "mine", RUN, overwrite=True)
     assert (tmp_path / "mine.partial").read_text() == "years\n"
+    (tmp_path / "old.partial").write_text('{"run": "abc"}\n')
+    with pytest.raises(InputError, match="is of another run, by another version of this program"):
+        Journal(tmp_path / "old", RUN, overwrite=False)
     another = Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=True)
     assert another.done == {}
     another.finish()

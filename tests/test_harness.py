@@ -100,12 +100,19 @@ def test_windows_and_generation(loaded):
     with pytest.raises(InputError, match=r"a continuation of \d+ tokens is longer than max_length, 64"):
         lm.loglikelihood([asked("x", text)])
     requests = [asked(text, {"until": ["\n\n"], "max_gen_toks": 8}), asked("import ", {"until": [], "do_sample": True, "temperature": 1.0})]
-    requests.append(asked("for i in", {"until": ["<|endoftext|>", ":"], "top_k": 3}))
+    requests.append(asked("for i in", {"until": ("<|endoftext|>", ":"), "top_k": -1}))
     found = lm.generate_until(requests)
     assert "\n\n" not in found[0] and ":" not in found[2] and len(found[1]) > 4
     alone = of(loaded, cache="full", max_length=64, max_gen_toks=8, batch_size=1).generate_until(requests)
     assert found == alone
     assert found[1] != of(loaded, cache="full", max_length=64, max_gen_toks=8, seed=1).generate_until(requests)[1]
+    # The tokenizer's EOS, and special tokens that it names nowhere, end a row as well.
+    ended = of(loaded, cache="full", max_length=64, max_gen_toks=8)
+    ended.tokenizer = load_tokenizer(demo.MODEL)
+    line, ids = ended.tok_encode("\n", add_special_tokens=False), tuple(ended.tok_encode("b\n", add_special_tokens=False))
+    ended.tokenizer.eos_token = ended.tokenizer.convert_ids_to_tokens(line[0])
+    ended._special["b"] = ids[0]
+    assert ended._request(0, "x", {"until": ["b\n"]}).config.stop_token_ids == (ids, tuple(line))
     upper = of(loaded, cache="int4", max_gen_toks=8)
     assert upper.config.draft == "none" and len(upper.generate_until(requests)) == 3
     with pytest.raises(InputError, match="max_gen_toks 64 should be less than max_length, 64"):
@@ -137,6 +144,8 @@ def test_templates(loaded):
         ({"batch_size": "auto"}, "batch_size auto should be a whole number, at least 1"),
         ({"max_length": 9000}, "max_length 9000 should be from 2 to 8191"),
         ({"draft": "quantspec:budget=1"}, "'budget=1' should be one of"),
+        ({"draft": "auto"}, "draft auto chooses for one run of prompts"),
+        ({"draft": "small-model:model=/nowhere"}, "/nowhere"),
     ],
 )
 def test_settings_that_are_refused(loaded, settings, words):
@@ -148,16 +157,18 @@ def test_settings_that_are_refused(loaded, settings, words):
 def test_command(run, fails, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    out = tmp_path / "report.json"
-    code, _, err = run("eval", "harness", "qspec_last", "--include-path", TASKS, "--limit", 4, "--json", "--output", out)
+    code, said, err = run("eval", "harness", "qspec_last", "--include-path", TASKS, "--limit", 4, "--json")
     assert code == 0 and err == ""
-    report = json.loads(out.read_text())
+    report = json.loads(said)
     assert [(row["task"], row["metric"]) for row in report["results"]] == [("qspec_last", "perplexity"), ("qspec_last", "acc")]
     assert report["cache"] == "int8" and report["draft"] == "quantspec" and report["results"][1]["samples"] == 4
     for arguments, *words in (
         (["qspec_none"], "task 'qspec_none' is neither among the "),
         (["qspec_last", "--include-path", tmp_path / "none"], "no directory with tasks"),
         (["qspec_last", "--metadata", "[1]"], "--metadata '[1]' should be a JSON object"),
+        (["qspec_last", "--limit", "0"], "limit 0 should be more than 0"),
+        (["qspec_last", "--num-fewshot", "50", "--include-path", TASKS], "lm_eval cannot do qspec_last so (ValueError: "),
+        (["qspec_needle", "--include-path", TASKS], "lm_eval cannot do qspec_needle so (KeyError: 'max_seq_lengths'"),
         (["hellaswag"], "the data of hellaswag cannot be read"),
         (["niah_single_1"], "niah_single_1 cannot be read", "pip install"),
     ):

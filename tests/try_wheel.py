@@ -27,8 +27,10 @@ assert len(out.token_ids[0]) == 4
 
 def tracked() -> set[str]:
     """The files of the packages, as git has them."""
-    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    return set(listed)
+    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        sys.exit(f"what the packages should hold is asked of git, in a checkout: {listed.stderr.strip()}")
+    return set(listed.stdout.split())
 
 
 def main(folder: Path) -> None:
@@ -47,7 +49,12 @@ def main(folder: Path) -> None:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(site)]
         subprocess.run([*install, str(wheel)], check=True)
         environment = os.environ | {"PYTHONPATH": str(site)}
-        run = lambda *arguments: subprocess.run([sys.executable, *arguments], cwd=scratch, env=environment, check=True, capture_output=True)
+
+        def run(*arguments: str) -> None:
+            done = subprocess.run([sys.executable, *arguments], cwd=scratch, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"outside the repository it fails: {done.stderr}")
+
         run("-c", CODE.format(site=str(site)))
         run("-m", "qspec_jax.cli", "--version")
     print(f"{wheel.name} and {sdist.name}: whole; the wheel works outside the repository")

@@ -70,14 +70,16 @@ def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Ll
 
 
 def _check_fits(directory: Path, config: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None) -> None:
-    """Raises InputError where the weights take more than all memory of the device that they are to lie on."""
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    room = (device.memory_stats() or {}).get("bytes_limit")  # which a CPU does not say
-    needed = sum(map(math.prod, weight_shapes(config).values())) * dtype.itemsize / (1 if mesh is None else mesh.size)
+    """Raises InputError where the weights take more than all memory of a device that they are to lie on, one of this process."""
+    own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
+    room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # which a CPU does not say
+    held = lambda shape: shape if mesh is None else converted.weight_sharding(shape, mesh).shard_shape(shape)
+    needed = sum(math.prod(held(shape)) for shape in weight_shapes(config).values()) * dtype.itemsize
     if room is not None and needed > room:
+        share = "" if mesh is None else " a device"
         raise InputError(
-            f"{directory}: its weights take {needed / 1e9:.1f} GB in {dtype.name}, {(needed - room) / 1e9:.1f} GB more than the "
-            f"{room / 1e9:.1f} GB that JAX may take of {device.device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16"
+            f"{directory}: its weights take {needed / 1e9:.1f} GB{share} in {dtype.name}, {(needed - room) / 1e9:.1f} GB more than the "
+            f"{room / 1e9:.1f} GB that JAX may take of {own[0].device_kind}; up to {room / 2e9:.1f} billion parameters fit in bfloat16"
         )
 
 

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = stop.code
     except Exception as error:
         of_jax = type(error).__name__ == "JaxRuntimeError"  # which may not be imported yet
-        if of_jax and any(sign in str(error) for sign in OUT_OF_MEMORY):
+        if of_jax and any(sign in str(error) for sign in OUT_OF_MEMORY) and "hared memory" not in str(error):
             code = _fail("the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits")
         elif of_jax and "CUDA_ERROR" in str(error):
             code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)

@@ -103,10 +103,10 @@ def batch(
     lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     costs = [each.draft_cost for each in configs] if config.adaptive else None
-    of_run = (json.dumps(settings, sort_keys=True), network.config, stored is None, costs, draft and draft.chosen())
+    of_run = (json.dumps(settings, sort_keys=True), costs, draft and draft.chosen())
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
-    of_files = [part for parts in checkpoints.values() for part in parts]
+    of_files = [repr((network.config, stored is None)).encode(), *(part for parts in checkpoints.values() for part in parts)]
     version = [process.version_of("qspec-jax").encode()]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
     journal = Journal(output, run, overwrite=overwrite)
@@ -121,7 +121,8 @@ def batch(
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
     try:
-        with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=rows_at_once or 1):
+        longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
+        with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
             stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, quiet=as_json)
         journal.finish()
     except KeyboardInterrupt:

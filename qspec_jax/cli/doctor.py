@@ -46,7 +46,7 @@ def doctor(
     fit = None if room is None else diagnosis.fit(config, settings, context, room=room)
     if fit and fit.short:
         found.append(diagnosis.does_not_fit(config, settings, context, rows=1))
-    chosen = diagnosis.kernels(config, settings, context) if not (fit and fit.short) else []
+    chosen = diagnosis.kernels(config, settings, context)
     report = {
         "versions": {"qspec-jax": process.version_of("qspec-jax")} | this_run()["versions"],
         "driver": diagnosis.driver_version(),
@@ -75,7 +75,9 @@ def _print(report: dict[str, Any], fit: diagnosis.Fit | None) -> None:
     machine.add_row("devices", ", ".join(devices))
     machine.add_row("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "platform"))
     machine.add_row("model", f"{report['model']}, a prompt of {report['context']:,} tokens")
-    machine.add_row("memory", "this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit")
+    machine.add_row(
+        "memory", "not known, as this device does not say how much it has" if fit is None else f"{fit}; at most {fit.longest:,} tokens fit"
+    )
     console.print(machine)
     kernels = Table("kernel", "runs in", "not in", box=None, header_style="bold", padding=(0, 3, 0, 0))
     for choice in report["kernels"]:

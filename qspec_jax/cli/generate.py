@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +43,7 @@ from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 2.0  # of somebody who may not know that standard input is read
 # Rounds between two looks at the decode loop, where they only move a progress bar.
 ROUNDS_PER_UPDATE = 16
 
@@ -78,7 +81,12 @@ def generate_command(
     config = dataclasses.replace(config, cache=cache and cache.value)
     prompts = [*(prompt or []), *read_texts("--prompt-file", prompt_file or [])]
     if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
-        prompts = list(filter(None, [read_text(STANDARD)]))
+        waits = threading.Timer(PATIENCE_S, lambda: print("qspec: reads a prompt from standard input, to its end", file=sys.stderr))
+        waits.start()
+        try:
+            prompts = list(filter(None, [read_text(STANDARD)]))
+        finally:
+            waits.cancel()
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
@@ -119,6 +127,7 @@ def profiled(folder: Path | None) -> Iterator[None]:
         raise InputError(f"--profile {folder}: should be a folder")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # or it would fail when all is done
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # of every call in Python there would be more than a viewer shows
     with jax.profiler.trace(str(folder), create_perfetto_trace=True, profiler_options=options):

@@ -76,8 +76,10 @@ def memory_bytes() -> int | None:
 
 
 def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int) -> list[dispatch.Choice]:
-    """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt; no weight is there. In a
-    process of its own: what was traced before is not traced again, and asks for nothing."""
+    """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt, found out without weights.
+
+    Call it in a fresh process: what was traced there before is not traced again, so that its kernels would be missing.
+    """
     model, settings = outline(config), dataclasses.replace(settings, draft=settings.draft.replace("skip=auto", "skip=none"))
     draft = make_draft(settings.draft, model, int4=lambda: outline(config, int4=True)) if settings.speculative else None
     engine = Engine.for_configs(model, draft, [settings], prompt_tokens=prompt_tokens)
@@ -131,7 +133,8 @@ def explained_memory(config: LlamaConfig, settings: GenerationConfig, prompt_tok
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not any(sign in str(error) for sign in OUT_OF_MEMORY):
+        # A kernel may ask for more shared memory than there is, which no shorter prompt helps.
+        if not any(sign in str(error) for sign in OUT_OF_MEMORY) or "hared memory" in str(error):
             raise
         raise InputError(does_not_fit(config, settings, prompt_tokens, rows=rows)) from None
 
@@ -139,12 +142,12 @@ def explained_memory(config: LlamaConfig, settings: GenerationConfig, prompt_tok
 def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int) -> str:
     """A line for where memory has run out: what was asked for, by how much that is too much, and what would fit."""
     device, room = jax.devices()[0].device_kind, memory_bytes()
-    many = "a prompt" if rows == 1 else f"{rows} prompts"
+    many, fewer = ("a prompt", "") if rows == 1 else (f"{rows} prompts", ", or fewer at a time")
     asked = f"{many} of {prompt_tokens:,} tokens and {settings.max_new_tokens:,} new ones"
     if room is None:
-        return f"{asked}: the memory of {device} is too small; give a shorter prompt, or fewer at a time"
+        return f"{asked}: the memory of {device} is too small; give a shorter prompt{fewer}"
     found = fit(config, settings, prompt_tokens, rows=rows, room=room)
     if not found.short:  # what others hold, or what the arithmetic leaves out
-        return f"{asked}: the memory of {device} is full; by arithmetic they take {found}; give a shorter prompt, or fewer at a time"
+        return f"{asked}: the memory of {device} is full; by arithmetic they take {found}; give a shorter prompt{fewer}"
     fits = f"at most {found.longest:,} tokens a prompt fit" if found.longest else "the model leaves no room for a prompt"
-    return f"{asked} take {found}, {found.short / 1e9:.1f} GB more than {device} has: {fits}, or fewer at a time"
+    return f"{asked} take {found}, {found.short / 1e9:.1f} GB more than {device} has: {fits}{fewer}"

@@ -146,10 +146,12 @@ def _no_constant(name: str) -> None:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if again := [key for i, key in enumerate(keys) if key in keys[:i]]:
-        raise ValueError(f"{again[0]!r} stands there twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} stands there twice")
+        found[key] = value
+    return found
 
 
 def _finite(digits: str) -> float:
@@ -339,6 +341,6 @@ def run_hashes(**parts: Sequence[bytes]) -> dict[str, str]:
 def _difference(header: Any, run: dict[str, str]) -> str:
     """What a journal's run had otherwise."""
     before = header.get("run") if isinstance(header, dict) else None
-    if not isinstance(before, dict):  # as earlier versions wrote it
-        before = {}
-    return f"is of a run with {' and '.join(text for name, text in DEPENDS_ON.items() if before.get(name) != run.get(name))}"
+    if not isinstance(before, dict) or before.keys() != run.keys():
+        return "is of another run, by another version of this program"
+    return f"is of a run with {' and '.join(text for name, text in DEPENDS_ON.items() if before[name] != run[name])}"

@@ -14,7 +14,9 @@ import logging
 import math
 import os
 import sys
+import traceback
 import unittest.mock
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,13 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.draft import checkpoints_of
+from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import CACHE_VIEWS, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
@@ -87,10 +91,12 @@ class QspecLM(TemplateLM):
         super().__init__()
         if cache not in CACHE_VIEWS:
             raise InputError(f"cache {cache!r} should be {', '.join(CACHE_VIEWS)}")
+        if draft == AUTO:
+            raise InputError(f"draft {AUTO} chooses for one run of prompts; name a draft for the tasks of a harness")
         if not (str(batch_size).isdecimal() and int(batch_size) > 0):
             raise InputError(f"batch_size {batch_size} should be a whole number, at least 1")
-        if device not in (None, jax.default_backend()):
-            log.warning("device %s is left out of account: JAX chose %s; JAX_PLATFORMS says otherwise", device, jax.default_backend())
+        if (device or "").partition(":")[0].replace("cuda", "gpu") not in ("", jax.default_backend()):
+            log.warning("device %s is ignored: JAX chose %s; JAX_PLATFORMS says otherwise", device, jax.default_backend())
         self.directory, self.read = str(pretrained), cache
         self.model = load_model(pretrained, dtype=dtype) if model is None else model
         self.tokenizer = load_tokenizer(pretrained) if tokenizer is None else tokenizer
@@ -107,7 +113,12 @@ class QspecLM(TemplateLM):
             cache=CACHE_VIEWS[cache][0],
             num_speculative_tokens=gamma,
         )
+        for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
+            config_and_dtype(checkpoint)  # which may be refused, before hours of work
         self._draft = None
+        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        self._special = {token.content: id for id, token in special if token.special}
+        self._special |= {text: self.tokenizer.convert_tokens_to_ids(text) for text in self.tokenizer.all_special_tokens}
 
     # Tokens and templates -----------------------------------------------------------------------------------------------
 
@@ -145,51 +156,70 @@ class QspecLM(TemplateLM):
     # Scores -------------------------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
-        pairs = [self._window(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        found = self._scored(pairs, quiet=disable_tqdm)
+        pairs, keys = [self._window(tuple(context), tuple(continuation)) for _, context, continuation in requests], defaultdict(list)
         for (key, *_), pair in zip(requests, pairs):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, found[pair])
+            keys[pair].append(key)
+        found: dict[Pair, tuple[float, bool]] = {}
+        for pair, answer in self._scored(pairs, quiet=disable_tqdm):
+            found[pair] = answer
+            for key in keys[pair]:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
         return [found[pair] for pair in pairs]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        windows_of, sums = [], []
+        windows_of = []
         for request in requests:
             tokens = self.tok_encode(request.args[0])
             windows = utils.get_rolling_token_windows(tokens, self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
             windows_of.append([tuple(map(tuple, utils.make_disjoint_window(window))) for window in windows])
-        found = self._scored([pair for windows in windows_of for pair in windows], quiet=disable_tqdm)
-        for request, windows in zip(requests, windows_of):
-            sums.append(math.fsum(found[pair][0] for pair in windows))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
-        return sums
+        waiting, found = defaultdict(set), {}
+        left = [set(windows) for windows in windows_of]
+        for i, windows in enumerate(left):
+            for pair in windows:
+                waiting[pair].add(i)
+        sums = {i: 0.0 for i, windows in enumerate(left) if not windows}
+        for pair, answer in self._scored([pair for windows in windows_of for pair in windows], quiet=disable_tqdm):
+            found[pair] = answer[0]
+            for i in waiting[pair]:
+                left[i].discard(pair)
+                if not left[i]:
+                    sums[i] = math.fsum(found[window] for window in windows_of[i])
+                    self.cache_hook.add_partial("loglikelihood_rolling", requests[i].args, sums[i])
+        return [sums[i] for i in range(len(requests))]
 
     def _window(self, context: tuple[int, ...], continuation: tuple[int, ...]) -> Pair:
         """The end of a context, as much as there is room for."""
         room = self.max_length + 1 - len(continuation)
         if room < 1:
             raise InputError(f"a continuation of {len(continuation)} tokens is longer than max_length, {self.max_length}")
-        return context[-room:], continuation
+        return self._cut(context, room), continuation
 
-    def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> dict[Pair, tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is what greedy decoding gives; of each different pair once."""
-        view, found = cache_view(self.read), {pair: (0.0, True) for pair in pairs if not pair[1]}
+    def _cut(self, context: Sequence[int], room: int) -> Sequence[int]:
+        if len(context) > room:
+            _tell_once(f"contexts that are longer than max_length, {self.max_length} tokens, lose their beginning")
+        return context[-room:]
+
+    def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> Iterator[tuple[Pair, tuple[float, bool]]]:
+        """Each different pair as it comes, with its continuation's log-likelihood, and whether that is what greedy decoding gives."""
+        view = cache_view(self.read)
+        yield from ((pair, (0.0, True)) for pair in dict.fromkeys(pairs) if not pair[1])
         waiting = {pair: None for pair in pairs if pair[1]}
         hidden = True if quiet else None if self.progress is None else not self.progress
         with tqdm(total=len(waiting), desc="log-likelihoods", leave=False, disable=hidden) as bar:
             for batch in batches_of(waiting, self.batch_size):
-                found |= zip(batch, self._scores_of(batch, view))
+                yield from zip(batch, self._scores_of(batch, view))
                 bar.update(len(batch))
-        return found
 
     def _scores_of(self, batch: Sequence[Pair], view: CacheView) -> list[tuple[float, bool]]:
         contexts = list(dict.fromkeys(context for context, _ in batch))
-        # In few sizes, so that there are few programs: what fills a batch up is the shortest of work.
+        longest = max(len(tokens) for _, tokens in batch)
+        # Rows, contexts and room come in few sizes, so that there are few programs. A row without work has a token to score.
+        settings = dict(room=WIDTH << math.ceil(math.log2(max(1, longest / WIDTH))))
         rows = [*batch, *[(contexts[0], batch[0][1][:1])] * (self.batch_size - len(batch))]
-        prompt_of = [contexts.index(context) for context, _ in rows]
-        contexts += contexts[:1] * (min(self.batch_size, 1 << (len(contexts) - 1).bit_length()) - len(contexts))
-        room = WIDTH << math.ceil(math.log2(max(1, max(len(tokens) for _, tokens in batch) / WIDTH)))
-        scores = score(self.model, contexts, [continuation for _, continuation in rows], [view], prompt_of=prompt_of, room=room)
+        if len(contexts) < len(rows):
+            settings["prompt_of"] = [contexts.index(context) for context, _ in rows]
+            contexts += contexts[:1] * (min(self.batch_size, 1 << (len(contexts) - 1).bit_length()) - len(contexts))
+        scores = score(self.model, contexts, [tokens for _, tokens in rows], [view], **settings)
         return [
             (math.fsum(scores.logprobs[0, i, : len(tokens)].tolist()), bool(scores.likeliest[0, i, : len(tokens)].all()))
             for i, (_, tokens) in enumerate(batch)
@@ -216,24 +246,31 @@ class QspecLM(TemplateLM):
 
     def _request(self, index: int, context: str, settings: dict) -> Request:
         """What a task asks for: its settings are those of transformers, see `normalize_gen_kwargs`."""
-        wanted = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+        wanted = dict(normalize_gen_kwargs(settings | {"until": _as_list(settings.get("until"))}, self.max_gen_toks))
         until, new = wanted.pop("until"), wanted.pop("max_gen_toks")
         wanted.pop("do_sample", None)
         sampling = {name: kind(wanted.pop(name)) for name, kind in SAMPLING.items() if wanted.get(name) is not None}
+        if not sampling.get("temperature"):
+            sampling = {
+                name: value for name, value in sampling.items() if name == "repetition_penalty"
+            }  # greedy: the others filter nothing
+        sampling |= {"top_k": max(0, sampling["top_k"])} if "top_k" in sampling else {}  # -1 is off, elsewhere
         if wanted:
-            _tell_once(f"generation settings that are left out of account: {', '.join(sorted(wanted))}")
+            _tell_once(f"generation settings that are ignored: {', '.join(sorted(wanted))}")
         if new >= self.max_length:
             raise InputError(f"max_gen_toks {new} should be less than max_length, {self.max_length}")
-        # A special token never stands in a text.
-        special = [text for text in until if text in self.tokenizer.all_special_tokens]
+        # Special tokens never stand in a text; where a string has one, its tokens end the row. So does the tokenizer's EOS, always.
+        special = [text for text in until if any(name in text for name in self._special)]
+        stop_ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in special]
+        stop_ids += [] if self.eot_token_id is None else [(self.eot_token_id,)]
         config = dataclasses.replace(
             self.config,
             max_new_tokens=new,
-            stop=tuple(text for text in until if text and text not in special),
-            stop_token_ids=tuple((self.tokenizer.convert_tokens_to_ids(text),) for text in special),
+            stop=tuple(text for text in until if text not in special),
+            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
             **sampling,
         )
-        tokens = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id]
+        tokens = self._cut(self.tok_encode(context), self.max_length - new) or [self.prefix_token_id]
         return Request(tokens, config, jax.random.fold_in(jax.random.key(self.seed), index))
 
 
@@ -253,6 +290,11 @@ def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
                 batch = []
     if batch:
         yield batch
+
+
+def _as_list(until: Any) -> list[str]:
+    """The stop strings of a task, without empty ones."""
+    return list(filter(None, [until] if isinstance(until, str) else until or []))
 
 
 @functools.cache
@@ -302,6 +344,8 @@ def run(
 
     Raises InputError for a task that is not there, and where a task's data are not on this machine and cannot be fetched.
     """
+    if limit is not None and limit <= 0:
+        raise InputError(f"limit {limit:g} should be more than 0: the first so many of each task, or that share, if less than 1")
     for path in include_path:
         if not path.is_dir():
             raise InputError(f"{path}: no directory with tasks")
@@ -318,6 +362,10 @@ def run(
         raise InputError(f"the data of {', '.join(tasks)} cannot be read ({type(error).__name__}: {_first_line(error)})") from None
     except ImportError as error:  # of a package that a task's own code needs, which says what to install
         raise InputError(f"{', '.join(tasks)} cannot be read ({_first_line(error)})") from None
+    except (KeyError, ValueError, TypeError) as error:  # as its tasks say that they lack something, or have too few documents
+        if not _is_of_a_task(error):
+            raise
+        raise InputError(f"lm_eval cannot do {', '.join(tasks)} so ({type(error).__name__}: {_first_line(error)})") from None
     return HarnessReport(
         model=lm.directory,
         device=jax.devices()[0].device_kind,
@@ -331,13 +379,21 @@ def run(
 
 @contextlib.contextmanager
 def _quiet(progress: bool | None) -> Iterator[None]:
-    """Without the harness's bars where ours are not shown, and without forks for its bootstraps, which JAX's threads do not survive."""
+    """Without the harness's bars where ours are not shown, and without what it prints among results; and without forks for its bootstraps,
+    which JAX's threads do not survive."""
     shown = sys.stderr.isatty() if progress is None else progress
-    with (
-        unittest.mock.patch.dict(os.environ, WITHOUT_FORKS),
-        contextlib.nullcontext() if shown else contextlib.redirect_stderr(io.StringIO()),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.dict(os.environ, WITHOUT_FORKS))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr if shown else io.StringIO()))
+        if not shown:
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
+
+
+def _is_of_a_task(error: Exception) -> bool:
+    """Whether an error was raised by lm_eval's own code, or by a task's, and not below this module."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return not any(path == Path(__file__) for path in files[1:])
 
 
 def _first_line(error: Exception) -> str:
