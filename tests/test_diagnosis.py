@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -94,6 +95,16 @@ def test_doctor_says_what_to_do(monkeypatch, tmp_path, run, case):
     code, out, err = run("doctor", "--context", 64)
     assert code == 2 and err.strip().splitlines() == [f"qspec: error: {said[0]}"] and words in err
     assert re.search(r"^attention +Triton +Pallas Mosaic GPU: needs more", out, re.M)
+
+
+def test_a_jax_that_cannot_start_is_no_traceback(directory):
+    for command in (["doctor"], ["generate", "--model", directory, "--prompt", "x"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "qspec_jax.cli", *command], env=os.environ | {"JAX_PLATFORMS": "cuda"}, capture_output=True, text=True
+        )
+        assert done.returncode == 2 and done.stdout == "", done.stderr
+        assert "JAX cannot start with JAX_PLATFORMS=cuda" in done.stderr and "unset it to run on the CPU" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_doctor_lists_kernels(directory):

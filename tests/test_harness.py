@@ -155,6 +155,12 @@ def test_settings_that_are_refused(loaded, settings, words):
 
 @pytest.mark.slow
 def test_command(run, fails, tmp_path, monkeypatch):
+    broken, wrong = tmp_path / "broken", tmp_path / "wrong"
+    broken.mkdir()
+    wrong.mkdir()
+    (broken / "mine.yaml").write_text('task: mine\ndoc_to_text: "{{code\\}}"\n')
+    last = (TASKS / "qspec_last.yaml").read_text()
+    (wrong / "yours.yaml").write_text(last.replace("qspec_last", "yours").replace("{{code}}", "{{cod.e}}"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     code, said, err = run("eval", "harness", "qspec_last", "--include-path", TASKS, "--limit", 4, "--json")
@@ -163,7 +169,7 @@ def test_command(run, fails, tmp_path, monkeypatch):
     assert [(row["task"], row["metric"]) for row in report["results"]] == [("qspec_last", "perplexity"), ("qspec_last", "acc")]
     assert report["cache"] == "int8" and report["draft"] == "quantspec" and report["results"][1]["samples"] == 4
     for arguments, *words in (
-        (["qspec_none"], "task 'qspec_none' is neither among the "),
+        (["qspec_none"], "there is no task 'qspec_none', nor one like it, among the "),
         (["qspec_last", "--include-path", tmp_path / "none"], "no directory with tasks"),
         (["qspec_last", "--metadata", "[1]"], "--metadata '[1]' should be a JSON object"),
         (["qspec_last", "--limit", "0"], "limit 0 should be more than 0"),
@@ -171,6 +177,9 @@ def test_command(run, fails, tmp_path, monkeypatch):
         (["qspec_needle", "--include-path", TASKS], "lm_eval cannot do qspec_needle so (KeyError: 'max_seq_lengths'"),
         (["hellaswag"], "the data of hellaswag cannot be read"),
         (["niah_single_1"], "niah_single_1 cannot be read", "pip install"),
+        (["mine", "--include-path", broken], broken / "mine.yaml", "no task that lm_eval can read"),
+        (["yours", "--include-path", wrong], "lm_eval cannot do yours so (", "cod"),
+        (["mine", "--include-path", wrong], f"{wrong} has yours"),
     ):
         fails(["eval", "harness", *arguments], *words)
 

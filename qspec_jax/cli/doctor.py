@@ -34,6 +34,7 @@ def doctor(
     as_json: Json = False,
 ):
     """Devices, versions, and which kernels would run for a checkpoint here; exit code 2 with a line on what to do if something is wrong."""
+    diagnosis.check_backend()
     if arch is not None and model is not None:
         raise InputError("one of --arch and --model should be given")
     config = architecture(arch) if arch else config_and_dtype(model or demo.MODEL)[0]

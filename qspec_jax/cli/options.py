@@ -195,6 +195,7 @@ def load(directory: Path, dtype: str | None, *, quiet: bool):
     """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar."""
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    diagnosis.check_backend()
     for problem in diagnosis.problems():
         log.warning("%s", problem)
     network = loading.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)

@@ -28,6 +28,17 @@ INSTALL = 'pip install "qspec-jax[cuda13]"'
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
+def check_backend() -> None:
+    """Raises InputError where JAX cannot start at all, as with JAX_PLATFORMS=cuda and no CUDA, saying what to do."""
+    try:
+        jax.devices()
+    except Exception as error:  # of JAX, or of a plugin
+        driver, asked_for = driver_version(), jax.config.jax_platforms
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        remedy = f"unset it to run on the CPU{'; ' + INSTALL if driver else ''}"
+        raise InputError(f"JAX cannot start with JAX_PLATFORMS={asked_for} ({first}): {remedy}") from None
+
+
 def problems() -> list[str]:
     """What is wrong with this machine, a line each that says what to do; empty where there is no GPU, and where all is well with it."""
     driver = driver_version()

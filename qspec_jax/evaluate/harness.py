@@ -30,6 +30,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -146,7 +147,7 @@ class QspecLM(TemplateLM):
         settings = dict(add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt)
         template = lambda turns: self.tokenizer.apply_chat_template(turns, tokenize=False, **settings, **self.chat_template_args)
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.directory}: its tokenizer has no chat template; leave --apply-chat-template out")
+            raise InputError(f"{self.directory}: its tokenizer has no chat template; leave that option out")
         try:
             return template(chat_history)
         except jinja2.TemplateError:
@@ -349,23 +350,18 @@ def run(
     for path in include_path:
         if not path.is_dir():
             raise InputError(f"{path}: no directory with tasks")
-    manager = TaskManager(include_path=list(map(str, include_path)), metadata={"pretrained": lm.directory, **(metadata or {})})
+    with _mistakes_of_tasks(tasks), _quiet(lm.progress):
+        manager = TaskManager(include_path=list(map(str, include_path)), metadata={"pretrained": lm.directory, **(metadata or {})})
+        own = TaskManager(include_path=list(map(str, include_path)), include_defaults=False).all_tasks if include_path else []
     for task in tasks:
         if not manager.match_tasks([task]):
-            raise InputError(f"task {task!r} is neither among the {len(manager.all_tasks):,} of lm_eval nor in --include-path")
+            _check_yaml(include_path)
+            there = f"; {', '.join(map(str, include_path))} has {', '.join(own[:10]) or 'none'}" if include_path else ""
+            raise InputError(f"there is no task {task!r}, nor one like it, among the {len(manager.all_tasks):,} of lm_eval{there}")
     settings = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
     settings |= dict.fromkeys(("random_seed", "numpy_random_seed", "fewshot_random_seed"), seed) | {"torch_random_seed": None}
-    try:
-        with _quiet(lm.progress):
-            found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, log_samples=False, **settings)
-    except (OSError, DatasetsError) as error:  # such as data that are neither here nor within reach
-        raise InputError(f"the data of {', '.join(tasks)} cannot be read ({type(error).__name__}: {_first_line(error)})") from None
-    except ImportError as error:  # of a package that a task's own code needs, which says what to install
-        raise InputError(f"{', '.join(tasks)} cannot be read ({_first_line(error)})") from None
-    except (KeyError, ValueError, TypeError) as error:  # as its tasks say that they lack something, or have too few documents
-        if not _is_of_a_task(error):
-            raise
-        raise InputError(f"lm_eval cannot do {', '.join(tasks)} so ({type(error).__name__}: {_first_line(error)})") from None
+    with _mistakes_of_tasks(tasks), _quiet(lm.progress):
+        found = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, log_samples=False, **settings)
     return HarnessReport(
         model=lm.directory,
         device=jax.devices()[0].device_kind,
@@ -390,10 +386,33 @@ def _quiet(progress: bool | None) -> Iterator[None]:
         yield
 
 
-def _is_of_a_task(error: Exception) -> bool:
-    """Whether an error was raised by lm_eval's own code, or by a task's, and not below this module."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    return not any(path == Path(__file__) for path in files[1:])
+@contextlib.contextmanager
+def _mistakes_of_tasks(tasks: Sequence[str]) -> Iterator[None]:
+    """What lm_eval and a task's own code raise becomes an InputError, in one line; what this module raises goes on as it is."""
+    names = ", ".join(tasks)
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, DatasetsError) as error:  # such as data that are neither here nor within reach
+        raise InputError(f"the data of {names} cannot be read ({type(error).__name__}: {_first_line(error)})") from None
+    except ImportError as error:  # of a package that a task's own code needs, which says what to install
+        raise InputError(f"{names} cannot be read ({_first_line(error)})") from None
+    except Exception as error:
+        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        if files.count(Path(__file__)) > 2:  # here, in `run`, and below
+            raise
+        raise InputError(f"lm_eval cannot do {names} so ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def _check_yaml(folders: Sequence[Path]) -> None:
+    """Raises InputError for the first file with a task that cannot be read, which lm_eval passes over."""
+    for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:
+            what = " ".join(str(error).split())
+            raise InputError(f"{path}: no task that lm_eval can read ({type(error).__name__}: {what})") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -428,7 +447,10 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     os.environ |= WITHOUT_FORKS
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except InputError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
