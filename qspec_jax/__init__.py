@@ -4,8 +4,7 @@ What is public, and each submodule, is imported when it is first asked for: impo
 needs.
 """
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # of its own name type checkers know what is meant; `typing` has it too, and takes time to import
 if TYPE_CHECKING:  # what `_MODULES` says, for those who read types
     from qspec_jax.caches.registry import CacheConfig
     from qspec_jax.checkpoints.loading import load
