@@ -1,8 +1,10 @@
 """Sphinx: the pages of this folder, the notebooks as they were last run, and the API from the docstrings. `make docs` builds it."""
 
+import json
 import shutil
 from pathlib import Path
 
+from qspec_jax import demo
 from qspec_jax.cli.process import version_of
 
 HERE = Path(__file__).parent
@@ -29,3 +31,19 @@ shutil.rmtree(HERE / "notebooks", ignore_errors=True)
 for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
     text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
     (HERE / "notebooks" / notebook.name).write_text(text, encoding="utf-8")
+
+# The page of what GPUs gave, from the JSON that `qspec demo` shows too.
+measured = json.loads((demo.MODEL.parent / "measured.json").read_text(encoding="utf-8"))
+page = [
+    "# Measured on a GPU",
+    f"{measured['date']}, jax {measured['jax']}, batch 1: `{measured['command']}`. More, and how to read it: [results](../results.md).",
+    "| model | context | GPU | draft | drafts a round | accepted, given those before | ms a token | without drafts | speed-up |\n"
+    + "|---|---|---|---|---|---|---|---|---|\n"
+    + "\n".join(
+        f"| {row['model']} | {row['context']:,} | {row['device']} | `{row['draft']}` | {row['gamma']} "
+        f"| {row['conditional_rate']:.2f}, {'**simulated**' if row['simulated'] else 'real'} | {row['ms']:.2f} | {row['baseline_ms']:.2f} "
+        f"| {row['speedup']:.2f} |"
+        for row in measured["rows"]
+    ),
+]
+(HERE / "notebooks" / "measured.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
