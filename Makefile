@@ -11,7 +11,8 @@ test: .venv/installed-test lint docs package  ## Everything but test-newest, whi
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
-NEWEST_TESTS := $(addprefix tests/test_,attention.py batch.py checkpoint.py convert.py decode.py dispatch.py exactness.py flush.py 	launch.py model.py pages.py processors.py sampling.py simulated_kernels.py skipping.py weights.py)
+NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush jsonl launch \
+	model pages processors sampling simulated_kernels skipping weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)
@@ -49,4 +50,4 @@ lint: .venv/installed-test
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest build dist docs/_build *.egg-info
+	rm -rf .venv .venv-newest build dist docs/_build docs/notebooks *.egg-info

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake, and how messages show any other error."""
+"""The one exception for a user's mistake, how messages show any other error, and which errors are of a device's full memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,6 +30,13 @@ def named(error: BaseException) -> str:
     """The class of an error and the first line of its message, at most 200 characters in all: what a row of a table has room for."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {flat(lines[0])}"[:MOST_CHARACTERS]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory was too small, as JAX says it. A kernel that asks for more shared memory than there is does not count: no
+    shorter prompt helps it."""
+    text = str(error)
+    return any(sign in text for sign in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")) and "shared memory" not in text.lower()
 
 
 @contextlib.contextmanager

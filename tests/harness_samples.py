@@ -11,7 +11,7 @@ LENGTHS = (256, 512)
 
 
 def answers(model, model_args: dict | None, directory: str) -> dict[str, list]:
-    """Of each task, for each document in order: what was asked of the model, such as log-likelihoods and texts."""
+    """The model's answers by task, one entry for each document in order: log-likelihoods with greedy flags, or texts."""
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"pretrained": directory, "max_seq_lengths": LENGTHS})
     found = lm_eval.simple_evaluate(model, model_args, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0, torch_random_seed=None)
     ordered = lambda task: sorted(found["samples"][task], key=lambda sample: sample["doc_id"])

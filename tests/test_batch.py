@@ -1,36 +1,23 @@
-"""A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size, and however often it was killed."""
+"""A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size."""
 
 import dataclasses
 import gc
-import io
 import itertools
-import json
-import os
-import random
-import shutil
-import signal
-import sys
 import time
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
 import pytest
 from runs import random_model
 
-from convert.to_orbax import convert
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.cli.batch import TOLD, of_checkpoint
 from qspec_jax.decoding import batch
 from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.jsonl import DEPENDS_ON, Journal, read_lines
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -38,7 +25,6 @@ from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
-RUN = dict.fromkeys(DEPENDS_ON, "a hash")
 
 
 @pytest.fixture(scope="module")
@@ -445,289 +431,3 @@ def test_what_is_refused(model, draft):
     ):
         with pytest.raises(InputError, match=named):
             run_batch(model, requests, draft=draft, **settings)
-
-
-# Files -----------------------------------------------------------------------------------------------------------------
-
-GOOD = [
-    {"prompt": "def main():", "max_new_tokens": 9, "id": "first"},
-    {"token_ids": [5, 6, 7], "temperature": 0.8, "seed": 4},
-    {"prompt": "import", "stop": ["\n"], "max_new_tokens": 30, "id": 3},
-    {"token_ids": [1], "stop_token_ids": [[2, 3]], "temperature": 1.0, "top_k": 5, "top_p": 0.9},
-]
-BAD = {
-    "": "empty",
-    "{": "not JSON",
-    "[" * 10**5: "not JSON",
-    "3": "should be a JSON object",
-    '{"prompt": "x", "n": 3}': "unknown key 'n'",
-    '{"prompt": "x", "prompt": "y"}': "'prompt' stands there twice",
-    '{"token_ids": [' + "9" * 5000 + "]}": "a number has too many digits",
-    '{"max_new_tokens": 3}': "has none",
-    '{"prompt": "x", "token_ids": [1]}': "has prompt and token_ids",
-    '{"prompt": ""}': "is empty",
-    '{"prompt": 3}': "prompt should be a text",
-    '{"token_ids": [1, true]}': "list of whole numbers",
-    '{"token_ids": [4096]}': "outside the vocabulary",
-    '{"token_ids": [1], "max_new_tokens": 1000}': "positions",
-    '{"token_ids": [1], "max_new_tokens": 0}': "at least 1",
-    '{"token_ids": [1], "max_new_tokens": 2.5}': "whole number",
-    '{"token_ids": [1], "id": NaN}': "NaN is no number in JSON",
-    '{"token_ids": [1], "logit_bias": {"1": -Infinity}}': "-Infinity is no number in JSON",
-    '{"token_ids": [1], "id": 1e999}': "1e999 is too large a number",
-    '{"token_ids": [1], "temperature": -1}': "temperature",
-    '{"token_ids": [1], "temperature": "hot"}': "temperature should be a number",
-    '{"token_ids": [1], "seed": -1}': "seed",
-    '{"token_ids": [1], "stop": ""}': "stop",
-    '{"token_ids": [1], "stop": [3]}': "stop",
-    '{"token_ids": [1], "stop_token_ids": [3]}': "stop_token_ids",
-    '{"token_ids": [1], "stop_token_ids": [[4096]]}': "outside the vocabulary",
-    '{"token_ids": [1], "logit_bias": {"x": 1}}': "logit_bias",
-    '{"token_ids": [1], "logit_bias": {"' + "9" * 5000 + '": 1}}': "logit_bias",
-    '{"token_ids": [1], "temperature": 1' + "0" * 400 + "}": "too large",
-    '{"prompt": "\\ud800"}': "surrogate",
-    '{"token_ids": [1], "logit_bias": {"1": "much"}}': "logit_bias should be a number",
-    '{"token_ids": [1], "banned_token_ids": [-1]}': "outside the vocabulary",
-    '{"token_ids": [1], "min_p": 2}': "min_p",
-    '{"token_ids": [1], "repetition_penalty": 0}': "repetition_penalty",
-    '{"token_ids": [1], "min_new_tokens": 3, "max_new_tokens": 2}': "min_new_tokens",
-    '{"token_ids": [1], "output_logprobs": 1}': "output_logprobs",
-    '{"token_ids": [1], "top_logprobs": 5000}': "top_logprobs",
-    '{"messages": [{"role": "user", "content": "x"}]}': "chat template",
-}
-
-
-def command(directory, source, output, *more) -> list[str]:
-    flags = ["--model", directory, "--group-size", "8", "--max-new-tokens", "12", "--gamma", "3", "--ignore-eos", "--json"]
-    return ["batch", str(source), str(output), *map(str, flags), *map(str, more)]
-
-
-@pytest.mark.slow
-def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    # With a byte order mark, and blank lines at its end.
-    source.write_text("\ufeff" + "\n".join(map(json.dumps, GOOD)) + "\n\n \n")
-    code, said, _ = run(*command(directory, source, out))
-    report = json.loads(said)
-    assert code == 0 and (report["lines"], report["wrong"], report["prompts"]) == (4, 0, 4)
-    results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(result["line"], result.get("id")) for result in results] == [(1, "first"), (2, None), (3, 3), (4, None)]
-    assert [len(result["token_ids"]) for result in results[:2]] == [9, 12] and "\n" not in results[2]["text"]
-    config = dataclasses.replace(CONFIG, max_new_tokens=12)
-    requests = [line.request for line in read_lines(source.read_bytes(), model, tokenizer, config, 0)]
-    for result, expected in zip(results, outcome(run_batch(model, requests, tokenizer=tokenizer))):
-        expected = dataclasses.asdict(expected)
-        assert {name: expected[name] for name in ("text", "token_ids", "finish_reason", "stats")}.items() <= result.items()
-    assert report["new_tokens"] == sum(len(result["token_ids"]) for result in results)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
-
-
-def test_a_seed_makes_a_line_its_own(model, tokenizer, tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text("\n".join(json.dumps({"token_ids": [1], "seed": seed}) for seed in (1, 2, 1)) + '\n{"token_ids": [1]}')
-    config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    one, two, three, four = (line.request.key for line in read_lines(source.read_bytes(), model, tokenizer, config, 0))
-    assert one == three != two and four == jax.random.fold_in(jax.random.key(0), 3)
-
-
-def test_messages_go_through_the_chat_template(model, directory, tmp_path):
-    tokenizer = load_tokenizer(directory)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    source = tmp_path / "in.jsonl"
-    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [3]}')
-    config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    good, bad = read_lines(source.read_bytes(), model, tokenizer, config, 0)
-    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"] and "do not fit the chat template" in bad.error
-
-
-def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join([json.dumps(GOOD[0]), *BAD, json.dumps(GOOD[1])]))
-    fails(command(directory, source, out), f"{source}, line 2: empty (and {len(BAD) - 1} more; --on-error skip does the other lines)")
-    assert not out.exists()
-    code, said, _ = run(*command(directory, source, out, "--on-error", "skip", "--method", "autoregressive"))
-    assert code == 0 and (report := json.loads(said))["wrong"] == len(BAD) and report["prompts"] == 2
-    results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (
-        [result["line"] for result in results] == list(range(1, len(BAD) + 3)) and "token_ids" in results[0] and "token_ids" in results[-1]
-    )
-    for number, (result, named) in enumerate(zip(results[1:-1], BAD.values()), start=2):
-        assert named in result["error"]
-        assert (f"{source}, line {number}: {result['error']}" in caplog.messages) == (number < 2 + TOLD)
-    assert f"{source}: {len(BAD) - TOLD} more lines are wrong; OUTPUT says why" in caplog.messages
-
-
-def test_files_that_are_not_there_or_are_in_the_way(fails, directory, tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    fails(command(directory, source, out), source, "cannot be read")
-    source.write_text("")
-    fails(command(directory, source, out), source, "empty")
-    source.write_text('{"token_ids": [1]}')
-    fails(command(directory, source, tmp_path / "no" / "out.jsonl"), "cannot be written")
-    out.write_text("mine")
-    fails(command(directory, source, out), out, "exists already")
-    fails([*command(directory, source, source), "--overwrite"], source, "same file")
-    fails([*command(directory, source, tmp_path), "--overwrite"], tmp_path, "is a folder")
-    assert out.read_text() == "mine"
-    out.unlink()
-    out.symlink_to(out)
-    fails(command(directory, source, out), out, "a loop of symbolic links")
-
-
-def test_standard_input_is_read_once(run, fails, directory, tmp_path, monkeypatch):
-    """A restart with the same content goes on; one with another is refused. Half a character in an id stays as it is."""
-    out, content = tmp_path / "out.jsonl", b'{"token_ids": [1], "id": "\\udcff"}\n{"token_ids": [2]}\n'
-    piped = lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    add = Journal.add
-    monkeypatch.setattr(Journal, "add", lambda journal, result: add(journal, result) or signal.raise_signal(signal.SIGINT))
-    piped(content)
-    code, _, err = run(*command(directory, "-", out, "--batch-size", 1))
-    assert code == 130 and f"qspec: interrupted; the same command, with the same input, goes on from {out}.partial\n" in err
-    monkeypatch.undo()
-    piped(content.replace(b"2", b"3"))
-    fails(command(directory, "-", out), "is of a run with other prompts; --overwrite drops the 1 lines that are done there")
-    piped(content)
-    code, said, _ = run(*command(directory, "-", out))
-    assert code == 0 and json.loads(said)["done_before"] == 1
-    assert [(found["line"], found.get("id")) for found in map(json.loads, out.read_text().splitlines())] == [(1, "\udcff"), (2, None)]
-    piped(b"\n")
-    fails(command(directory, "-", tmp_path / "other"), "standard input: empty")
-
-
-def test_an_output_that_is_a_link_or_a_device(run, directory, tmp_path, monkeypatch):
-    """A device is not replaced; results through a link are in the file that it names, the journal beside that."""
-    source, link, target, fifo = tmp_path / "in.jsonl", tmp_path / "link", tmp_path / "folder" / "target", tmp_path / "fifo"
-    source.write_text('{"token_ids": [1]}')
-    target.parent.mkdir()
-    target.write_text("old")
-    target.chmod(0o640)
-    link.symlink_to(target)
-    paths, add = [], Journal.add
-    monkeypatch.setattr(Journal, "add", lambda journal, result: paths.append(journal.path) or add(journal, result))
-    assert run(*command(directory, source, link, "--overwrite"))[0] == 0
-    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640 and list(target.parent.iterdir()) == [target]
-    os.mkfifo(fifo)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    assert run(*command(directory, source, fifo))[0] == 0
-    assert os.read(reader, 1 << 16).decode() == target.read_text() and fifo.is_fifo()
-    os.close(reader)
-    null = tmp_path / "null"  # a link: whatever goes wrong, the device itself is left
-    null.symlink_to("/dev/null")
-    assert run(*command(directory, source, null, "--overwrite"))[0] == 0 and null.is_symlink()
-    assert paths == [target.with_name("target.partial"), None, None]
-
-
-def test_a_run_belongs_to_its_checkpoint(directory, tmp_path):
-    """Its hash sees every file that results depend on, and no other."""
-    model = tmp_path / "model"
-    shutil.copytree(directory, model)
-    seen = [of_checkpoint(model)]
-    (model / "README.md").write_text("new")
-    assert of_checkpoint(model) == seen[0]
-    (model / "additional_chat_templates").mkdir()
-    for name in ("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "additional_chat_templates/tool.jinja"):
-        (model / name).write_text("new")
-        seen.append(of_checkpoint(model))
-    weights = model / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1  # in the last row of a weight
-    weights.unlink()
-    (tmp_path / "blob").write_bytes(content)
-    weights.symlink_to(tmp_path / "blob")
-    seen.append(of_checkpoint(model))
-    convert(directory, tmp_path / "converted", progress=False)
-    seen.append(of_checkpoint(tmp_path / "converted"))
-    stored = next(path for path in (tmp_path / "converted" / "target").rglob("*") if path.is_file())
-    os.utime(stored, (1, 1))
-    seen.append(of_checkpoint(tmp_path / "converted"))
-    assert all(one != other for one, other in itertools.combinations(seen, 2))
-
-
-def test_sigterm_ends_a_batch_in_order(directory, tmp_path):
-    source, out, err, journal = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "err", "out.jsonl.partial"))
-    source.write_text('{"token_ids": [1]}\n' * 2000)
-    flags = ["--batch-size", 1, "--draft", "none"]
-    process = processes.command_line(command(directory, source, out, *flags), tmp_path / "said", err)
-    deadline = time.monotonic() + 120
-    while process.is_alive() and time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
-        time.sleep(0.01)
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 143 and (tmp_path / "said").read_text() == ""
-    assert err.read_text() == f"qspec: interrupted; the same command, with the same input, goes on from {journal}\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "in.jsonl", "out.jsonl.partial", "said"]
-
-
-def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
-    results = [{"line": i, "text": "é" * i} for i in (2, 1, 3)]
-    journal = Journal(tmp_path / "whole", RUN, overwrite=False)
-    for result in results:
-        journal.add(result)
-    content = journal.path.read_bytes()
-    with pytest.raises(InputError, match="another process"):
-        Journal(tmp_path / "whole", RUN, overwrite=False)
-    journal.finish()
-    whole = (tmp_path / "whole").read_bytes()
-    assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3] and not journal.path.exists()
-    for cut in range(len(content) + 1):
-        (tmp_path / "out.partial").write_bytes(content[:cut])
-        again = Journal(tmp_path / "out", RUN, overwrite=False)
-        for result in results:
-            if result["line"] not in again.done:
-                again.add(result)
-        again.finish()
-        assert (tmp_path / "out").read_bytes() == whole
-        (tmp_path / "out").unlink()
-    (tmp_path / "out.partial").write_bytes(content)
-    with pytest.raises(InputError, match="is of a run with other settings; --overwrite drops the "):
-        Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=False)
-    assert (tmp_path / "out.partial").read_bytes() == content
-    (tmp_path / "mine.partial").write_text("years\n")
-    with pytest.raises(InputError, match="not what a run has left"):
-        Journal(tmp_path / "mine", RUN, overwrite=True)
-    assert (tmp_path / "mine.partial").read_text() == "years\n"
-    (tmp_path / "old.partial").write_text('{"run": "abc"}\n')
-    with pytest.raises(InputError, match="is of another run, by another version of this program"):
-        Journal(tmp_path / "old", RUN, overwrite=False)
-    another = Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=True)
-    assert another.done == {}
-    another.finish()
-
-
-def _write_in_a_process(output: Path) -> None:
-    journal = Journal(output, RUN, overwrite=False)
-    for i in range(60):
-        if i not in journal.done:
-            time.sleep(0.02)
-            journal.add({"line": i, "text": str(i) * 10_000})
-    journal.finish()
-
-
-def test_killed_at_any_moment(tmp_path):
-    """Ten times: the output is that of a run that was left alone. What a line gives does not depend on a restart, see above."""
-
-    def started(output: Path) -> BaseProcess:
-        process = processes.context().Process(target=_write_in_a_process, args=(output,))
-        process.start()
-        return process
-
-    process = started(tmp_path / "alone")
-    process.join(120)
-    expected = (tmp_path / "alone").read_bytes()
-    assert process.exitcode == 0 and len(expected.splitlines()) == 60
-    draw, out, journal, killed = random.Random(0), tmp_path / "out", tmp_path / "out.partial", 0
-    written = lambda: len(journal.read_bytes().splitlines()) if journal.exists() else 0
-    while killed < 10:
-        enough = written() + draw.randrange(1, 6)
-        process = started(out)
-        while process.is_alive() and written() < enough:
-            time.sleep(draw.uniform(0, 0.003))
-        killed += process.is_alive()
-        process.kill()
-        process.join(120)
-        if out.exists():
-            assert out.read_bytes() == expected
-            out.unlink()
-    process = started(out)
-    process.join(120)
-    assert process.exitcode == 0 and out.read_bytes() == expected

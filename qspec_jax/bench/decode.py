@@ -33,7 +33,6 @@ from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.diagnosis import OUT_OF_MEMORY
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
@@ -42,7 +41,7 @@ from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
-from qspec_jax.errors import InputError, named
+from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -169,7 +168,7 @@ def measure(
                 continue
             result = next(results)
             if isinstance(result, Exception):  # one row of many
-                if any(sign in str(result) for sign in OUT_OF_MEMORY):
+                if is_out_of_memory(result):
                     too_many[case] = batch_size
                 result = without_figures("failed", named(result))
             yield result

@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     import contextlib
     import logging
 
-    from qspec_jax.errors import InputError
+    from qspec_jax.errors import InputError, is_out_of_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = stop.code
     except Exception as error:
         of_jax = type(error).__name__ == "JaxRuntimeError"  # which may not be imported yet
-        if of_jax and any(sign in str(error) for sign in OUT_OF_MEMORY) and "hared memory" not in str(error):
+        if of_jax and is_out_of_memory(error):
             code = _fail("the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits")
         elif of_jax and "CUDA_ERROR" in str(error):
             code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
@@ -75,8 +75,6 @@ def _run(arguments: list[str], own: bool) -> int | None:
         process.raise_on_signals()
     return app(args=arguments, prog_name="qspec", standalone_mode=False)
 
-
-OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")  # as `decoding.diagnosis` has it, which imports too much
 
 # What a value should be, by the name that pydantic has for the reason why it refuses another.
 SHOULD_BE = {

@@ -15,7 +15,7 @@ from qspec_jax.decoding.engine import Engine, most_drafts
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft, parse_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.prompts import bucket
 from qspec_jax.planning.memory import Memory, largest, memory_of
@@ -25,7 +25,6 @@ from qspec_jax.quantization.outline import outline
 DRIVER = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {13: 580, 12: 525}  # by the major version of CUDA: NVIDIA's CUDA release notes, table of minimum driver versions
 INSTALL = 'pip install "qspec-jax[cuda13]"'
-OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 def check_backend() -> None:
@@ -34,9 +33,8 @@ def check_backend() -> None:
         jax.devices()
     except Exception as error:  # of JAX, or of a plugin
         driver, asked_for = driver_version(), jax.config.jax_platforms
-        first = next(iter(str(error).splitlines()), "") or type(error).__name__
         remedy = f"unset it to run on the CPU{'; ' + INSTALL if driver else ''}"
-        raise InputError(f"JAX cannot start with JAX_PLATFORMS={asked_for} ({first}): {remedy}") from None
+        raise InputError(f"JAX cannot start with JAX_PLATFORMS={asked_for} ({named(error)}): {remedy}") from None
 
 
 def problems() -> list[str]:
@@ -144,8 +142,7 @@ def explained_memory(config: LlamaConfig, settings: GenerationConfig, prompt_tok
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # A kernel may ask for more shared memory than there is, which no shorter prompt helps.
-        if not any(sign in str(error) for sign in OUT_OF_MEMORY) or "hared memory" in str(error):
+        if not is_out_of_memory(error):
             raise
         raise InputError(does_not_fit(config, settings, prompt_tokens, rows=rows)) from None
 

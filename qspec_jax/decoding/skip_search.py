@@ -198,7 +198,7 @@ class _Search:
         hits, valid = self._hits(finalists, self.held_out), self.valid[self.held_out]
         gains = [self._gain(skip, own, hits[0], valid) for skip, own in zip(finalists, hits)]
         i = int(np.argmax(gains))
-        agreed, speeds = [own.sum() / valid.sum() for own in hits], []
+        agreed = [own.sum() / valid.sum() for own in hits]
         speeds = [self.cost.speed(skip, share) for skip, share in zip(finalists, agreed)]
         skipped = Skipped(*(frozenset(np.flatnonzero(kind).tolist()) for kind in finalists[i].T))
         reason = (

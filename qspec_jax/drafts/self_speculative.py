@@ -32,7 +32,7 @@ class SelfSpeculativeDraft(StepwiseDraft):
         return dataclasses.replace(self, skipped=choose(dataclasses.replace(self, skipped=NOTHING)))
 
     def chosen(self):
-        return (str(self.skipped),) if self.skipped else ()
+        return () if isinstance(self.skipped, Unchosen) or not self.skipped else (str(self.skipped),)
 
     def through(self, view: View | tuple[View, ...]) -> ViewedModel:
         """The model of the steps, through this view, without what is skipped."""

@@ -43,7 +43,7 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO, parse_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, named, one_line, with_type
 from qspec_jax.evaluate.perplexity import CACHE_VIEWS, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
 
@@ -205,11 +205,14 @@ class QspecLM(TemplateLM):
         view = cache_view(self.read)
         yield from ((pair, (0.0, True)) for pair in dict.fromkeys(pairs) if not pair[1])
         waiting = {pair: None for pair in pairs if pair[1]}
-        hidden = True if quiet else None if self.progress is None else not self.progress
-        with tqdm(total=len(waiting), desc="log-likelihoods", leave=False, disable=hidden) as bar:
+        with self._bar("log-likelihoods", len(waiting), quiet) as bar:
             for batch in batches_of(waiting, self.batch_size):
                 yield from zip(batch, self._scores_of(batch, view))
                 bar.update(len(batch))
+
+    def _bar(self, what: str, total: int, quiet: bool) -> tqdm:
+        hidden = True if quiet else None if self.progress is None else not self.progress
+        return tqdm(total=total, desc=what, leave=False, disable=hidden)
 
     def _scores_of(self, batch: Sequence[Pair], view: CacheView) -> list[tuple[float, bool]]:
         contexts = list(dict.fromkeys(context for context, _ in batch))
@@ -234,11 +237,10 @@ class QspecLM(TemplateLM):
             self._draft = make_draft(self.config.draft, self.model, directory=self.directory)
         draft = self._draft if self.config.speculative else None
         texts: dict[int, str] = {}
-        hidden = True if disable_tqdm else None if self.progress is None else not self.progress
         run = run_batch(
             self.model, asked, batch_size=self.batch_size, draft=draft, tokenizer=self.tokenizer, view=CACHE_VIEWS[self.read][1]
         )
-        with tqdm(total=len(asked), desc="generation", leave=False, disable=hidden) as bar:
+        with self._bar("generation", len(asked), disable_tqdm) as bar:
             for result in run:
                 texts[result.index] = result.text
                 self.cache_hook.add_partial("generate_until", requests[result.index].args, result.text)
@@ -251,10 +253,8 @@ class QspecLM(TemplateLM):
         until, new = wanted.pop("until"), wanted.pop("max_gen_toks")
         wanted.pop("do_sample", None)
         sampling = {name: kind(wanted.pop(name)) for name, kind in SAMPLING.items() if wanted.get(name) is not None}
-        if not sampling.get("temperature"):
-            sampling = {
-                name: value for name, value in sampling.items() if name == "repetition_penalty"
-            }  # greedy: the others filter nothing
+        if not sampling.get("temperature"):  # greedy, for which the others filter nothing
+            sampling = {name: value for name, value in sampling.items() if name == "repetition_penalty"}
         sampling |= {"top_k": max(0, sampling["top_k"])} if "top_k" in sampling else {}  # -1 is off, elsewhere
         if wanted:
             _tell_once(f"generation settings that are ignored: {', '.join(sorted(wanted))}")
@@ -343,7 +343,8 @@ def run(
     """Runs tasks of the harness by their names. include_path: directories with tasks of one's own. metadata: what some tasks ask for, as
     RULER's do for max_seq_lengths. seed: of few-shot examples.
 
-    Raises InputError for a task that is not there, and where a task's data are not on this machine and cannot be fetched.
+    Raises InputError for a task that is not there, for one that is written wrong, and where its data are not on this machine and cannot be
+    fetched.
     """
     if limit is not None and limit <= 0:
         raise InputError(f"limit {limit:g} should be more than 0: the first so many of each task, or that share, if less than 1")
@@ -395,14 +396,14 @@ def _mistakes_of_tasks(tasks: Sequence[str]) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, DatasetsError) as error:  # such as data that are neither here nor within reach
-        raise InputError(f"the data of {names} cannot be read ({type(error).__name__}: {_first_line(error)})") from None
+        raise InputError(f"the data of {names} cannot be read ({named(error)})") from None
     except ImportError as error:  # of a package that a task's own code needs, which says what to install
-        raise InputError(f"{names} cannot be read ({_first_line(error)})") from None
+        raise InputError(f"{names} cannot be read ({one_line(error)})") from None
     except Exception as error:
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         if files.count(Path(__file__)) > 2:  # here, in `run`, and below
             raise
-        raise InputError(f"lm_eval cannot do {names} so ({type(error).__name__}: {_first_line(error)})") from None
+        raise InputError(f"lm_eval cannot do {names} so ({named(error)})") from None
 
 
 def _check_yaml(folders: Sequence[Path]) -> None:
@@ -411,12 +412,7 @@ def _check_yaml(folders: Sequence[Path]) -> None:
         try:
             load_yaml(path, resolve_func=False)
         except Exception as error:
-            what = " ".join(str(error).split())
-            raise InputError(f"{path}: no task that lm_eval can read ({type(error).__name__}: {what})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+            raise InputError(f"{path}: no task that lm_eval can read ({with_type(error)})") from None
 
 
 def _metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
