@@ -30,11 +30,13 @@ triforce-batches) # TriForce, table 4
     ;;
 triforce-real) # TriForce's variants on a trained pair; the embedded model is the small one
     first=qspec_jax/demo/model
-    qspec bench end-to-end --model "$model" --context 65536 --temperature 0 --temperature 1 --gamma 6 --max-new-tokens 256 --texts 2 \
-        --draft "triforce:model=$first" --draft "triforce:model=$first,middle=(retrieval:weight_bits=4)" --draft retrieval \
-        --draft "triforce:model=$first,middle=(streaming-llm:budget=4096)" --draft "small-model:model=$first,reads=window,sinks=16,window=1008" \
-        --draft "triforce:model=$first,middle=(sparse:budget=0.06)" --draft sparse:budget=0.06 --draft quantspec \
-        --json --output "$out/triforce-real.json"
+    for temperature in 0 1; do
+        qspec bench end-to-end --model "$model" --context 65536 --temperature $temperature --gamma 6 --max-new-tokens 256 --texts 2 \
+            --draft "triforce:model=$first" --draft "triforce:model=$first,middle=(retrieval:weight_bits=4)" --draft retrieval \
+            --draft "triforce:model=$first,middle=(streaming-llm:budget=4096)" --draft "small-model:model=$first,reads=window,sinks=16,window=1008" \
+            --draft "triforce:model=$first,middle=(sparse:budget=0.06)" --draft sparse:budget=0.06 --draft quantspec \
+            --json --output "$out/triforce-real-$temperature.json"
+    done
     ;;
 triforce-ablations) # TriForce, figure 6: acceptance by budget and by chunk
     budgets=() chunks=()

@@ -20,7 +20,12 @@ from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 from qspec_jax.provenance import this_run
 
-IMPLEMENTATIONS = {"mosaic_gpu": "Pallas Mosaic GPU", "triton": "Triton", "reference": "plain JAX"}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": "Pallas Mosaic GPU",
+    "mosaic_skinny": "Pallas Mosaic GPU for few rows",
+    "triton": "Triton",
+    "reference": "plain JAX",
+}
 
 
 def doctor(
