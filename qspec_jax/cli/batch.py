@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import typer
 from tqdm import tqdm
 
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.cli import process
-from qspec_jax.cli.options import DtypeOption, Json, ModelDirectory, Seed, load, with_settings
+from qspec_jax.cli.options import ALL, Devices, DtypeOption, Json, ModelDirectory, Seed, devices_of, load, with_settings
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -59,8 +60,9 @@ def batch(
     config: GenerationConfig,
     batch_size: Annotated[
         str,
-        typer.Option(metavar="ROWS", help="Prompts at a time, or auto: as many as fit the device's memory."),
+        typer.Option(metavar="ROWS", help="Prompts at a time on each device, or auto: as many as fit its memory."),
     ] = "8",
+    devices: Devices = ALL,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -69,7 +71,7 @@ def batch(
     as_json: Json = False,
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
-    rows_at_once = _rows(batch_size)
+    rows_at_once, own_devices = _rows(batch_size), devices_of(devices)
     if as_json and output == STANDARD:
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if is_same_file(source, output):
@@ -123,7 +125,7 @@ def batch(
     try:
         longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
         with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
-            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, quiet=as_json)
+            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, own_devices, quiet=as_json)
         journal.finish()
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -208,12 +210,14 @@ def _run(
     journal: Journal,
     batch_size: int | None,
     refill: bool,
+    devices: list[jax.Device],
     *,
     quiet: bool,
 ) -> BatchStats:
     if not todo:
         return BatchStats()
-    results = run_batch(network, [line.request for line in todo], batch_size=batch_size, draft=draft, tokenizer=tokenizer, refill=refill)
+    requests, settings = [line.request for line in todo], dict(batch_size=batch_size, refill=refill, devices=devices)
+    results = run_batch(network, requests, draft=draft, tokenizer=tokenizer, **settings)
     with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
         for result in results:
             journal.add(as_line(todo[result.index], result))

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Columns of tables in files and pipes.
 TABLE_WIDTH = 150
+ALL = "all"
 
 
 class Method(enum.StrEnum):
@@ -41,6 +42,17 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
+
+
+def devices_of(text: str) -> list[jax.Device]:
+    """What --devices names. Raises InputError for any text but a number of devices that are there, or all."""
+    found = jax.local_devices()
+    if text == ALL:
+        return found
+    if not (text.isdecimal() and text.isascii() and 1 <= int(text) <= len(found)):
+        there = f"the devices that JAX has here ({found[0].device_kind})"
+        raise InputError(f"--devices {text} should be {ALL}, or a number from 1 to {len(found)}, {there}")
+    return found[: int(text)]
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -70,6 +82,9 @@ ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
 ]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
+Devices = Annotated[
+    str, typer.Option("--devices", metavar="N", help="How many devices of this machine to work on, a copy of the weights on each; or all.")
+]
 GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
 Calibrate = Annotated[
     bool,

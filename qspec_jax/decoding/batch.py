@@ -22,7 +22,7 @@ from jaxtyping import Array
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import PooledCache
 from qspec_jax.caches.registry import CACHES
-from qspec_jax.decoding import capacity
+from qspec_jax.decoding import capacity, data_parallel
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
@@ -90,6 +90,18 @@ class BatchStats:
     full_decode_s: float = 0.0
     held_bytes: int = 0
 
+    def become_total(self, parts: Sequence["BatchStats"]) -> None:
+        """Takes the figures of several devices that work at the same time: counts are added; the seconds of prefill and decoding are those
+        of the device that has taken longest, and compile_s and held_bytes the most of any."""
+        slowest = max(parts, key=lambda part: part.prefill_s + part.decode_s)
+        for field in dataclasses.fields(self):
+            values = [getattr(part, field.name) for part in parts]
+            if field.name in ("prefill_s", "decode_s", "full_decode_s"):
+                total = getattr(slowest, field.name)
+            else:
+                total = max(values) if field.name in ("compile_s", "held_bytes") else sum(values)
+            setattr(self, field.name, total)
+
     @property
     def rates(self) -> dict[str, float | None]:
         """Rates of the run; None where there is nothing to divide by.
@@ -129,13 +141,15 @@ def run_batch(
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
     view: View = BOTH_PLANES,
+    devices: Sequence[jax.Device] | None = None,
 ) -> BatchRun:
     """Continues every request, `batch_size` of them at a time; None: as many as fit the device's memory (`capacity`).
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
     comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. view: what the target reads
-    of its cache, see `Engine`. Raises InputError for requests that `generate` would not take, and that differ in what a batch shares
-    (`SHARED`).
+    of its cache, see `Engine`. devices: on each of them an engine with copies of the weights and the draft decodes `batch_size` rows, and
+    all take requests from one queue; None: one engine, where the weights are. Raises InputError for requests that `generate` would not
+    take, and that differ in what a batch shares (`SHARED`).
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
@@ -154,9 +168,31 @@ def run_batch(
     draft = for_prompts(model, draft, settled, [request.tokens for request in requests])
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
-    stats = BatchStats()
-    slots = _Slots(model, requests, batch_size, draft, tokenizer, refill, strategy, view, stats)
-    return BatchRun(slots.run(), stats)
+    stats, queue = BatchStats(), _Queue(len(requests))
+    make = lambda rows, model, draft, stats: _Slots(model, requests, queue, rows, draft, tokenizer, refill, strategy, view, stats)
+    if devices is None or (len(devices) == 1 and _is_on(model, devices[0])):
+        return BatchRun(make(batch_size, model, draft, stats).run(), stats)
+    # No more rows than let each device have its share.
+    rows = batch_size and min(batch_size, math.ceil(len(requests) / len(devices)))
+    parts: dict[int, BatchStats] = {}
+    numbers = itertools.count()
+
+    def on(device: jax.Device) -> Generator[tuple[int, BatchStats, Result], None, None]:
+        number, own = next(numbers), BatchStats()
+        for result in make(rows, *data_parallel.copied_to((model, draft), device), own).run():
+            yield number, dataclasses.replace(own), result
+
+    def results() -> Generator[Result, None, None]:
+        for number, own, result in data_parallel.side_by_side(devices, on):
+            parts[number] = own
+            stats.become_total(list(parts.values()))
+            yield result
+
+    return BatchRun(results(), stats)
+
+
+def _is_on(model: Llama, device: jax.Device) -> bool:
+    return all(weight.devices() == {device} for weight in model.weights().values())
 
 
 def layers_at_once(layers: int, tokens: int) -> int:
@@ -168,6 +204,24 @@ def layers_at_once(layers: int, tokens: int) -> int:
     return math.ceil(layers / math.ceil(layers / most))
 
 
+class _Queue:
+    """The indices of requests that nobody has taken yet, in their order. Several engines may take from it; whoever looks before taking
+    holds the lock meanwhile."""
+
+    def __init__(self, requests: int):
+        self.lock, self._indices = threading.Lock(), deque(range(requests))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def first(self, count: int) -> list[int]:
+        return list(itertools.islice(self._indices, count))
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self._indices.popleft()
+
+
 class _Slots:
     """The rows of a batch on the device, and which request each works for."""
 
@@ -175,6 +229,7 @@ class _Slots:
         self,
         model: Llama,
         requests: Sequence[Request],
+        waiting: _Queue,
         batch: int | None,
         draft: Draft | None,
         tokenizer,
@@ -194,7 +249,7 @@ class _Slots:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
-        self.waiting = deque(range(len(requests)))
+        self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
         self.state: DecodeState | None = None
@@ -312,13 +367,13 @@ class _Slots:
 
     def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
         """The requests to prefill next, for at most so many slots, with the pages of each; none where the pool has too few pages left."""
-        in_line = list(itertools.islice(self.waiting, self.most_together))
-        together = len(in_line) == self.most_together <= slots and all(map(self._is_short, in_line))
-        for indices in (in_line, in_line[:1]) if together else (in_line[:1],):
-            if (pages := self._reserve(indices)) is not None:
-                for _ in indices:
-                    self.waiting.popleft()
-                return indices, pages
+        with self.waiting.lock:
+            in_line = self.waiting.first(self.most_together)
+            together = len(in_line) == self.most_together <= slots and all(map(self._is_short, in_line))
+            for indices in (in_line, in_line[:1]) if together else (in_line[:1],):
+                if (pages := self._reserve(indices)) is not None:
+                    self.waiting.take(len(indices))
+                    return indices, pages
         return [], []
 
     def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:

@@ -1,0 +1,151 @@
+"""A batch on several devices: one queue of requests, and every row as on one device."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.batch import Request, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.data_parallel import copied_to, side_by_side
+from qspec_jax.decoding.sampling import make_sampler
+from qspec_jax.drafts.registry import make_draft
+
+CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+COMPACT = "streaming-llm:budget=24", "snapkv:budget=40", "retrieval:budget=48,chunk=4"
+DRAFTS = ("quantspec", "sparse:budget=0.3", *COMPACT, "prompt-lookup", "none")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_model(directory)
+
+
+def some_requests(count: int, draft: str = "quantspec") -> list[Request]:
+    """Greedy and sampled, of different lengths; without a draft over a cache in full precision."""
+    r, config = np.random.default_rng(0), dataclasses.replace(CONFIG, draft=draft)
+    settings = lambda i: dict(max_new_tokens=int(r.integers(1, 30)), temperature=(0.0, 0.9)[i % 2])
+    return [
+        Request(r.integers(0, 4096, int(r.integers(1, 60))).tolist(), dataclasses.replace(config, **settings(i)), jax.random.key(i))
+        for i in range(count)
+    ]
+
+
+def tokens_of(run) -> list[list[int]]:
+    found = {result.index: result.token_ids for result in run}
+    return [found[index] for index in range(len(found))]
+
+
+@pytest.fixture
+def two_devices(request):
+    """Two devices; where there is one, the test runs in a process of its own with two simulated ones, and is over here."""
+    if len(jax.devices()) < 2:
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{request.node.name}"]
+        done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+        return None
+    return jax.devices()[:2]
+
+
+def test_rows_are_as_on_one_device(directory, two_devices):
+    """Every draft, in float64, refilled and in fixed batches."""
+    if two_devices is None:
+        return
+    with jax.enable_x64(True):
+        model = load_model(directory, dtype="float64")
+        for name in DRAFTS:
+            requests = some_requests(9, name)
+            draft = None if name == "none" else make_draft(name, model)
+            one = run_batch(model, requests, batch_size=2, draft=draft)
+            whole = tokens_of(one)
+            for refill in (True, False):
+                run = run_batch(model, requests, batch_size=2, draft=draft, refill=refill, devices=two_devices)
+                assert tokens_of(run) == whole
+                assert (run.stats.prompts, run.stats.new_tokens) == (9, one.stats.new_tokens)
+                assert run.stats.busy_rounds == one.stats.busy_rounds
+
+
+def test_both_work(directory, two_devices):
+    """Once programs are there and both begin together, each takes requests from the queue."""
+    if two_devices is None:
+        return
+    model, together = load_model(directory), threading.Barrier(2, timeout=60)
+    requests = some_requests(2) * 16
+
+    def strategy(*configs):
+        together.wait()
+        return make_sampler(*configs)
+
+    for device in two_devices:
+        list(run_batch(model, requests, batch_size=2, devices=[device]))
+    run = run_batch(model, requests, batch_size=2, devices=two_devices, strategy=strategy)
+    assert len(tokens_of(run)) == 32 and run.stats.batch_size == 4
+
+
+def test_a_device_that_is_not_the_first(directory, two_devices):
+    """The weights are copied to it, and nothing of the batch is elsewhere."""
+    if two_devices is None:
+        return
+    model, requests, found = load_model(directory), some_requests(3), []
+
+    def strategy(*configs):
+        found.append(make_sampler(*configs))
+        return found[-1]
+
+    run = run_batch(model, requests, devices=two_devices[1:], strategy=strategy)
+    assert len(tokens_of(run)) == 3
+    assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {two_devices[1]}
+
+
+def test_more_devices_than_requests(model):
+    run = run_batch(model, some_requests(2), devices=jax.devices()[:1] * 3)
+    assert len(tokens_of(run)) == run.stats.prompts == 2
+
+
+def test_what_one_raises_ends_all(model):
+    made = []
+
+    def strategy(*configs):
+        made.append(threading.current_thread().name)
+        if len(made) > 1:
+            raise ZeroDivisionError("planted")
+        return make_sampler(*configs)
+
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        list(run_batch(model, some_requests(6), batch_size=1, devices=jax.devices()[:1] * 2, strategy=strategy))
+    assert len(made) == 2 and not set(made) & {thread.name for thread in threading.enumerate()}
+
+
+def test_closed_early():
+    closed = []
+
+    def make(device):
+        try:
+            yield from range(1 << 20)
+        finally:
+            closed.append(device)
+
+    found = side_by_side(jax.devices()[:1] * 2, make)
+    next(found)
+    found.close()
+    assert len(closed) == 2
+
+
+def test_what_stands_twice_is_copied_once():
+    x, y = jnp.ones(3), jnp.zeros(2)
+    (a, b), c = copied_to(((x, y), x), jax.devices()[-1])
+    assert a is c and b is not a
+
+
+def test_devices_that_are_not_there(fails, directory, tmp_path):
+    command = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--devices"]
+    for text in ("0", "9", "two", "-1"):
+        fails([*command, text], f"--devices {text} should be all, or a number from 1 to {len(jax.devices())}")
