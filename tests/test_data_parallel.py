@@ -1,6 +1,7 @@
 """A batch on several devices: one queue of requests, and every row as on one device."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -103,6 +104,18 @@ def test_a_device_that_is_not_the_first(directory, two_devices):
     run = run_batch(model, requests, devices=two_devices[1:], strategy=strategy)
     assert len(tokens_of(run)) == 3
     assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {two_devices[1]}
+
+
+def test_bench_compares_them_with_one(run, two_devices):
+    if two_devices is None:
+        return
+    sizes = ["--prompts", 6, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12", "--gamma", 2]
+    code, out, err = run("bench", "batch", "--arch", "tiny", *sizes, "--devices", "all", "--json")
+    report = json.loads(out)
+    rows = {row["way"]: row for row in report["rows"]}
+    assert (code, err, report["devices"], list(rows)) == (0, "", 2, ["refilled", "fixed", "several devices"])
+    assert rows["several devices"]["same_tokens"] == 1 and rows["several devices"]["stats"]["compile_s"] == 0
+    assert report["devices_speedup"] == rows["several devices"]["tokens_per_second"] / rows["refilled"]["tokens_per_second"]
 
 
 def test_more_devices_than_requests(model):

@@ -31,7 +31,8 @@ from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
 
-WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}}
+SEVERAL = "several devices"
+WAYS = {"refilled": {"refill": True}, "fixed": {"refill": False}, "one by one": {"batch_size": 1}, SEVERAL: {"refill": True}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class BatchRow:
 @dataclasses.dataclass(frozen=True)
 class BatchReport(Run):
     """The same prompts in several ways. speedup: tokens/s of the refilled batch over those of fixed batches; decode_speedup: the ratio of
-    their seconds of decoding alone. prompt_tokens: in all prompts together.
+    their seconds of decoding alone; devices_speedup: of several devices, refilled, to one, None where one was asked for. prompt_tokens: in
+    all prompts together.
 
     The parts that the refilled batch is made of: prefill_alone_s, all prompts prefilled one after the other and nothing else done, by the
     time of one prompt of each padded length; decode_alone_s, all of its rounds as if every slot always had a prompt, at the pace of the
@@ -69,6 +71,8 @@ class BatchReport(Run):
     rows: list[BatchRow]
     speedup: float
     decode_speedup: float
+    devices: int
+    devices_speedup: float | None
     prefill_alone_s: float
     decode_alone_s: float | None
     share_of_parts: float | None
@@ -106,11 +110,13 @@ def run(
     batch_size: int,
     ways: Sequence[str],
     rate: float | None,
+    devices: Sequence[jax.Device] = (),
     progress: bool | None,
 ) -> BatchReport:
     """Decodes all requests once in each way, after every program has run once.
 
-    rate: the simulated chance that a draft is accepted, given those before it; None verifies for real.
+    rate: the simulated chance that a draft is accepted, given those before it; None verifies for real. devices: those of the way `SEVERAL`,
+    each of which decodes `batch_size` rows.
     """
 
     def strategy(*configs: GenerationConfig):
@@ -122,15 +128,16 @@ def run(
     short = [i for i, request in enumerate(requests) if len(request.tokens) <= SHORT][: TOGETHER.get(jax.default_backend(), 0)]
     first = list(dict.fromkeys([*short, *{bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()]))
     order = [*first, *(i for i in range(len(requests)) if i not in first)]
-    warm_up, ended = run_batch(model, [requests[i] for i in order], **settings), set()
-    for result in warm_up:
-        ended.add(result.index)
-        if ended.issuperset(range(len(first))):
-            warm_up.close()
-            break
+    for device in devices if SEVERAL in ways else [None]:
+        warm_up, ended = run_batch(model, [requests[i] for i in order], **settings, devices=device and [device]), set()
+        for result in warm_up:
+            ended.add(result.index)
+            if ended.issuperset(range(len(first))):
+                warm_up.close()
+                break
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
-        batch = run_batch(model, requests, **settings | WAYS[way])
+        batch = run_batch(model, requests, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
         bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
         results = {result.index: result.token_ids for result in bar}
         tokens = tokens or results
@@ -141,7 +148,7 @@ def run(
             log.info("%s: %s tokens/s, decoding %.1f s, prefill %.1f s", way, speed, stats.decode_s, stats.prefill_s)
         if way == "refilled":
             peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    refilled, fixed = (next(row for row in rows if row.way == way) for way in ("refilled", "fixed"))
+    refilled, fixed, several = (next((row for row in rows if row.way == way), None) for way in ("refilled", "fixed", SEVERAL))
     prefill_s, decode_s = _prefill_seconds(model, draft, requests, strategy), _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
         **this_run(),
@@ -154,6 +161,8 @@ def run(
         rows=rows,
         speedup=refilled.tokens_per_second / fixed.tokens_per_second,
         decode_speedup=fixed.stats.decode_s / refilled.stats.decode_s,
+        devices=len(devices) if several else 1,
+        devices_speedup=several and several.tokens_per_second / refilled.tokens_per_second,
         prefill_alone_s=prefill_s,
         decode_alone_s=decode_s,
         share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
@@ -208,6 +217,8 @@ def table(report: BatchReport) -> Group:
         f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts. Refilled is "
         f"{report.speedup:.2f} times as fast as fixed batches, {report.decode_speedup:.2f} times in decoding alone.{simulated}"
     )
+    if report.devices_speedup is not None:
+        notes += f" {report.devices} devices, each with as many rows, are {report.devices_speedup:.2f} times as fast as one."
     if report.share_of_parts is not None:
         seconds = f"{report.prefill_alone_s:.1f} s, and its rounds with all slots busy {report.decode_alone_s:.1f} s"
         notes += f" Prefill alone takes {seconds}: together {report.share_of_parts:.0%} of what refilled takes."

@@ -26,7 +26,7 @@ from qspec_jax.bench import (
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
-from qspec_jax.cli.options import DtypeOption, Gamma, Json, Output, Seed, load, show
+from qspec_jax.cli.options import Devices, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, show
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
@@ -297,6 +297,7 @@ def bench_batch(
         float | None, typer.Option(min=0, max=1, help="Accept this share of the drafts in the mean, whatever they are.")
     ] = None,
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
+    devices: Devices = "1",
     seed: Seed = 0,
     dtype: DtypeOption = None,
     output: Output = None,
@@ -311,6 +312,8 @@ def bench_batch(
         raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     _check_gamma(num_speculative_tokens)
+    several = devices_of(devices)
+    left_out = {way for way, asked in (("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
     positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
     if lengths[1] + new[1] > positions:
@@ -335,7 +338,8 @@ def bench_batch(
             make_draft(config.draft, network, int4=int4, directory=model if arch is None else None),
             requests,
             batch_size=batch_size,
-            ways=[way for way in batch.WAYS if one_by_one or way != "one by one"],
+            ways=[way for way in batch.WAYS if way not in left_out],
+            devices=several,
             rate=rate,
             progress=False if as_json else None,
         )
