@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -15,12 +16,14 @@ from tqdm import tqdm
 
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
+from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype, load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.cli.options import ALL, Devices, DtypeOption, Json, ModelDirectory, Seed, devices_of, load, with_settings
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hashes
+from qspec_jax.decoding.ray_data import connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
@@ -29,6 +32,7 @@ from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
 from qspec_jax.models.llama import Llama
+from qspec_jax.quantization.outline import outline
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,13 @@ def batch(
         typer.Option(metavar="ROWS", help="Prompts at a time on each device, or auto: as many as fit its memory."),
     ] = "8",
     devices: Devices = ALL,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto for the one that runs here, or local to start one."),
+    ] = None,
+    ray_actors: Annotated[
+        int | None, typer.Option(min=1, help="With --ray, how many processes: one for each GPU of the cluster, or one, if not given.")
+    ] = None,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -71,7 +82,15 @@ def batch(
     as_json: Json = False,
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
-    rows_at_once, own_devices = _rows(batch_size), devices_of(devices)
+    rows_at_once = _rows(batch_size)
+    if ray is None:
+        own_devices = devices_of(devices)
+    else:
+        _check_for_ray(config, devices, refill)
+        jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
+        connect(ray)
+    if ray_actors and ray is None:
+        raise InputError("--ray-actors goes with --ray")
     if as_json and output == STANDARD:
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if is_same_file(source, output):
@@ -83,8 +102,11 @@ def batch(
     directories = {path: hub.local(path, progress=False if as_json else None) for path in of_draft}
     directories[model] = stored_at
     checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
-    network, tokenizer = load(model, dtype, quiet=as_json)
-    stored, draft = (None, None) if chosen else _made(config, network, model)
+    if ray is None:
+        network, tokenizer = load(model, dtype, quiet=as_json)
+    else:
+        network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
+    stored, draft = (None, None) if chosen or ray else _made(config, network, model)
     lines = read_lines(content, network, tokenizer, config, seed, draft)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
@@ -99,9 +121,10 @@ def batch(
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
         stored, draft = _made(config, network, model)
-    with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=1):
-        draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
-    configs = with_costs(network, configs, lengths, draft)
+    if ray is None:
+        with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=1):
+            draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
+        configs = with_costs(network, configs, lengths, draft)
     lines = _with_configs(lines, configs)
     settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
     costs = [each.draft_cost for each in configs] if config.adaptive else None
@@ -123,6 +146,15 @@ def batch(
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
     try:
+        if ray:
+            settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed)
+            seconds = _through_ray(todo, content, stored_at, config, journal, settings, stops=on_error is OnError.stop, quiet=as_json)
+            journal.finish()
+            if as_json:
+                print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found, "seconds": seconds}))
+            else:
+                print(f"{output}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
+            return
         longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
         with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
             stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, own_devices, quiet=as_json)
@@ -140,6 +172,24 @@ def batch(
         where = "standard output" if output == STANDARD else output
         skipped = f", {len(wrong)} lines wrong" if wrong else ""
         print(f"{where}: {stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def _check_for_ray(config: GenerationConfig, devices: str, refill: bool) -> None:
+    """Raises InputError for what only the machine that the weights are on could settle, and for what goes with one process alone."""
+    if config.draft == AUTO or "skip=auto" in config.draft:
+        raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
+    if config.adaptive and config.draft_cost is None:
+        raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
+    if devices != ALL or not refill:
+        raise InputError(f"--ray: {'--no-refill' if devices == ALL else '--devices'} is for one machine; --ray-actors says how many work")
+
+
+def _outline(directory: Path, dtype: str | None) -> Llama:
+    """The model without its weights, which are where the actors are."""
+    shape, stored_as = config_and_dtype(directory)
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    return outline(shape, dtype=as_loaded(dtype or stored_as))
 
 
 def _rows(text: str) -> int | None:
@@ -200,6 +250,31 @@ def _state(path: Path) -> tuple[int, ...]:
 def _speed(stats: BatchStats) -> str:
     accepted = stats.rates["draft_acceptance_rate"]
     return f"{stats.rates['tokens_per_second']:.1f} tokens/s" + ("" if accepted is None else f", {accepted:.1%} of drafts accepted")
+
+
+def _through_ray(
+    todo: list[Line],
+    content: bytes,
+    directory: Path,
+    config: GenerationConfig,
+    journal: Journal,
+    settings: dict[str, Any],
+    *,
+    stops: bool,
+    quiet: bool,
+) -> float:
+    """Continues lines on a Ray cluster. Returns the seconds that it took. stops: raise InputError for a line that an actor finds wrong."""
+    if not todo:
+        return 0.0
+    began, raw = time.monotonic(), content.rstrip().splitlines()
+    numbered = [(line.number, raw[line.number - 1].decode("utf-8-sig")) for line in todo]
+    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
+        for result in through_actors(numbered, directory, config, **settings):
+            if stops and "error" in result:
+                raise InputError(f"line {result['line']}: {result['error']}")
+            journal.add(result)
+            bar.update()
+    return time.monotonic() - began
 
 
 def _run(

@@ -110,10 +110,13 @@ def read_lines(content: bytes, model: Llama, tokenizer, config: GenerationConfig
     number.
     """
     key = jax.random.key(seed)
-    return [_line(number, raw, model, tokenizer, config, key, draft) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
+    return [
+        read_line(number, raw, model, tokenizer, config, key, draft) for number, raw in enumerate(content.rstrip().splitlines(), start=1)
+    ]
 
 
-def _line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array, draft: Draft | None) -> Line:
+def read_line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array, draft: Draft | None) -> Line:
+    """One line, by its number; see `read_lines`. key: of all lines' draws."""
     name = None
     try:
         try:

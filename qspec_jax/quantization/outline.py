@@ -9,16 +9,16 @@ from qspec_jax.models.llama import Llama, Weight
 from qspec_jax.quantization.weights import is_linear, weight_group_size
 
 
-def outline(config: LlamaConfig, *, int4: bool = False) -> Llama:
-    """A model in bfloat16 of this shape whose weights are shapes. int4: with linear layers in INT4."""
+def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16") -> Llama:
+    """A model of this shape whose weights are shapes. int4: with linear layers in INT4. dtype: of all other weights."""
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         if not (int4 and is_linear(path)):
-            return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         out, inputs = shape
         size = weight_group_size(inputs)
         groups = -(-inputs // size)
-        codes, parameters = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8), jax.ShapeDtypeStruct((out, groups), jnp.bfloat16)
+        codes, parameters = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8), jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype))
         return Int4Weight(codes, parameters, parameters, inputs)
 
     return Llama(config, make)

@@ -1,0 +1,172 @@
+"""Batches over many machines with Ray Data: a predictor for `map_batches`, and the lines of a file through actors that hold it.
+
+Ray starts an actor that has died again and gives it its lines anew. A line's result depends on the line alone, so nothing is lost, and
+nothing comes out twice. Needs the extra `ray`.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.jsonl import Line, as_line, read_line
+from qspec_jax.drafts.int4 import stored_int4
+from qspec_jax.drafts.registry import make_draft
+from qspec_jax.errors import InputError, one_line
+from qspec_jax.files import to_json
+
+LOCAL = "local"  # in place of an address: a cluster of this machine alone, which ends with the process
+RESTARTS = 16  # of all actors together. Ray starts one that has died again without end, as where its memory is too small
+FILLED = 8  # how often a batch is filled by the lines that an actor takes at once, so that few slots are empty at its end
+LINE, REQUEST, RESULT = "line", "request", "result"
+
+
+class Predictor:
+    """Continues prompts, for `ray.data.Dataset.map_batches`; an actor loads the checkpoint once.
+
+    directory: of the checkpoint, at the same place on every machine. config: what a row does not say. batch_size: rows decoded at a time;
+    None: as many as fit. seed: of sampled rows without one of their own. Raises InputError as `load_model` and `make_draft` do.
+
+    A row has the columns that a line of `qspec batch` has keys (`prompt`, `max_new_tokens`, ...; None is left out), and perhaps `line`, its
+    number from 1. Sampled rows need `seed` or `line`, for their draws must not depend on what they are handed over with. What comes out has
+    `line`, `text`, `finish_reason`, `error` (None, or what is wrong with the row) and `result`, the JSON that `qspec batch` writes.
+    """
+
+    def __init__(
+        self, directory: str, config: GenerationConfig | None = None, *, batch_size: int | None = 8, dtype: str | None = None, seed: int = 0
+    ):
+        if dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        self.config, self.batch_size, self.key = config or GenerationConfig(), batch_size, jax.random.key(seed)
+        self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
+        self.draft = None
+        if self.config.speculative and self.config.num_speculative_tokens:
+            int4 = stored_int4(directory, self.model)
+            self.draft = make_draft(self.config.draft, self.model, int4=int4, directory=directory)
+
+    def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, list]:
+        lines = [self._line(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
+        found: list[dict[str, Any] | None] = [line.error and _as_wrong(line) for line in lines]
+        todo = [i for i, line in enumerate(lines) if not line.error]
+        if todo:
+            requests = [lines[i].request for i in todo]
+            for result in run_batch(self.model, requests, batch_size=self.batch_size, draft=self.draft, tokenizer=self.tokenizer):
+                found[todo[result.index]] = as_line(lines[todo[result.index]], result)
+        columns = {name: [each.get(name) for each in found] for name in (LINE, "text", "finish_reason", "error")}
+        return columns | {RESULT: [to_json(each) for each in found]}
+
+    def _line(self, row: dict[str, Any]) -> Line:
+        number, said = row.pop(LINE, None), row.pop(REQUEST, None)
+        if said is None:
+            said = json.dumps({name: _plain(value) for name, value in row.items() if value is not None})
+            sampled = float(row.get("temperature") or self.config.temperature) > 0
+            if number is None and sampled and row.get("seed") is None:
+                return Line(0, error="a sampled row should have a seed, or its number as line")
+        return read_line(int(number or 1), said.encode(), self.model, self.tokenizer, self.config, self.key, self.draft)
+
+
+class _Starts:
+    """An actor that counts how often others began."""
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class _Counted(Predictor):
+    """A predictor that fails once so many have been started."""
+
+    def __init__(self, starts: Any, most: int, *settings: Any, **more: Any):
+        import ray
+
+        if ray.get(starts.add.remote()) > most:
+            raise InputError(f"actors died {RESTARTS} times; `ray logs` says of what, and often it is too little memory")
+        super().__init__(*settings, **more)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _as_wrong(line: Line) -> dict[str, Any]:
+    return {LINE: line.number, "error": line.error}
+
+
+def connect(address: str) -> None:
+    """Connects this process to a Ray cluster, before JAX starts in it: Ray forks, which processes with threads should not.
+
+    address: of the cluster, `auto` for the one that runs here, or `LOCAL`. Raises InputError where there is no Ray or no cluster.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise InputError('--ray needs Ray: pip install "qspec-jax[ray]"') from None
+    here = None if address == LOCAL else address
+    # Actors import this package; on a cluster of several machines it is installed on each.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {"env_vars": {"PYTHONPATH": path}} if here is None else None
+    try:
+        ray.init(here, include_dashboard=None if here else False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise InputError(f"--ray {address}: no cluster answers there ({one_line(error)})") from None
+
+
+def through_actors(
+    lines: Sequence[tuple[int, str]],
+    directory: Path,
+    config: GenerationConfig,
+    *,
+    batch_size: int | None,
+    actors: int | None,
+    dtype: str | None,
+    seed: int,
+) -> Iterator[dict[str, Any]]:
+    """What comes of these lines, numbers and JSON, on the cluster that `connect` found: as `as_line` has it, in any order. At the end it is
+    left.
+
+    actors: how many; None: one for each GPU of the cluster, or one where it has none. Raises InputError for what fails on it.
+    """
+    import ray
+    import ray.data
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        actors = actors or gpus or 1
+        block = max(1, min(FILLED * (batch_size or 64), math.ceil(len(lines) / actors)))
+        items = [{LINE: number, REQUEST: said} for number, said in lines]
+        found = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / block)).map_batches(
+            _Counted,
+            fn_constructor_args=(ray.remote(num_cpus=0)(_Starts).remote(), actors + RESTARTS, str(directory), config),
+            fn_constructor_kwargs=dict(batch_size=batch_size, dtype=dtype, seed=seed),
+            batch_size=block,
+            compute=ray.data.ActorPoolStrategy(size=actors),
+            num_gpus=1 if gpus else 0,
+        )
+        for row in found.iter_rows():
+            yield json.loads(row[RESULT])
+    except ray.exceptions.RayError as error:
+        raise InputError(f"--ray: {_cause(error)}") from None
+    finally:
+        ray.shutdown()
+
+
+def _cause(error: Exception) -> str:
+    """What a user is told of an error on the cluster: our own message where there is one."""
+    text = str(error)
+    own = re.findall(r"InputError: (.*)", text)
+    return own[-1] if own else one_line(error)

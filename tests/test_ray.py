@@ -1,0 +1,109 @@
+"""Batches on a Ray cluster of this machine: the output of one undisturbed process, whoever is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qspec_jax.decoding import ray_data
+from qspec_jax.decoding.config import GenerationConfig
+
+ROOT = Path(__file__).parent.parent
+# The workers of Ray are nice by 15 otherwise, and would wait for the other tests.
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> Path:
+    """Greedy and sampled prompts, some with an id, a seed and log-probabilities, and one that is wrong."""
+    r, path = random.Random(0), tmp_path_factory.mktemp("ray") / "in.jsonl"
+    said = [
+        {"prompt": "import os\n" * r.choice([1, 3]), "max_new_tokens": r.choice([4, 9, 20]), "temperature": r.choice([0, 0.8])} for _ in range(60)
+    ]
+    said[3] |= {"id": "a", "seed": 7, "temperature": 1.0}
+    said[4] |= {"top_logprobs": 2, "output_logprobs": True}
+    said[5] = {"prompt": 3}
+    path.write_text("".join(json.dumps(line) + "\n" for line in said))
+    return path
+
+
+def command(source: Path, output: Path, model: Path, *flags: object) -> list[str]:
+    settings = ["--model", model, "--dtype", "float32", "--batch-size", 2, "--on-error", "skip", *flags]
+    return [sys.executable, "-m", "qspec_jax.cli", "batch", *map(str, (source, output, *settings))]
+
+
+def workers() -> list[int]:
+    """The processes of predictors, by the titles that Ray gives them."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if title.startswith(b"ray::") and b"_Counted" in title:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed(lines, directory, tmp_path):
+    """The output is, byte for byte, that of one process without Ray."""
+    alone, ours = tmp_path / "alone.jsonl", tmp_path / "ours.jsonl"
+    subprocess.run(command(lines, alone, directory), env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
+    process = subprocess.Popen(
+        command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while not (there := workers()) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(random.uniform(0, 8))
+    os.kill(random.choice(there), signal.SIGKILL)
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert ours.read_bytes() == alone.read_bytes() and "line 6" in err
+    assert not workers() and not ours.with_name("ours.jsonl.partial").exists()
+
+
+def test_a_predictor_of_columns(directory):
+    """Rows of a dataset with columns, as users of map_batches have them."""
+    predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6, group_size=8), batch_size=2, dtype="float32")
+    columns = {
+        "prompt": ["import os", "def", "class", "x"],
+        "temperature": [None, 0.9, 0.9, 0.9],
+        "max_new_tokens": [3, None, None, None],
+        "line": [None, 5, None, None],
+        "seed": [None, None, 11, None],
+    }
+    found = predictor(columns)
+    assert [json.loads(result).get("token_ids", [None] * 9).__len__() for result in found["result"]] == [3, 6, 6, 9]
+    assert found["error"][:3] == [None] * 3 and "should have a seed, or its number as line" in found["error"][3]
+    alone = predictor({name: values[1:3][::-1] for name, values in columns.items()})
+    assert alone["text"] == found["text"][1:3][::-1]
+
+
+def test_what_does_not_go_with_ray(fails, directory, tmp_path):
+    asked = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory]
+    fails([*asked, "--ray", "local", "--draft", "auto"], "--draft auto is settled by the machine that decodes")
+    fails([*asked, "--ray", "local", "--draft", "quantspec:skip=auto"], "name a draft and its layers")
+    fails([*asked, "--ray", "local", "--adaptive"], "--adaptive needs --draft-cost")
+    fails([*asked, "--ray", "local", "--devices", 1], "--devices is for one machine")
+    fails([*asked, "--ray-actors", 2], "--ray-actors goes with --ray")
+
+
+def test_no_ray(fails, directory, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    fails(["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--ray", "auto"], 'pip install "qspec-jax[ray]"')
+
+
+@pytest.mark.slow
+def test_no_cluster(directory, lines, tmp_path):
+    asked = command(lines, tmp_path / "out.jsonl", directory, "--ray", "auto")
+    done = subprocess.run(asked, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and "--ray auto: no cluster answers there" in done.stderr.splitlines()[-1]
