@@ -140,7 +140,7 @@ def test_what_one_raises_ends_all(model):
 def test_closed_early():
     closed = []
 
-    def make(device):
+    def make(device, is_stopped):
         try:
             yield from range(1 << 20)
         finally:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qspec_jax.decoding import ray_data
@@ -24,7 +25,8 @@ def lines(tmp_path_factory) -> Path:
     """Greedy and sampled prompts, some with an id, a seed and log-probabilities, and one that is wrong."""
     r, path = random.Random(0), tmp_path_factory.mktemp("ray") / "in.jsonl"
     said = [
-        {"prompt": "import os\n" * r.choice([1, 3]), "max_new_tokens": r.choice([4, 9, 20]), "temperature": r.choice([0, 0.8])} for _ in range(60)
+        {"prompt": "import os\n" * r.choice([1, 3]), "max_new_tokens": r.choice([4, 9, 20]), "temperature": r.choice([0, 0.8])}
+        for _ in range(60)
     ]
     said[3] |= {"id": "a", "seed": 7, "temperature": 1.0}
     said[4] |= {"top_logprobs": 2, "output_logprobs": True}
@@ -46,7 +48,7 @@ def workers() -> list[int]:
             title = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if title.startswith(b"ray::") and b"_Counted" in title:
+        if title.startswith(b"ray::") and b"_CountedPredictor" in title:
             found.append(int(process.name))
     return found
 
@@ -76,14 +78,16 @@ def test_a_predictor_of_columns(directory):
     columns = {
         "prompt": ["import os", "def", "class", "x"],
         "temperature": [None, 0.9, 0.9, 0.9],
-        "max_new_tokens": [3, None, None, None],
-        "line": [None, 5, None, None],
+        # As Ray has numbers of which some are missing.
+        "max_new_tokens": np.array([3, np.nan, np.nan, np.nan]),
+        "line": np.array([np.nan, 5, np.nan, np.nan]),
         "seed": [None, None, 11, None],
     }
     found = predictor(columns)
     assert [json.loads(result).get("token_ids", [None] * 9).__len__() for result in found["result"]] == [3, 6, 6, 9]
     assert found["error"][:3] == [None] * 3 and "should have a seed, or its number as line" in found["error"][3]
     alone = predictor({name: values[1:3][::-1] for name, values in columns.items()})
+    assert found["line"] == [None, 5, None, None]
     assert alone["text"] == found["text"][1:3][::-1]
 
 
@@ -99,6 +103,7 @@ def test_what_does_not_go_with_ray(fails, directory, tmp_path):
 def test_no_ray(fails, directory, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
+    (tmp_path / "in.jsonl").touch()
     fails(["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--ray", "auto"], 'pip install "qspec-jax[ray]"')
 
 
@@ -106,4 +111,4 @@ def test_no_ray(fails, directory, tmp_path, monkeypatch):
 def test_no_cluster(directory, lines, tmp_path):
     asked = command(lines, tmp_path / "out.jsonl", directory, "--ray", "auto")
     done = subprocess.run(asked, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "") and "--ray auto: no cluster answers there" in done.stderr.splitlines()[-1]
+    assert (done.returncode, done.stdout) == (2, "") and "--ray auto: no cluster can be used there" in done.stderr.splitlines()[-1]

@@ -128,8 +128,8 @@ def run(
     short = [i for i, request in enumerate(requests) if len(request.tokens) <= SHORT][: TOGETHER.get(jax.default_backend(), 0)]
     first = list(dict.fromkeys([*short, *{bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()]))
     order = [*first, *(i for i in range(len(requests)) if i not in first)]
-    for device in devices if SEVERAL in ways else [None]:
-        warm_up, ended = run_batch(model, [requests[i] for i in order], **settings, devices=device and [device]), set()
+    for own in [[device] for device in devices] if SEVERAL in ways else [None]:
+        warm_up, ended = run_batch(model, [requests[i] for i in order], **settings, devices=own), set()
         for result in warm_up:
             ended.add(result.index)
             if ended.issuperset(range(len(first))):
@@ -218,7 +218,7 @@ def table(report: BatchReport) -> Group:
         f"{report.speedup:.2f} times as fast as fixed batches, {report.decode_speedup:.2f} times in decoding alone.{simulated}"
     )
     if report.devices_speedup is not None:
-        notes += f" {report.devices} devices, each with as many rows, are {report.devices_speedup:.2f} times as fast as one."
+        notes += f" {report.devices} devices, each with up to as many rows, are {report.devices_speedup:.2f} times as fast as one."
     if report.share_of_parts is not None:
         seconds = f"{report.prefill_alone_s:.1f} s, and its rounds with all slots busy {report.decode_alone_s:.1f} s"
         notes += f" Prefill alone takes {seconds}: together {report.share_of_parts:.0%} of what refilled takes."

@@ -1,5 +1,6 @@
 """The command `qspec batch`."""
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -22,12 +23,12 @@ from qspec_jax.cli.options import ALL, Devices, DtypeOption, Json, ModelDirector
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Journal, Line, as_line, read_lines, run_hashes
+from qspec_jax.decoding.jsonl import Journal, Line, as_line, as_wrong, read_lines, run_hashes
 from qspec_jax.decoding.ray_data import connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
-from qspec_jax.drafts.int4 import stored_int4
+from qspec_jax.drafts.int4 import has_stored_int4, stored_int4
 from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
@@ -87,8 +88,6 @@ def batch(
         own_devices = devices_of(devices)
     else:
         _check_for_ray(config, devices, refill)
-        jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
-        connect(ray)
     if ray_actors and ray is None:
         raise InputError("--ray-actors goes with --ray")
     if as_json and output == STANDARD:
@@ -97,6 +96,9 @@ def batch(
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
     content, name = read_bytes(source), name_of(source)
     stored_at = hub.local(model, progress=False if as_json else None)
+    if ray is not None:
+        jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
+        connect(ray)
     chosen = config.draft == AUTO
     of_draft = () if chosen or not _drafts(config) else checkpoints_of(parse_draft(config.draft))
     directories = {path: hub.local(path, progress=False if as_json else None) for path in of_draft}
@@ -106,7 +108,7 @@ def batch(
         network, tokenizer = load(model, dtype, quiet=as_json)
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
-    stored, draft = (None, None) if chosen or ray else _made(config, network, model)
+    draft = None if chosen or ray else _made(config, network, model)
     lines = read_lines(content, network, tokenizer, config, seed, draft)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
@@ -120,7 +122,7 @@ def batch(
     if chosen and configs:
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
-        stored, draft = _made(config, network, model)
+        draft = _made(config, network, model)
     if ray is None:
         with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=1):
             draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
@@ -131,7 +133,11 @@ def batch(
     of_run = (json.dumps(settings, sort_keys=True), costs, draft and draft.chosen())
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
-    of_files = [repr((network.config, stored is None)).encode(), *(part for parts in checkpoints.values() for part in parts)]
+    has_int4 = has_stored_int4(stored_at, network.dtype.name)
+    of_files = [
+        repr((dataclasses.replace(network.config, dtype=""), has_int4)).encode(),
+        *(part for parts in checkpoints.values() for part in parts),
+    ]
     version = [process.version_of("qspec-jax").encode()]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
     journal = Journal(output, run, overwrite=overwrite)
@@ -141,19 +147,22 @@ def batch(
         log.warning("%s: %d more lines are wrong; OUTPUT says why", name, len(wrong) - TOLD)
     for line in wrong:
         if line.number not in journal.done:
-            journal.add({"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error})
+            journal.add(as_wrong(line))
     if found := len(journal.done) - len(wrong):
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
     try:
         if ray:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed)
-            seconds = _through_ray(todo, content, stored_at, config, journal, settings, stops=on_error is OnError.stop, quiet=as_json)
+            seconds = _through_ray(
+                todo, content, stored_at.resolve(), config, journal, settings, stops=on_error is OnError.stop, quiet=as_json
+            )
             journal.finish()
             if as_json:
                 print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found, "seconds": seconds}))
             else:
-                print(f"{output}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
+                where = "standard output" if output == STANDARD else output
+                print(f"{where}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
             return
         longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
         with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
@@ -180,8 +189,10 @@ def _check_for_ray(config: GenerationConfig, devices: str, refill: bool) -> None
         raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
     if config.adaptive and config.draft_cost is None:
         raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
-    if devices != ALL or not refill:
-        raise InputError(f"--ray: {'--no-refill' if devices == ALL else '--devices'} is for one machine; --ray-actors says how many work")
+    if not refill:
+        raise InputError("--ray: --no-refill is for one process, to compare with")
+    if devices != ALL:
+        raise InputError("--ray: --devices is for one machine; --ray-actors says how many work")
 
 
 def _outline(directory: Path, dtype: str | None) -> Llama:
@@ -205,12 +216,11 @@ def _drafts(config: GenerationConfig) -> bool:
     return config.speculative and config.num_speculative_tokens != 0
 
 
-def _made(config: GenerationConfig, network, model: Path) -> tuple[Llama | None, Draft | None]:
-    """The INT4 weights that are stored with a model, if any, and the draft."""
+def _made(config: GenerationConfig, network: Llama, model: Path) -> Draft | None:
+    """The draft, of the INT4 weights that are stored with the model if there are any."""
     if not _drafts(config):
-        return None, None
-    stored = stored_int4(model, network)
-    return stored, make_draft(config.draft, network, int4=stored, directory=model)
+        return None
+    return make_draft(config.draft, network, int4=stored_int4(model, network), directory=model)
 
 
 def _with_configs(lines: list[Line], configs: list[GenerationConfig]) -> list[Line]:
@@ -293,7 +303,8 @@ def _run(
         return BatchStats()
     requests, settings = [line.request for line in todo], dict(batch_size=batch_size, refill=refill, devices=devices)
     results = run_batch(network, requests, draft=draft, tokenizer=tokenizer, **settings)
-    with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
+    bar = tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None)
+    with bar, contextlib.closing(results):  # closed also where a result cannot be kept
         for result in results:
             journal.add(as_line(todo[result.index], result))
             bar.set_postfix_str(_speed(results.stats))

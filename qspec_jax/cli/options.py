@@ -46,7 +46,10 @@ class Dtype(enum.StrEnum):
 
 def devices_of(text: str) -> list[jax.Device]:
     """What --devices names. Raises InputError for any text but a number of devices that are there, or all."""
-    found = jax.local_devices()
+    diagnosis.check_backend()
+    found = [device for device in jax.local_devices() if device.device_kind == jax.local_devices()[0].device_kind]
+    if left_out := len(jax.local_devices()) - len(found):
+        log.warning("%d devices of another kind than the first, %s, are left out", left_out, found[0].device_kind)
     if text == ALL:
         return found
     if not (text.isdecimal() and text.isascii() and 1 <= int(text) <= len(found)):

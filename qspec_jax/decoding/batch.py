@@ -91,12 +91,12 @@ class BatchStats:
     held_bytes: int = 0
 
     def become_total(self, parts: Sequence["BatchStats"]) -> None:
-        """Takes the figures of several devices that work at the same time: counts are added; the seconds of prefill and decoding are those
-        of the device that has taken longest, and compile_s and held_bytes the most of any."""
+        """Sets these figures to those of several devices that work at the same time. Counts are added, and with full_rounds its seconds;
+        those of prefill and decoding are of the device that has taken longest; compile_s and held_bytes are the most of any."""
         slowest = max(parts, key=lambda part: part.prefill_s + part.decode_s)
         for field in dataclasses.fields(self):
             values = [getattr(part, field.name) for part in parts]
-            if field.name in ("prefill_s", "decode_s", "full_decode_s"):
+            if field.name in ("prefill_s", "decode_s"):
                 total = getattr(slowest, field.name)
             else:
                 total = max(values) if field.name in ("compile_s", "held_bytes") else sum(values)
@@ -127,7 +127,7 @@ class BatchRun:
         return self._results
 
     def close(self) -> None:
-        """Ends it early. Nothing runs between two results; what it holds on the device is freed."""
+        """Ends it early; what it holds on the device is freed. Between two results nothing runs on one device, while several go on."""
         self._results.close()
 
 
@@ -141,15 +141,15 @@ def run_batch(
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
     view: View = BOTH_PLANES,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> BatchRun:
     """Continues every request, `batch_size` of them at a time; None: as many as fit the device's memory (`capacity`).
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
     comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. view: what the target reads
-    of its cache, see `Engine`. devices: on each of them an engine with copies of the weights and the draft decodes `batch_size` rows, and
-    all take requests from one queue; None: one engine, where the weights are. Raises InputError for requests that `generate` would not
-    take, and that differ in what a batch shares (`SHARED`).
+    of its cache, see `Engine`. devices: JAX's; on each of them an engine with copies of the weights and the draft decodes `batch_size`
+    rows, and all take requests from one queue; None: one engine, where the weights are. Raises InputError for requests that `generate`
+    would not take, and that differ in what a batch shares (`SHARED`).
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
@@ -168,31 +168,37 @@ def run_batch(
     draft = for_prompts(model, draft, settled, [request.tokens for request in requests])
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
-    stats, queue = BatchStats(), _Queue(len(requests))
-    make = lambda rows, model, draft, stats: _Slots(model, requests, queue, rows, draft, tokenizer, refill, strategy, view, stats)
-    if devices is None or (len(devices) == 1 and _is_on(model, devices[0])):
-        return BatchRun(make(batch_size, model, draft, stats).run(), stats)
-    # No more rows than let each device have its share.
-    rows = batch_size and min(batch_size, math.ceil(len(requests) / len(devices)))
-    parts: dict[int, BatchStats] = {}
-    numbers = itertools.count()
+    stats, waiting = BatchStats(), _Queue(len(requests))
+    settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
+    if devices is None or (len(devices) == 1 and _are_on(devices[0], model, draft)):
+        return BatchRun(_Slots(model, requests, waiting, batch_size, draft, stats=stats, **settings).run(), stats)
+    share = math.ceil(len(requests) / len(devices))
+    rows = batch_size and min(batch_size, share)
+    parts: dict[int, BatchStats] = {}  # by the number of an engine, for a device may stand among the devices twice
+    engines = itertools.count()
 
-    def on(device: jax.Device) -> Generator[tuple[int, BatchStats, Result], None, None]:
-        number, own = next(numbers), BatchStats()
-        for result in make(rows, *data_parallel.copied_to((model, draft), device), own).run():
-            yield number, dataclasses.replace(own), result
+    def results_of(device: jax.Device, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
+        engine, own = next(engines), BatchStats()
+        own_model, own_draft = data_parallel.copied_to((model, draft), device)
+        more = dict(stats=own, share=share, is_stopped=is_stopped)
+        slots = _Slots(own_model, requests, waiting, rows, own_draft, **settings, **more)
+        parts[engine] = own
+        for result in slots.run():
+            yield engine, dataclasses.replace(own), result
 
     def results() -> Generator[Result, None, None]:
-        for number, own, result in data_parallel.side_by_side(devices, on):
-            parts[number] = own
+        for engine, own, result in data_parallel.side_by_side(devices, results_of):
+            parts[engine] = own
             stats.become_total(list(parts.values()))
             yield result
 
     return BatchRun(results(), stats)
 
 
-def _is_on(model: Llama, device: jax.Device) -> bool:
-    return all(weight.devices() == {device} for weight in model.weights().values())
+def _are_on(device: jax.Device, *trees: Any) -> bool:
+    """Whether all arrays are on a device that is the default."""
+    default = jax.config.jax_default_device or jax.local_devices()[0]
+    return device == default and all(leaf.devices() == {device} for leaf in jax.tree.leaves(trees))
 
 
 def layers_at_once(layers: int, tokens: int) -> int:
@@ -205,8 +211,8 @@ def layers_at_once(layers: int, tokens: int) -> int:
 
 
 class _Queue:
-    """The indices of requests that nobody has taken yet, in their order. Several engines may take from it; whoever looks before taking
-    holds the lock meanwhile."""
+    """The indices of requests that nobody has taken yet, in their order. Several engines may take from it: `first` and `take` go together
+    under the lock. Its length may be asked without; who then finds nothing to take waits for others, or is done."""
 
     def __init__(self, requests: int):
         self.lock, self._indices = threading.Lock(), deque(range(requests))
@@ -232,13 +238,19 @@ class _Slots:
         waiting: _Queue,
         batch: int | None,
         draft: Draft | None,
-        tokenizer,
+        *,
+        tokenizer: Any,
         refill: bool,
         strategy: Callable[..., Sampler],
         view: View,
         stats: BatchStats,
+        share: int | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ):
+        """batch: rows; None: as many as fit, but no more than `share`, or all requests. is_stopped: asked before rounds and parts of
+        prefill, which raise `data_parallel.Stopped` once it says so."""
         self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
+        self.most_rows, self.is_stopped = share or len(requests), is_stopped
         configs = [request.config for request in requests]
         longest = max(len(request.tokens) for request in requests)
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, view=view, on_compile=self._on_compile)
@@ -290,7 +302,7 @@ class _Slots:
             # While some are put into the batch, the next are prefilled.
             return max(temporaries) + 2 * max(map(len, largest)) * bytes_of(row)
 
-        return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, len(self.requests))
+        return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, self.most_rows)
 
     def _is_short(self, index: int) -> bool:
         return len(self.requests[index].tokens) <= SHORT
@@ -390,6 +402,7 @@ class _Slots:
         """The state of rows, with rounds of the others between the parts."""
         layers = self._layers(indices)
         for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=layers):
+            self._check_stopped()
             self.waited += layers * self._padded(indices) if self._running else 0
             if isinstance(part, DecodeState):
                 break
@@ -435,6 +448,7 @@ class _Slots:
 
     def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> None:
         """At most so many rounds; fewer if rows end and requests wait for their slots."""
+        self._check_stopped()
         self.waited = 0
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
@@ -465,6 +479,10 @@ class _Slots:
         self.stats.rounds += int(worked.max())
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
+
+    def _check_stopped(self) -> None:
+        if self.is_stopped():
+            raise data_parallel.Stopped
 
     def _on_compile(self, seconds: float | None) -> None:
         if seconds is None:

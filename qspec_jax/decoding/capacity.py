@@ -34,7 +34,8 @@ class Capacity:
 
 def free_bytes() -> int | None:
     """Bytes that are not in use on this thread's default device, less what is kept back; None where it does not say, as a CPU does not."""
-    stats = (jax.config.jax_default_device or jax.local_devices()[0]).memory_stats() or {}
+    device = jax.config.jax_default_device
+    stats = (device if isinstance(device, jax.Device) else jax.local_devices()[0]).memory_stats() or {}  # which may be a platform's name
     if "bytes_limit" not in stats:
         return None
     return int(stats["bytes_limit"] * (1 - KEPT_BACK)) - stats["bytes_in_use"]

@@ -4,11 +4,23 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 
 T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """Raised by work that was asked to end before it was done."""
+
+
+class _Message(NamedTuple, Generic[T]):
+    """What a thread tells: a result, or that it has ended, perhaps by an error."""
+
+    result: T | None = None
+    error: BaseException | None = None
+    has_ended: bool = False
 
 
 def copied_to(tree: T, device: jax.Device) -> T:
@@ -19,43 +31,49 @@ def copied_to(tree: T, device: jax.Device) -> T:
     return jax.tree.unflatten(structure, [copies[id(leaf)] for leaf in leaves])
 
 
-def side_by_side(devices: Sequence[jax.Device], make: Callable[[jax.Device], Generator[T, None, None]]) -> Generator[T, None, None]:
-    """What the generators of all devices yield, as it comes.
+def side_by_side(
+    devices: Sequence[jax.Device], make: Callable[[jax.Device, Callable[[], bool]], Generator[T, None, None]]
+) -> Generator[T, None, None]:
+    """The results of a generator for each device, as they come.
 
-    Each is made and run in a thread, in which its device is JAX's default. What one raises ends all, and is raised here. Where this is
-    closed early, the others end when they next yield, which is waited for.
+    make(device, is_stopped) is called, and what it returns iterated over, in a thread whose default device that is. Of the other settings
+    of JAX that hold for one thread alone, a thread takes over enable_x64. An error of one generator ends all, and is raised here. Where
+    this is closed early, is_stopped() becomes true: the generators may raise `Stopped` then, or end when they next yield. They are waited
+    for.
     """
-    found: queue.SimpleQueue[tuple[T | None, BaseException | None, bool]] = queue.SimpleQueue()
-    ended, x64 = threading.Event(), jax.config.jax_enable_x64
+    messages: queue.SimpleQueue[_Message[T]] = queue.SimpleQueue()
+    stop, x64 = threading.Event(), jax.config.jax_enable_x64
 
     def work(device: jax.Device) -> None:
-        failure = None
+        error = None
         try:
-            # Threads do not inherit settings of JAX that hold for one alone.
-            with jax.enable_x64(x64), jax.default_device(device), contextlib.closing(make(device)) as results:
+            with jax.enable_x64(x64), jax.default_device(device), contextlib.closing(make(device, stop.is_set)) as results:
                 for result in results:
-                    if ended.is_set():
+                    if stop.is_set():
                         return
-                    found.put((result, None, False))
-        except BaseException as error:
-            failure = error
+                    messages.put(_Message(result))
+        except Stopped:
+            pass
+        except BaseException as caught:
+            error = caught
         finally:
-            found.put((None, failure, True))
+            messages.put(_Message(error=error, has_ended=True))
 
     threads = [threading.Thread(target=work, args=(device,), name=f"{device}", daemon=True) for device in devices]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         running = len(threads)
         while running:
-            result, failure, over = found.get()
-            if failure is not None:
-                raise failure
-            if over:
+            message = messages.get()
+            if message.error is not None:
+                raise message.error
+            if message.has_ended:
                 running -= 1
             else:
-                yield result
+                yield message.result
     finally:
-        ended.set()
+        stop.set()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()

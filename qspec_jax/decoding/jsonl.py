@@ -312,6 +312,11 @@ class Journal:
         return f"; the same command, with the same input, goes on from {self.path}" if self.path else ""
 
 
+def as_wrong(line: Line) -> dict:
+    """What is written of a line that is wrong."""
+    return {"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error}
+
+
 def as_line(line: Line, result: Result) -> dict:
     """A result as it is written; without anything that depends on how fast the machine is, or on what else runs."""
     own = {} if line.id is None else {"id": line.id}

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ import numpy as np
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Line, as_line, read_line
+from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_line
 from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
 
 LOCAL = "local"  # in place of an address: a cluster of this machine alone, which ends with the process
-RESTARTS = 16  # of all actors together. Ray starts one that has died again without end, as where its memory is too small
-FILLED = 8  # how often a batch is filled by the lines that an actor takes at once, so that few slots are empty at its end
-LINE, REQUEST, RESULT = "line", "request", "result"
+# Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
+RESTARTS = 16
+FILLED = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
+LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSON of a line, in place of a column for each key
 
 
 class Predictor:
@@ -55,28 +57,31 @@ class Predictor:
             self.draft = make_draft(self.config.draft, self.model, int4=int4, directory=directory)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, list]:
-        lines = [self._line(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
-        found: list[dict[str, Any] | None] = [line.error and _as_wrong(line) for line in lines]
+        told = [_told(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
+        numbers = [row.get(LINE) for row in told]
+        lines = [self._line(dict(row)) for row in told]
+        found: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
         todo = [i for i, line in enumerate(lines) if not line.error]
         if todo:
             requests = [lines[i].request for i in todo]
             for result in run_batch(self.model, requests, batch_size=self.batch_size, draft=self.draft, tokenizer=self.tokenizer):
                 found[todo[result.index]] = as_line(lines[todo[result.index]], result)
-        columns = {name: [each.get(name) for each in found] for name in (LINE, "text", "finish_reason", "error")}
+        columns = {name: [each.get(name) for each in found] for name in ("text", "finish_reason", "error")}
+        columns[LINE] = numbers
         return columns | {RESULT: [to_json(each) for each in found]}
 
     def _line(self, row: dict[str, Any]) -> Line:
         number, said = row.pop(LINE, None), row.pop(REQUEST, None)
         if said is None:
-            said = json.dumps({name: _plain(value) for name, value in row.items() if value is not None})
+            said = json.dumps(row)
             sampled = float(row.get("temperature") or self.config.temperature) > 0
             if number is None and sampled and row.get("seed") is None:
                 return Line(0, error="a sampled row should have a seed, or its number as line")
         return read_line(int(number or 1), said.encode(), self.model, self.tokenizer, self.config, self.key, self.draft)
 
 
-class _Starts:
-    """An actor that counts how often others began."""
+class _StartCounter:
+    """An actor that counts how often predictors were started."""
 
     def __init__(self):
         self.count = 0
@@ -86,8 +91,8 @@ class _Starts:
         return self.count
 
 
-class _Counted(Predictor):
-    """A predictor that fails once so many have been started."""
+class _CountedPredictor(Predictor):
+    """A predictor that fails once more than `most` have been started."""
 
     def __init__(self, starts: Any, most: int, *settings: Any, **more: Any):
         import ray
@@ -97,12 +102,16 @@ class _Counted(Predictor):
         super().__init__(*settings, **more)
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-
-def _as_wrong(line: Line) -> dict[str, Any]:
-    return {LINE: line.number, "error": line.error}
+def _told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says, in plain Python. Ray hands over a column of whole numbers in which some are missing as float64 with NaN."""
+    found = {}
+    for name, value in row.items():
+        value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        if isinstance(value, float) and (math.isnan(value) or value.is_integer()):
+            value = None if math.isnan(value) else int(value)
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def connect(address: str) -> None:
@@ -115,13 +124,16 @@ def connect(address: str) -> None:
     except ModuleNotFoundError:
         raise InputError('--ray needs Ray: pip install "qspec-jax[ray]"') from None
     here = None if address == LOCAL else address
-    # Actors import this package; on a cluster of several machines it is installed on each.
+    # Actors import this package: from where it is here if Ray starts on this machine; on the machines of a cluster it is installed.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path}} if here is None else None
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(here, include_dashboard=None if here else False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise InputError(f"--ray {address}: no cluster answers there ({one_line(error)})") from None
+    except (ConnectionError, ImportError, ValueError, RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+        raise InputError(f"--ray {address}: no cluster can be used there ({one_line(error)})") from None
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # for which Ray has a handler of its own, which would not say how a run goes on
 
 
 def through_actors(
@@ -141,6 +153,7 @@ def through_actors(
     """
     import ray
     import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -148,12 +161,15 @@ def through_actors(
         gpus = int(ray.cluster_resources().get("GPU", 0))
         actors = actors or gpus or 1
         block = max(1, min(FILLED * (batch_size or 64), math.ceil(len(lines) / actors)))
+        # Beside this process, with which it ends: another node's death would take the count with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        counter = ray.remote(num_cpus=0, scheduling_strategy=here)(_StartCounter).remote()
         items = [{LINE: number, REQUEST: said} for number, said in lines]
         found = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / block)).map_batches(
-            _Counted,
-            fn_constructor_args=(ray.remote(num_cpus=0)(_Starts).remote(), actors + RESTARTS, str(directory), config),
+            _CountedPredictor,
+            fn_constructor_args=(counter, actors + RESTARTS, str(directory), config),
             fn_constructor_kwargs=dict(batch_size=batch_size, dtype=dtype, seed=seed),
-            batch_size=block,
+            batch_size=None,  # a block at a time: other sizes would join blocks, for fewer actors
             compute=ray.data.ActorPoolStrategy(size=actors),
             num_gpus=1 if gpus else 0,
         )

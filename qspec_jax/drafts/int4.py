@@ -38,10 +38,10 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
     Raises InputError where it cannot be read.
     """
     directory = Path(directory)
-    if not converted.is_converted(directory) or (manifest := converted.read_manifest(directory)).draft_bits == 16:
-        return None
-    if manifest.dtype != model.dtype.name:
-        log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, manifest.dtype, model.dtype.name)
+    if not has_stored_int4(directory, model.dtype.name):
+        if has_stored_int4(directory, None):
+            stored_as = converted.read_manifest(directory).dtype
+            log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, stored_as, model.dtype.name)
         return None
     weights = model.weights()
     # By shapes alone: a weight may say how it is sharded, and quantizing does not know what to make of that.
@@ -49,6 +49,14 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
     shapes = {path: shape(weight) for path, weight in weights.items() if is_linear(path)}
     weights |= converted.restore(directory, converted.DRAFT, shapes, getattr(weights["embedding"].sharding, "mesh", None))
     return Llama(model.config, lambda path, shape: weights[path])
+
+
+def has_stored_int4(directory: str | Path, dtype: str | None) -> bool:
+    """Whether a directory has INT4 weights made of those of a dtype, or of any for None. Raises InputError where it cannot be read."""
+    if not converted.is_converted(directory):
+        return False
+    manifest = converted.read_manifest(directory)
+    return manifest.draft_bits != 16 and dtype in (None, manifest.dtype)
 
 
 def with_own_layers(quantized: Llama, model: Llama, layers: set[int]) -> Llama:
