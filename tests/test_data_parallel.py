@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,14 @@ import numpy as np
 import pytest
 
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.cli import options
+from qspec_jax.decoding import data_parallel
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import copied_to, side_by_side
 from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts.registry import make_draft
+from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 COMPACT = "streaming-llm:budget=24", "snapkv:budget=40", "retrieval:budget=48,chunk=4"
@@ -150,6 +155,37 @@ def test_closed_early():
     next(found)
     found.close()
     assert len(closed) == 2
+
+
+def test_closed_while_nothing_comes(model, monkeypatch):
+    """Who works on is told, and a batch asks before it goes on."""
+
+    def make(device, is_stopped):
+        yield device
+        while not is_stopped():
+            time.sleep(0.01)
+        raise data_parallel.Stopped
+
+    found = data_parallel.side_by_side(jax.devices()[:1] * 2, make)
+    next(found)
+    found.close()
+    monkeypatch.setattr(data_parallel, "side_by_side", lambda devices, make: make(devices[0], lambda: True))
+    with pytest.raises(data_parallel.Stopped):
+        list(run_batch(model, some_requests(4), devices=jax.devices()[:1] * 2))
+
+
+def test_each_has_its_share_of_the_rows_that_fit(model):
+    run = run_batch(model, some_requests(6), batch_size=None, devices=jax.devices()[:1] * 3)
+    assert len(tokens_of(run)) == 6 and run.stats.batch_size <= 6
+
+
+def test_devices_of_another_kind_are_left_out(monkeypatch, caplog):
+    device = lambda kind: types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("large"), device("small"), device("large")])
+    assert [found.device_kind for found in options.devices_of("all")] == ["large"] * 2
+    assert "left out, as of another kind than the first (large): 1 of the devices" in caplog.text
+    with pytest.raises(InputError, match="a number from 1 to 2"):
+        options.devices_of("3")
 
 
 def test_what_stands_twice_is_copied_once():

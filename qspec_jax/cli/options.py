@@ -49,7 +49,7 @@ def devices_of(text: str) -> list[jax.Device]:
     diagnosis.check_backend()
     found = [device for device in jax.local_devices() if device.device_kind == jax.local_devices()[0].device_kind]
     if left_out := len(jax.local_devices()) - len(found):
-        log.warning("%d devices of another kind than the first, %s, are left out", left_out, found[0].device_kind)
+        log.warning("left out, as of another kind than the first (%s): %d of the devices", found[0].device_kind, left_out)
     if text == ALL:
         return found
     if not (text.isdecimal() and text.isascii() and 1 <= int(text) <= len(found)):
