@@ -56,7 +56,7 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
 
 
 def test_memory_in_use_is_told_where_the_device_says(run, monkeypatch):
-    says = type("Device", (), {"memory_stats": lambda self: {"peak_bytes_in_use": 3_210_000_000}})
+    says = type("Device", (), {"memory_stats": lambda self: {"peak_bytes_in_use": 3_210_000_000}, "device_kind": "GPU"})
     monkeypatch.setattr(batch.jax, "local_devices", lambda: [says()])
     code, out, _ = run("bench", "batch", "--arch", "tiny", "--prompts", 2, *SIZES[2:], "--simulate-ratio", 0.8)
     words = " ".join(out.split())
