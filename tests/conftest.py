@@ -12,6 +12,7 @@ from checkpoints import hf_config, write_checkpoint
 from safetensors.numpy import load_file
 
 from qspec_jax import demo
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.cli import main
 from qspec_jax.decoding.compiled import Compiled
 
@@ -92,6 +93,17 @@ def float64():
 def directory(tmp_path_factory) -> Path:
     """A random model of 128 positions and one layer, which compiles fastest, with the embedded model's tokenizer."""
     return write_checkpoint(tmp_path_factory.mktemp("model"), hf_config(vocab_size=4096, num_hidden_layers=1), tokenizer=demo.MODEL)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    """That model, loaded."""
+    return load_model(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from runs import random_model
 
 from qspec_jax import drafts
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding import batch
 from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -25,16 +24,6 @@ from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory):
-    return load_tokenizer(directory)
 
 
 @pytest.fixture(scope="module")

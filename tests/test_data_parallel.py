@@ -29,11 +29,6 @@ COMPACT = "streaming-llm:budget=24", "snapkv:budget=40", "retrieval:budget=48,ch
 DRAFTS = ("quantspec", "sparse:budget=0.3", *COMPACT, "prompt-lookup", "none")
 
 
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory)
-
-
 def some_requests(count: int, draft: str = "quantspec") -> list[Request]:
     """Greedy and sampled, of different lengths; without a draft over a cache in full precision."""
     r, config = np.random.default_rng(0), dataclasses.replace(CONFIG, draft=draft)

@@ -18,7 +18,7 @@ import processes
 import pytest
 
 from convert.to_orbax import convert
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_tokenizer
 from qspec_jax.cli.batch import TOLD, of_checkpoint
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -27,16 +27,6 @@ from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 RUN = dict.fromkeys(DEPENDS_ON, "a hash")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory):
-    return load_tokenizer(directory)
 
 
 GOOD = [

@@ -28,7 +28,7 @@ from qspec_jax.decoding.ray_data import connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
-from qspec_jax.drafts.int4 import has_stored_int4, stored_int4
+from qspec_jax.drafts.int4 import has_stored_int4
 from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
@@ -218,9 +218,7 @@ def _drafts(config: GenerationConfig) -> bool:
 
 def _made(config: GenerationConfig, network: Llama, model: Path) -> Draft | None:
     """The draft, of the INT4 weights that are stored with the model if there are any."""
-    if not _drafts(config):
-        return None
-    return make_draft(config.draft, network, int4=stored_int4(model, network), directory=model)
+    return make_draft(config.draft, network, directory=model) if _drafts(config) else None
 
 
 def _with_configs(lines: list[Line], configs: list[GenerationConfig]) -> list[Line]:

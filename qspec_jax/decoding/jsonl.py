@@ -93,9 +93,9 @@ KEYS = (*PROMPTS, *SETTINGS, "seed", "id")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the input: its number, from 1, its `id`, and the request in it, or what is wrong with it."""
+    """A line of the input: its number, from 1 (None where nobody counts), its `id`, and the request in it, or what is wrong with it."""
 
-    number: int
+    number: int | None
     id: Any = None
     request: Request | None = None
     error: str | None = None

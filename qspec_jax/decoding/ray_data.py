@@ -4,6 +4,7 @@ Ray starts an actor that has died again and gives it its lines anew. A line's re
 nothing comes out twice. Needs the extra `ray`.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -21,7 +22,6 @@ from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_line
-from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -29,7 +29,7 @@ from qspec_jax.files import to_json
 LOCAL = "local"  # in place of an address: a cluster of this machine alone, which ends with the process
 # Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
 RESTARTS = 16
-FILLED = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
+BATCHES = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
 LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSON of a line, in place of a column for each key
 
 
@@ -51,33 +51,26 @@ class Predictor:
             jax.config.update("jax_enable_x64", True)
         self.config, self.batch_size, self.key = config or GenerationConfig(), batch_size, jax.random.key(seed)
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
-        self.draft = None
-        if self.config.speculative and self.config.num_speculative_tokens:
-            int4 = stored_int4(directory, self.model)
-            self.draft = make_draft(self.config.draft, self.model, int4=int4, directory=directory)
+        self.draft = make_draft(self.config.draft, self.model, directory=directory) if self.config.num_speculative_tokens else None
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, list]:
-        told = [_told(dict(zip(rows, values, strict=True))) for values in zip(*rows.values(), strict=True)]
-        numbers = [row.get(LINE) for row in told]
-        lines = [self._line(dict(row)) for row in told]
+        lines = [self._line(_told(dict(zip(rows, values, strict=True)))) for values in zip(*rows.values(), strict=True)]
         found: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
         todo = [i for i, line in enumerate(lines) if not line.error]
         if todo:
             requests = [lines[i].request for i in todo]
             for result in run_batch(self.model, requests, batch_size=self.batch_size, draft=self.draft, tokenizer=self.tokenizer):
                 found[todo[result.index]] = as_line(lines[todo[result.index]], result)
-        columns = {name: [each.get(name) for each in found] for name in ("text", "finish_reason", "error")}
-        columns[LINE] = numbers
+        columns = {name: [each.get(name) for each in found] for name in (LINE, "text", "finish_reason", "error")}
         return columns | {RESULT: [to_json(each) for each in found]}
 
     def _line(self, row: dict[str, Any]) -> Line:
         number, said = row.pop(LINE, None), row.pop(REQUEST, None)
-        if said is None:
-            said = json.dumps(row)
-            sampled = float(row.get("temperature") or self.config.temperature) > 0
-            if number is None and sampled and row.get("seed") is None:
-                return Line(0, error="a sampled row should have a seed, or its number as line")
-        return read_line(int(number or 1), said.encode(), self.model, self.tokenizer, self.config, self.key, self.draft)
+        said, of_columns = (json.dumps(row), True) if said is None else (said, False)
+        line = read_line(number or 1, said.encode(), self.model, self.tokenizer, self.config, self.key, self.draft)
+        if of_columns and number is None and line.request and line.request.config.temperature and "seed" not in row:
+            line = dataclasses.replace(line, request=None, error="a sampled row should have a seed, or its number as line")
+        return dataclasses.replace(line, number=number)
 
 
 class _StartCounter:
@@ -160,7 +153,7 @@ def through_actors(
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         actors = actors or gpus or 1
-        block = max(1, min(FILLED * (batch_size or 64), math.ceil(len(lines) / actors)))
+        block = max(1, min(BATCHES * (batch_size or 64), math.ceil(len(lines) / actors)))
         # Beside this process, with which it ends: another node's death would take the count with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         counter = ray.remote(num_cpus=0, scheduling_strategy=here)(_StartCounter).remote()
