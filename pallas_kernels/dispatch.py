@@ -41,10 +41,34 @@ def watched() -> Iterator[list[Choice]]:
         _seen.reset(token)
 
 
+_device: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar("_device", default=None)
+
+
+@contextlib.contextmanager
+def on(device: jax.Device | None) -> Iterator[None]:
+    """What is traced within is for such a device. None: for the first that JAX has."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def device() -> jax.Device:
+    """The device that is traced for, see `on`."""
+    return _device.get() or jax.devices()[0]
+
+
+def platform() -> str:
+    """The platform of the device that is traced for: "gpu", "cpu", ..."""
+    traced_for = _device.get()
+    return jax.default_backend() if traced_for is None else traced_for.platform
+
+
 def choose(
     kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, slow_reference: bool = True, **settings
 ) -> ModuleType:
-    """The module of package `pallas_kernels.<kernel>` to run, for the default device.
+    """The module of package `pallas_kernels.<kernel>` to run, for the device that is traced for (see `on`).
 
     candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
     it cannot run on these arguments, or None if it can. The reference supports everything and comes last. slow_reference: whether
@@ -64,7 +88,7 @@ def choose(
 
     if implementation not in ("auto", *candidates, "reference"):
         raise ValueError(f"{kernel}: no implementation {implementation!r}; there are {', '.join([*candidates, 'reference'])}")
-    if implementation == "auto" and jax.default_backend() == "gpu":
+    if implementation == "auto" and platform() == "gpu":
         for name in candidates:
             if not (reason := module(name).unsupported(*args, **settings)):
                 return chosen(name)
@@ -81,9 +105,9 @@ def choose(
 
 
 def compute_capability() -> float:
-    """The compute capability of the default device: 9.0 is NVIDIA Hopper; 0 where it has none."""
+    """The compute capability of the device that is traced for: 9.0 is NVIDIA Hopper; 0 where it has none."""
     # AMD's names an architecture, such as gfx90a.
-    text = str(getattr(jax.devices()[0], "compute_capability", ""))
+    text = str(getattr(device(), "compute_capability", ""))
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
@@ -102,13 +126,13 @@ def no_triton() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the default device, or an H100's where that is no GPU: what is compiled there is for another machine."""
-    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+    """Multiprocessors of the device that is traced for, or an H100's where that is no GPU: what is compiled there is for another one."""
+    return device().core_count if platform() == "gpu" else 132
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on the default device, or on an H100 where that is no GPU."""
-    capability = compute_capability() if jax.default_backend() == "gpu" else 9.0
+    """Bytes of shared memory that a block may have on the device that is traced for, or on an H100 where that is no GPU."""
+    capability = compute_capability() if platform() == "gpu" else 9.0
     return {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227}.get(capability, 99) * 1024
 
 

@@ -19,7 +19,7 @@ def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 def compile_kernel(inputs: int, outputs: tuple[int, ...]) -> None:
     groups = inputs // 128
-    weights = tuple(Int4Weight(array(n, groups, 64, dtype=jnp.uint8), array(n, groups), array(n, groups), inputs) for n in outputs)
+    weights = tuple(Int4Weight(array(n, groups, 64, dtype=jnp.uint8), array(n, groups), array(n, groups)) for n in outputs)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=h100.abstract_device())):
         mosaic_wide.run.lower(Plan.fitting(MAX_ROWS, groups, outputs, h100.MULTIPROCESSORS), array(MAX_ROWS, inputs), weights).compile()
 

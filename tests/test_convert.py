@@ -97,7 +97,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch):
 
 @pytest.mark.slow
 def test_over_a_mesh(tmp_path):
-    source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4, num_hidden_layers=1))
+    source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4, num_hidden_layers=1, head_dim=128, intermediate_size=512))
     convert(source, tmp_path / "out", draft_bits=4)
     script = """
 import sys, jax, numpy as np
@@ -109,7 +109,8 @@ for weights in others:
     for path, weight in weights.items():
         assert np.array_equal(np.asarray(weight), np.asarray(direct[path])), path
         assert weight.sharding.mesh == mesh and len(weight.sharding.device_set) == 4
-        assert weight.sharding.shard_shape(weight.shape)[0] == len(weight) // (4 if weight.ndim > 1 else 1), path
+        inputs = "o_proj" in path or "down_proj" in path
+        assert weight.sharding.shard_shape(weight.shape)[inputs] * (4 if weight.ndim > 1 else 1) == weight.shape[inputs], path
 model = load_model(sys.argv[2], mesh=mesh)
 draft = drafts.make_draft("quantspec", model, directory=sys.argv[2])
 assert len(draft.step.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4

@@ -176,7 +176,7 @@ def test_interrupted(when, source, tmp_path):
 def _convert_in_a_process(source: Path, out: Path) -> None:
     converted.BATCH_BYTES = 30_000
     # To compile it would take most of the time.
-    to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1], 0)
+    to_orbax.quantize_by_rows = lambda weight: Int4Weight(weight, weight[:, 0], weight[:, 1])
     convert(source, out, draft_bits=4, overwrite=True, progress=False)
 
 

@@ -267,7 +267,7 @@ def test_leading_dimensions_are_rows():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plans_fit(shape, rows):
     width, heads, hidden, outputs = shape
-    weight = lambda out, inputs: jax.eval_shape(lambda: Int4Weight(jnp.zeros((out, inputs // 128, 64), jnp.uint8), None, None, inputs))
+    weight = lambda out, inputs: jax.eval_shape(lambda: Int4Weight(jnp.zeros((out, inputs // 128, 64), jnp.uint8), None, None))
     o, gate, down, following = weight(width, heads), weight(hidden, width), weight(width, hidden), [weight(out, width) for out in outputs]
     plan = mosaic_gpu.plan_for(rows, o, gate, down, following, EPS)
     assert plan.shared_bytes <= 227 * 1024

@@ -56,7 +56,7 @@ def random_weight(out: int, inputs: int, seed: int, group_size: int = 128) -> In
     groups = inputs // group_size
     scale = r.uniform(0.1, 0.4, (out, groups)) * np.where(r.random((out, groups)) < 0.05, 50, 1)
     codes = jnp.asarray(r.integers(0, 256, (out, groups, group_size // 2), np.uint8))
-    return Int4Weight(codes, jnp.asarray(scale, jnp.bfloat16), jnp.asarray(-7.3 * scale, jnp.bfloat16), inputs)
+    return Int4Weight(codes, jnp.asarray(scale, jnp.bfloat16), jnp.asarray(-7.3 * scale, jnp.bfloat16))
 
 
 def activations(rows: int, inputs: int, outliers: bool) -> jax.Array:

@@ -98,7 +98,7 @@ def test_what_does_not_go_with_ray(fails, directory, tmp_path):
     fails([*asked, "--ray", "local", "--draft", "auto"], "--draft auto is settled by the machine that decodes")
     fails([*asked, "--ray", "local", "--draft", "quantspec:skip=auto"], "name a draft and its layers")
     fails([*asked, "--ray", "local", "--adaptive"], "--adaptive needs --draft-cost")
-    fails([*asked, "--ray", "local", "--devices", 1], "--devices is for one machine")
+    fails([*asked, "--ray", "local", "--devices", 1], "are for one machine")
     fails([*asked, "--ray-actors", 2], "--ray-actors goes with --ray")
 
 

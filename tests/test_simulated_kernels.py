@@ -52,8 +52,8 @@ def simulated(monkeypatch):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
-# How a missing order is seen. A warp that does not wait may be done with all its turns before the others begin theirs: the barriers have then
-# gone round, and who goes by them waits for ever.
+# How a missing order is seen. A warp that does not wait may be done with all its turns before the others begin theirs: the barriers have
+# gone round by then, and who goes by them waits for ever.
 SEEN, IN_VAIN = (AssertionError, TimeoutError), "waits for .* in vain"
 
 
@@ -225,7 +225,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
     """Every code of every input times scale plus zero, by activations that take one input each."""
     r = np.random.default_rng(0)
     scale, zero = (jnp.asarray(r.standard_normal((16, 2)) * 10.0 ** r.integers(-12, 7, (16, 2)), jnp.bfloat16) for _ in range(2))
-    weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero, 256)
+    weight = Int4Weight(jnp.asarray(r.integers(0, 256, (16, 2, 64), np.uint8)), scale.at[0, 0].set(0), zero)
     plan = WidePlan(64, 2, (16,), 1, WideConfig(1, 1))
     y = jnp.concatenate([at_once(wide_matmul.run)(plan, x, [weight]) for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 4)])
     exact = dequantize_weight(weight, jnp.float32)

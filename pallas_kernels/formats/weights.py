@@ -8,18 +8,22 @@ from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.quantization import unpack
 
 
-@pytree("in_features")
+@pytree("padding")
 class Int4Weight:
     """A linear layer's weight [out, in] in 4 bits: code * scale + zero, one scale and zero per group of inputs.
 
-    codes: [out, C, G/2], byte i of a group holds inputs i (low nibble) and i + G/2 (high). scale, zero: [out, C]. The last group is
-    padded where G does not divide `in_features`.
+    codes: [out, C, G/2], byte i of a group holds inputs i (low nibble) and i + G/2 (high). scale, zero: [out, C]. padding: inputs
+    that the last group lacks.
     """
 
     codes: UInt8[Array, "out C half"]
     scale: Float[Array, "out C"]
     zero: Float[Array, "out C"]
-    in_features: int
+    padding: int = 0
+
+    @property
+    def in_features(self) -> int:
+        return 2 * self.codes.shape[1] * self.codes.shape[2] - self.padding
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
+from pallas_kernels import dispatch
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ FOLDER = Path(__file__).parent
 
 
 def path(device_kind: str | None = None) -> Path:
-    """The file of a device by what JAX calls its kind; None is the default device."""
-    kind = jax.devices()[0].device_kind if device_kind is None else device_kind
+    """The file of a device by what JAX calls its kind; None is the one that is traced for."""
+    kind = dispatch.device().device_kind if device_kind is None else device_kind
     return FOLDER / f"{re.sub('[^a-z0-9]+', '-', kind.lower())}.json"
 
 
@@ -35,7 +35,7 @@ def problems(kernel: str, device_kind: str) -> list[dict[str, int | None]]:
 
 
 def lookup(kernel: str, problem: Mapping[str, int | None]) -> dict | None:
-    """The configuration that measured best for this problem on the default device, if any."""
+    """The configuration that measured best for this problem on the device that is traced for, if any."""
     return next((entry["config"] for entry in _entries(path()).get(kernel, []) if entry["problem"] == dict(problem)), None)
 
 

@@ -90,4 +90,4 @@ def _random_int4(key, shape: tuple[int, int], dtype) -> Int4Weight:
     codes = lax.bitcast_convert_type(jax.random.randint(key, (out, groups, size // 2), -128, 128, jnp.int8), jnp.uint8)
     # Codes 0 to 15 about zero, with a standard deviation of 0.02.
     scale = jnp.full((out, groups), 0.02 / 4.6, parameter_dtype(dtype))
-    return Int4Weight(codes, scale, -7.5 * scale, inputs)
+    return Int4Weight(codes, scale, -7.5 * scale, -inputs % size)

@@ -79,7 +79,7 @@ def _weights(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> tuple[
         groups = inputs // GROUP_SIZE
         codes = jax.random.bits(next(keys), (out, groups, GROUP_SIZE // 2), jnp.uint8)
         scale = jax.random.uniform(next(keys), (out, groups), minval=0.005, maxval=0.015)
-        return Int4Weight(codes, scale.astype(jnp.bfloat16), (-7.4 * scale).astype(jnp.bfloat16), inputs)
+        return Int4Weight(codes, scale.astype(jnp.bfloat16), (-7.4 * scale).astype(jnp.bfloat16))
 
     return tuple(weight(out) for out in outputs)
 

@@ -3,6 +3,7 @@ the source. What `convert` writes is read here."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError, reading, with_type
 from qspec_jax.files import UNFINISHED, read_json, write_json
+from qspec_jax.models.sharding import weight_sharding
 
 Entry = TypeVar("Entry")
 
@@ -144,12 +145,13 @@ def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh |
     from orbax.checkpoint import v1 as ocp
 
     wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(x.shape, mesh))
+    place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(path, x.shape, mesh))
+    placed = {path: jax.tree.map(functools.partial(place, path), shape) for path, shape in wanted.items()}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
         with context, for_orbax(directory.resolve()) as folder:  # Orbax takes no relative path
-            found = ocp.load(folder / name, unflatten_dict(jax.tree.map(place, wanted), sep="."))
+            found = ocp.load(folder / name, unflatten_dict(placed, sep="."))
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({with_type(error)})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
@@ -186,22 +188,12 @@ def batches(entries: Iterable[Entry], size: Callable[[Entry], int], most: int) -
         yield batch
 
 
-def weight_sharding(shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """Where a weight goes: to the default device, or over a mesh. There the first axis of a matrix is divided along the mesh's first,
-    where it can be, and everything else is on all devices."""
-    if mesh is None:
-        return jnp.zeros(()).sharding
-    axis = mesh.axis_names[0]
-    divided = len(shape) > 1 and shape[0] % mesh.shape[axis] == 0
-    return NamedSharding(mesh, PartitionSpec(axis) if divided else PartitionSpec())
-
-
 def _as_dict(weight):
     return {"codes": weight.codes, "scale": weight.scale, "zero": weight.zero} if isinstance(weight, Int4Weight) else weight
 
 
 def _as_weight(found, shape):
-    return Int4Weight(**found, in_features=shape.in_features) if isinstance(shape, Int4Weight) else found
+    return Int4Weight(**found, padding=shape.padding) if isinstance(shape, Int4Weight) else found
 
 
 def as_tree(weights: Mapping[str, Any]) -> dict:

@@ -23,6 +23,8 @@ from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.errors import InputError, with_type
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.placement import Placement
+from qspec_jax.models.sharding import weight_sharding
 
 log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -34,9 +36,10 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     """Loads a Hugging Face directory (config.json, one or sharded safetensors) or ORG/NAME on the Hub, one tensor at a time, or a
     converted directory.
 
-    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). mesh: devices to spread the weights over
-    (see `converted.weight_sharding`); None is the default device. progress: a bar on standard error; None shows it on a terminal. Raises
-    InputError that lists every missing, unexpected or misshapen tensor at once, and for a conversion that is not finished.
+    dtype: bfloat16, float32 or float64; None is the checkpoint's own (float16 becomes bfloat16). mesh: devices to divide the model over,
+    with one axis, "model" (see `models.sharding`); None is the default device. progress: a bar on standard error; None shows it on a
+    terminal. Raises InputError that lists every missing, unexpected or misshapen tensor at once, for a conversion that is not finished, and
+    for devices that the model cannot be divided over.
     """
     directory = local(directory, progress=progress)
     if converted.is_converted(directory):
@@ -44,6 +47,7 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     source = Source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
+    placement = Placement(source.config, mesh)
     _check_fits(directory, source.config, wanted, mesh)
     with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
@@ -53,9 +57,9 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
             # Cast on the host, so that the device never holds two copies.
             array = array.astype(wanted, copy=False)
             source.examine(path, array)
-            return jnp.asarray(array) if mesh is None else jax.device_put(array, converted.weight_sharding(shape, mesh))
+            return placement.put(path, array)
 
-        model = Llama(source.config, make)
+        model = placement.model(make)
     source.warn_of_not_finite()
     return model
 
@@ -64,17 +68,18 @@ def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Ll
     config, stored = _checked_conversion(directory)
     wanted = jnp.dtype(as_loaded(dtype or stored))
     _check_fits(directory, config, wanted, mesh)
+    placement = Placement(config, mesh)
     shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
     weights = converted.restore(directory, converted.TARGET, shapes, mesh)
-    return Llama(config, lambda path, shape: weights[path])
+    return placement.model(lambda path, shape: placement.spread(path, weights[path]))
 
 
 def _check_fits(directory: Path, config: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None) -> None:
     """Raises InputError where the weights take more than all memory of a device that they are to lie on, one of this process."""
     own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
     room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # which a CPU does not say
-    held = lambda shape: shape if mesh is None else converted.weight_sharding(shape, mesh).shard_shape(shape)
-    needed = sum(math.prod(held(shape)) for shape in weight_shapes(config).values()) * dtype.itemsize
+    held = lambda path, shape: shape if mesh is None else weight_sharding(path, shape, mesh).shard_shape(shape)
+    needed = sum(math.prod(held(*each)) for each in weight_shapes(config).items()) * dtype.itemsize
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
         raise InputError(

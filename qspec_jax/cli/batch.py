@@ -19,10 +19,23 @@ from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype, load_tokenizer
 from qspec_jax.cli import process
-from qspec_jax.cli.options import ALL, Devices, DtypeOption, Json, ModelDirectory, Seed, devices_of, load, with_settings
+from qspec_jax.cli.options import (
+    ALL,
+    Devices,
+    DtypeOption,
+    Json,
+    ModelDirectory,
+    Seed,
+    TensorParallel,
+    devices_of,
+    load,
+    places_of,
+    with_settings,
+)
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.jsonl import Journal, Line, as_line, as_wrong, read_lines, run_hashes
 from qspec_jax.decoding.ray_data import connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
@@ -68,6 +81,7 @@ def batch(
         typer.Option(metavar="ROWS", help="Prompts at a time on each device, or auto: as many as fit its memory."),
     ] = "8",
     devices: Devices = ALL,
+    tensor_parallel: TensorParallel = 1,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto for the one that runs here, or local to start one."),
@@ -85,9 +99,9 @@ def batch(
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
     rows_at_once = _rows(batch_size)
     if ray is None:
-        own_devices = devices_of(devices)
+        places = places_of(devices_of(devices), tensor_parallel)
     else:
-        _check_for_ray(config, devices, refill)
+        _check_for_ray(config, devices, tensor_parallel, refill)
     if ray_actors and ray is None:
         raise InputError("--ray-actors goes with --ray")
     if as_json and output == STANDARD:
@@ -105,7 +119,7 @@ def batch(
     directories[model] = stored_at
     checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
     if ray is None:
-        network, tokenizer = load(model, dtype, quiet=as_json)
+        network, tokenizer = load(model, dtype, quiet=as_json, place=places[0])
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
     draft = None if chosen or ray else _made(config, network, model)
@@ -166,7 +180,7 @@ def batch(
             return
         longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
         with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
-            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, own_devices, quiet=as_json)
+            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, places, quiet=as_json)
         journal.finish()
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -183,7 +197,7 @@ def batch(
         print(f"{where}: {stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
 
 
-def _check_for_ray(config: GenerationConfig, devices: str, refill: bool) -> None:
+def _check_for_ray(config: GenerationConfig, devices: str, tensor_parallel: int, refill: bool) -> None:
     """Raises InputError for what only the machine that the weights are on could settle, and for what goes with one process alone."""
     if config.draft == AUTO or "skip=auto" in config.draft:
         raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
@@ -191,8 +205,8 @@ def _check_for_ray(config: GenerationConfig, devices: str, refill: bool) -> None
         raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
     if not refill:
         raise InputError("--ray: --no-refill is for one process, to compare with")
-    if devices != ALL:
-        raise InputError("--ray: --devices is for one machine; --ray-actors says how many work")
+    if devices != ALL or tensor_parallel > 1:
+        raise InputError("--ray: --devices and --tensor-parallel are for one machine; --ray-actors says how many work")
 
 
 def _outline(directory: Path, dtype: str | None) -> Llama:
@@ -293,13 +307,13 @@ def _run(
     journal: Journal,
     batch_size: int | None,
     refill: bool,
-    devices: list[jax.Device],
+    places: list[Place],
     *,
     quiet: bool,
 ) -> BatchStats:
     if not todo:
         return BatchStats()
-    requests, settings = [line.request for line in todo], dict(batch_size=batch_size, refill=refill, devices=devices)
+    requests, settings = [line.request for line in todo], dict(batch_size=batch_size, refill=refill, devices=places)
     results = run_batch(network, requests, draft=draft, tokenizer=tokenizer, **settings)
     bar = tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None)
     with bar, contextlib.closing(results):  # closed also where a result cannot be kept

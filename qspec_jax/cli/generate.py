@@ -19,14 +19,17 @@ from tqdm import tqdm
 from qspec_jax.cli.options import (
     CacheKind,
     Calibrate,
+    DevicesOfModel,
     DtypeOption,
     Json,
     ModelDirectory,
     Output,
     Seed,
     SensitiveLayers,
+    devices_of,
     load,
     megabytes,
+    places_of,
     with_sensitive_layers,
     with_settings,
 )
@@ -59,6 +62,7 @@ def generate_command(
     cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    devices: DevicesOfModel = "1",
     calibrate: Calibrate = False,
     sensitive_layers: SensitiveLayers = 0,
     profile: Annotated[
@@ -91,8 +95,11 @@ def generate_command(
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
+    (place,) = places_of(on := devices_of(devices), len(on))
+    if calibrate and len(on) > 1:
+        raise InputError("--calibrate is for one device; leave it, or --devices, out")
     with output_to(output) as write:
-        network, tokenizer = load(model, dtype, quiet=as_json)
+        network, tokenizer = load(model, dtype, quiet=as_json, place=place)
         tokens = checked_prompts(network, prompts, config, tokenizer)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         if calibrate and not config.speculative:

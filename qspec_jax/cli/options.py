@@ -13,15 +13,18 @@ from typing import Annotated
 
 import jax
 import typer
+from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
+from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
+from qspec_jax.models.sharding import model_mesh
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,16 @@ def devices_of(text: str) -> list[jax.Device]:
     return found[: int(text)]
 
 
+def places_of(devices: list[jax.Device], tensor_parallel: int) -> list[Place]:
+    """Where copies of a model go that are divided over so many devices each: meshes, or devices for 1. Raises InputError where that many
+    are not there, or some would be left over."""
+    if tensor_parallel == 1:
+        return devices
+    if len(devices) % tensor_parallel:
+        raise InputError(f"--tensor-parallel {tensor_parallel} should divide the number of devices, {len(devices)}")
+    return [model_mesh(devices[first : first + tensor_parallel]) for first in range(0, len(devices), tensor_parallel)]
+
+
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:
@@ -87,6 +100,12 @@ ModelDirectory = Annotated[
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="As stored, if not given. float64 is for exactness checks on a CPU.")]
 Devices = Annotated[
     str, typer.Option("--devices", metavar="N", help="How many devices of this machine to work on, a copy of the weights on each; or all.")
+]
+DevicesOfModel = Annotated[
+    str, typer.Option("--devices", metavar="N", help="How many devices of this machine to divide the model over; or all.")
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", min=1, metavar="N", help="Divide each copy of the model over so many of the devices.")
 ]
 GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
 Calibrate = Annotated[
@@ -209,14 +228,15 @@ def with_settings(command: Callable) -> Callable:
     return with_options
 
 
-def load(directory: Path, dtype: str | None, *, quiet: bool):
-    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar."""
+def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None = None):
+    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar. place: the mesh to divide it over."""
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     diagnosis.check_backend()
     for problem in diagnosis.problems():
         log.warning("%s", problem)
-    network = loading.load_model(directory, dtype=dtype and str(dtype), progress=False if quiet else None)
+    mesh = place if isinstance(place, Mesh) else None
+    network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=False if quiet else None)
     return network, loading.load_tokenizer(directory)
 
 

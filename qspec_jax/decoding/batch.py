@@ -33,7 +33,6 @@ from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
-from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -147,9 +146,9 @@ def run_batch(
 
     draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
     comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. view: what the target reads
-    of its cache, see `Engine`. devices: JAX's; on each of them an engine with copies of the weights and the draft decodes `batch_size`
-    rows, and all take requests from one queue; None: one engine, where the weights are. Raises InputError for requests that `generate`
-    would not take, and that differ in what a batch shares (`SHARED`).
+    of its cache, see `Engine`. devices: JAX's, or meshes where the model is divided over one; on each an engine with copies of the weights
+    and the draft decodes `batch_size` rows, and all take requests from one queue; None: one engine, where the weights are. Raises
+    InputError for requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
@@ -170,16 +169,16 @@ def run_batch(
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     stats, waiting = BatchStats(), _Queue(len(requests))
     settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
-    if devices is None or (len(devices) == 1 and _are_on(devices[0], model, draft)):
+    if devices is None or (len(devices) == 1 and data_parallel.is_at((model, draft), devices[0])):
         return BatchRun(_Slots(model, requests, waiting, batch_size, draft, stats=stats, **settings).run(), stats)
     share = math.ceil(len(requests) / len(devices))
     rows = batch_size and min(batch_size, share)
     parts: dict[int, BatchStats] = {}  # by the number of an engine, for a device may stand among the devices twice
     engines = itertools.count()
 
-    def results_of(device: jax.Device, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
+    def results_of(place: data_parallel.Place, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
         engine, own = next(engines), BatchStats()
-        own_model, own_draft = data_parallel.copied_to((model, draft), device)
+        own_model, own_draft = data_parallel.copied_to((model, draft), place)
         more = dict(stats=own, share=share, is_stopped=is_stopped)
         slots = _Slots(own_model, requests, waiting, rows, own_draft, **settings, **more)
         parts[engine] = own
@@ -193,12 +192,6 @@ def run_batch(
             yield result
 
     return BatchRun(results(), stats)
-
-
-def _are_on(device: jax.Device, *trees: Any) -> bool:
-    """Whether all arrays are on a device that is the default."""
-    default = jax.config.jax_default_device or jax.local_devices()[0]
-    return device == default and all(leaf.devices() == {device} for leaf in jax.tree.leaves(trees))
 
 
 def layers_at_once(layers: int, tokens: int) -> int:
@@ -300,7 +293,7 @@ class _Slots:
         def bytes_of_prefill() -> int:
             temporaries = (self.engine.prefill_temporaries(*self._prefill_args(each), layers=self._layers(each)) for each in largest)
             # While some are put into the batch, the next are prefilled.
-            return max(temporaries) + 2 * max(map(len, largest)) * bytes_of(row)
+            return max(temporaries) + 2 * max(map(len, largest)) * capacity.bytes_on_device(row)
 
         return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, self.most_rows)
 
@@ -428,8 +421,8 @@ class _Slots:
         self.newest = rows.status
         if self.state is None:
             self.state = self.engine.batch_of(rows, len(self.request_of), self.pool and self.pool.size)
-            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers]) if self.pool else 0
-            self.bytes_of_row = (bytes_of(self.state) - of_pool) // len(self.request_of)
+            of_pool = capacity.bytes_on_device([(layer.keys, layer.values) for layer in self.state.cache.layers]) if self.pool else 0
+            self.bytes_of_row = (capacity.bytes_on_device(self.state) - of_pool) // len(self.request_of)
             self.bytes_of_page = of_pool // self.pool.size if self.pool else 0
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
         for slot, index, of_row in zip(slots, indices, pages, strict=True):

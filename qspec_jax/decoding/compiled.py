@@ -14,6 +14,9 @@ from weakref import WeakSet
 
 import jax
 
+from pallas_kernels import dispatch
+from qspec_jax.models.sharding import mesh_of, on_each_device
+
 log = logging.getLogger(__name__)
 
 MOST_PROGRAMS = 256
@@ -54,6 +57,8 @@ class _Program:
 
 class Compiled:
     """A function jitted ahead of time, so that compiling is timed apart from running and every executable can be counted.
+
+    Where a model among the arguments is divided over a mesh, the function runs on each of its devices (`models.sharding`).
 
     Of all such functions together a process keeps the programs used last: `MOST_PROGRAMS`, and on Linux no more than map half of the
     pieces of memory that a process may. What is dropped is compiled again when it is needed.
@@ -134,15 +139,21 @@ class Compiled:
             raise
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
-        program.traced = self._jitted().trace(*args, **static)
-        program.shapes = program.traced.out_info
+        mesh = mesh_of(args)
+        with dispatch.on(None if mesh is None else mesh.devices.flat[0]):
+            if mesh is None:
+                program.traced = self._jitted(self._function).trace(*args, **static)
+                program.shapes = program.traced.out_info
+            else:
+                run, program.shapes = on_each_device(functools.partial(self._function, **static), mesh, args)
+                program.traced = self._jitted(lambda *args, **static: run(*args)).trace(*args, **static)
         return program.traced
 
-    def _jitted(self):
+    def _jitted(self, function: Callable):
         # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.
         @functools.wraps(self._function)
         def own(*args, **static):
-            return self._function(*args, **static)
+            return function(*args, **static)
 
         return jax.jit(own, **self._jit_options)
 

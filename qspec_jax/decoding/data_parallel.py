@@ -1,4 +1,7 @@
-"""Data parallelism: the same work on several devices, each with a copy of the weights and a thread of its own."""
+"""Data parallelism: the same work in several places, each with a copy of the weights and a thread of its own.
+
+A place is a device, or a mesh of devices that a copy is divided over.
+"""
 
 import contextlib
 import queue
@@ -7,8 +10,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from qspec_jax.models.sharding import mesh_of
 
 T = TypeVar("T")
+Place = jax.Device | Mesh
 
 
 class Stopped(Exception):
@@ -23,20 +30,33 @@ class _Message(NamedTuple, Generic[T]):
     has_ended: bool = False
 
 
-def copied_to(tree: T, device: jax.Device) -> T:
-    """The tree on a device. An array that stands in it twice is copied once; one that is there already is not copied."""
+def is_at(tree: object, place: Place) -> bool:
+    """Whether all arrays are there, and a device is this thread's default one."""
+    leaves = jax.tree.leaves(tree)
+    if isinstance(place, Mesh):
+        return all(isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == place for leaf in leaves)
+    return place == (jax.config.jax_default_device or jax.local_devices()[0]) and all(leaf.devices() == {place} for leaf in leaves)
+
+
+def copied_to(tree: T, place: Place) -> T:
+    """The tree in a place, divided over a mesh as it is now over another. An array that stands in it twice is copied once; one that is
+    there already is not copied. Raises ValueError where a model that is not divided is to be, or one that is is not."""
+    if isinstance(place, Mesh) != (mesh_of(tree) is not None):
+        raise ValueError("a model is divided when it is loaded, with `mesh`; its copies are then divided over meshes, or on devices, too")
     leaves, structure = jax.tree.flatten(tree)
     distinct = {id(leaf): leaf for leaf in leaves}
-    copies = dict(zip(distinct, jax.device_put(list(distinct.values()), device), strict=True))
+    spec = lambda leaf: leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+    there = [NamedSharding(place, spec(leaf)) if isinstance(place, Mesh) else place for leaf in distinct.values()]
+    copies = dict(zip(distinct, jax.device_put(list(distinct.values()), there), strict=True))
     return jax.tree.unflatten(structure, [copies[id(leaf)] for leaf in leaves])
 
 
 def side_by_side(
-    devices: Sequence[jax.Device], make: Callable[[jax.Device, Callable[[], bool]], Generator[T, None, None]]
+    places: Sequence[Place], make: Callable[[Place, Callable[[], bool]], Generator[T, None, None]]
 ) -> Generator[T, None, None]:
-    """The results of a generator for each device, as they come.
+    """The results of a generator for each place, as they come.
 
-    make(device, is_stopped) is called, and what it returns iterated over, in a thread whose default device that is. Of the other settings
+    make(place, is_stopped) is called, and what it returns iterated over, in a thread whose default device is there. Of the other settings
     of JAX that hold for one thread alone, a thread takes over enable_x64. An error of one generator ends all, and is raised here. Where
     this is closed early, is_stopped() becomes true: the generators may raise `Stopped` then, or end when they next yield. They are waited
     for.
@@ -44,10 +64,11 @@ def side_by_side(
     messages: queue.SimpleQueue[_Message[T]] = queue.SimpleQueue()
     stop, x64 = threading.Event(), jax.config.jax_enable_x64
 
-    def work(device: jax.Device) -> None:
+    def work(place: Place) -> None:
         error = None
+        device = place.devices.flat[0] if isinstance(place, Mesh) else place
         try:
-            with jax.enable_x64(x64), jax.default_device(device), contextlib.closing(make(device, stop.is_set)) as results:
+            with jax.enable_x64(x64), jax.default_device(device), contextlib.closing(make(place, stop.is_set)) as results:
                 for result in results:
                     if stop.is_set():
                         return
@@ -59,7 +80,7 @@ def side_by_side(
         finally:
             messages.put(_Message(error=error, has_ended=True))
 
-    threads = [threading.Thread(target=work, args=(device,), name=f"{device}", daemon=True) for device in devices]
+    threads = [threading.Thread(target=work, args=(place,), name=f"{place}", daemon=True) for place in places]
     try:
         for thread in threads:
             thread.start()

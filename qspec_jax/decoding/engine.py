@@ -31,6 +31,7 @@ from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.viewed import ViewedModel
 
 
@@ -273,6 +274,8 @@ class Engine:
 
     def call(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array, lazy: bool = False) -> Call:
         """A loop over rounds, a function of target, draft, sampler, state, limits and more. lazy: see `rounds_call`."""
+        # Shapes alone do not say how the loop's draft is divided over a mesh.
+        lazy = lazy and mesh_of(self.target) is None
         draft = jax.eval_shape(lambda draft: draft and draft.in_loop(), self.draft) if lazy else self.draft_in_loop
         return Call(program, (self.target, draft, sampler, state, limits, *more))
 

@@ -5,9 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
+from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.checkpoints import converted
+from qspec_jax.checkpoints.huggingface import load_config
+from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.placement import Placement
+from qspec_jax.models.sharding import MODEL, mesh_of, weight_sharding
 from qspec_jax.quantization.calibration import quantize_linears_for
 from qspec_jax.quantization.weights import is_linear, quantize_linears, quantize_weight
 
@@ -43,12 +49,22 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
             stored_as = converted.read_manifest(directory).dtype
             log.warning("%s: its draft is of %s weights, and is made anew for %s", directory, stored_as, model.dtype.name)
         return None
-    weights = model.weights()
-    # By shapes alone: a weight may say how it is sharded, and quantizing does not know what to make of that.
-    shape = lambda weight: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(weight.shape, weight.dtype))
-    shapes = {path: shape(weight) for path, weight in weights.items() if is_linear(path)}
-    weights |= converted.restore(directory, converted.DRAFT, shapes, getattr(weights["embedding"].sharding, "mesh", None))
-    return Llama(model.config, lambda path, shape: weights[path])
+    weights, mesh = model.weights(), mesh_of(model.weights())
+    placement = Placement(load_config(directory), mesh)
+    shape = lambda whole: jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct(whole, model.dtype))
+    shapes = {path: shape(whole) for path, whole in weight_shapes(placement.config).items() if is_linear(path)}
+    if mesh is not None and (cut := [path for path, weight in shapes.items() if _groups_are_cut(path, weight, mesh)]):
+        log.warning("%s: its draft is made anew, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
+        return None
+    found = converted.restore(directory, converted.DRAFT, shapes, mesh)
+    weights |= {path: placement.spread(path, weight) for path, weight in found.items()}
+    return model.with_weights(weights)
+
+
+def _groups_are_cut(path: str, weight: Int4Weight, mesh: Mesh) -> bool:
+    """Whether inputs of one group would come to lie on several devices."""
+    divided = MODEL in weight_sharding(path, weight.scale.shape, mesh).spec[1:]
+    return divided and bool(weight.padding or weight.scale.shape[1] % mesh.size)
 
 
 def has_stored_int4(directory: str | Path, dtype: str | None) -> bool:
@@ -63,4 +79,4 @@ def with_own_layers(quantized: Llama, model: Llama, layers: set[int]) -> Llama:
     """The quantized model with these layers of the model's own weights."""
     own, made = model.weights(), quantized.weights()
     layer_of = lambda path: int(path.split(".")[1]) if path.startswith("layers.") else None
-    return Llama(model.config, lambda path, shape: (own if layer_of(path) in layers else made)[path])
+    return quantized.with_weights({path: own[path] if layer_of(path) in layers else weight for path, weight in made.items()})

@@ -1,5 +1,8 @@
 """Loads the model of a draft's own checkpoint; for an outlined target, makes an outline from config.json."""
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
 from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import load_config
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model
@@ -7,6 +10,7 @@ from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.quantization.outline import is_outline, outline
 
 
@@ -22,13 +26,15 @@ def own_config(checkpoint: str, target: Llama) -> LlamaConfig:
 
 
 def own_model(checkpoint: str, target: Llama, *, weight_bits: int) -> Llama:
-    """The model of a draft's own checkpoint, in the target's dtype and on its devices. weight_bits: 16 for its weights as they are, or 4.
+    """The model of a draft's own checkpoint, in the target's dtype and on its devices; where those are several, whole on each of them, for
+    a small model's steps are too short to be divided. weight_bits: 16 for its weights as they are, or 4.
 
     Raises InputError where it cannot be loaded. It does not compare vocabularies: `own_config` alone does.
     """
     if is_outline(target):
         return outline(load_config(checkpoint), int4=weight_bits == 4)
     directory = local(checkpoint)
-    mesh = getattr(target.embedding.get_value().sharding, "mesh", None)
-    model = load_model(directory, dtype=target.dtype.name, mesh=mesh)
-    return int4_model(model, directory=directory) if weight_bits == 4 else model
+    model = load_model(directory, dtype=target.dtype.name)
+    model = int4_model(model, directory=directory) if weight_bits == 4 else model
+    mesh = mesh_of(target.weights())
+    return model if mesh is None else jax.device_put(model, NamedSharding(mesh, PartitionSpec()))

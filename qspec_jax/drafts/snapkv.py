@@ -47,7 +47,8 @@ class SnapKVDraft(CompactDraft):
         room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, ring), (0, 0)))
         layers = []
         for i in range(len(prompt.cache.layers)):
-            scores = prompt_scores(prompt, i, self.step.model.config.num_kv_heads)
+            model = self.step.model
+            scores = model.sum_of_kv_heads(prompt_scores(prompt, i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
             layers.append(tuple(map(room, prompt.cache.tokens(i, positions))))
         places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)

@@ -63,6 +63,7 @@ class SparseDraft(SelfSpeculativeDraft):
         state = []
         for layer, queries in zip(prompt.cache.layers, prompt.queries, strict=True):
             _, mass = decode_attention(queries, layer, prompt.cache.lengths, BOTH_PLANES, observe=True)
+            mass = self.step.model.sum_of_kv_heads(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])
         return tuple(state)
@@ -78,7 +79,10 @@ class SparseDraft(SelfSpeculativeDraft):
             # The lengths are those after the last round's flush. All layers at once: a sort for each would take as long as a draft's layer.
             groups, settings = cache.lengths.quantized // cache.group_size, dict(least_groups=self.least_groups, heads=self.heads)
             select = functools.partial(select_groups, groups=groups, group_size=cache.group_size, budget=self.budget, newest=self.newest)
-            lists = jax.vmap(functools.partial(select, **settings))(jnp.stack(chosen_in))
+            select = jax.vmap(functools.partial(select, **settings))
+            mass = jnp.stack(chosen_in)
+            # By mass the heads of a layer share a budget, on whatever devices they are.
+            lists = self.step.model.of_all_kv_heads(select, mass) if self.heads == "by-mass" else select(mass)
             views += tuple(ListedGroups(*layer) for layer in zip(lists.groups, lists.count, strict=True))
         return self.through(views)
 

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qspec_jax.errors import InputError, flat
 from qspec_jax.files import read_json
@@ -115,6 +115,10 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     nope_layers: tuple[int, ...] = ()  # the layers without RoPE
+
+    def with_heads(self, num_heads: int, num_kv_heads: int) -> Self:
+        """This configuration with so many heads of queries, and of keys and values."""
+        return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @property
     def max_length(self) -> int:

@@ -5,12 +5,14 @@
 The cache decides how attention is done (qspec_jax/caches/cache.py); which implementation of an operation runs is `pallas_kernels`' choice.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats import weights as formats
@@ -50,14 +52,22 @@ class AttendingCache(Protocol):
 
 
 class Linear(nnx.Module):
-    """y = x @ weight.T + bias; weight [out, in] in any format of `pallas_kernels.matmul.linear`."""
+    """y = x @ weight.T + bias; weight [out, in] in any format of `pallas_kernels.matmul.linear`.
 
-    def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False):
+    summed_over: the axis of a mesh over whose devices the inputs are divided; what each makes of its own is added up. None: there is one
+    device, or the outputs are divided.
+    """
+
+    def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False, summed_over: str | None = None):
         self.weight = nnx.Param(make(f"{path}.weight", shape))
         self.bias = nnx.Param(make(f"{path}.bias", shape[:1])) if bias else None
+        self.summed_over = summed_over
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        return linear(x, *_parameters(self))
+        if self.summed_over is None:
+            return linear(x, *_parameters(self))
+        y = lax.psum(linear(x, _weights(self)), self.summed_over)
+        return y if self.bias is None else y + self.bias.get_value()
 
 
 class RMSNorm(nnx.Module):
@@ -74,22 +84,32 @@ class RMSNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer, in the two halves that surround attention."""
+    """One layer, in the two halves that surround attention. axis: see `Llama`."""
 
-    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str):
+    def __init__(self, config: LlamaConfig, make: MakeWeight, path: str, axis: str | None = None):
         c, D, H = config, config.hidden_size, config.head_dim
-        self.head_dim, self.num_heads, self.num_kv_heads = H, c.num_heads, c.num_kv_heads
+        self.head_dim, self.axis = H, axis
         self.input_norm = RMSNorm(make, f"{path}.input_norm", D, c.rms_norm_eps)
         self.q_proj = Linear(make, f"{path}.q_proj", (c.num_heads * H, D), bias=c.qkv_bias)
         self.k_proj = Linear(make, f"{path}.k_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
         self.v_proj = Linear(make, f"{path}.v_proj", (c.num_kv_heads * H, D), bias=c.qkv_bias)
         self.q_norm = RMSNorm(make, f"{path}.q_norm", H, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(make, f"{path}.k_norm", H, c.rms_norm_eps) if c.qk_norm else None
-        self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias)
+        self.o_proj = Linear(make, f"{path}.o_proj", (D, c.num_heads * H), bias=c.output_bias, summed_over=axis)
         self.post_attention_norm = RMSNorm(make, f"{path}.post_attention_norm", D, c.rms_norm_eps)
         self.gate_proj = Linear(make, f"{path}.gate_proj", (c.intermediate_size, D), bias=c.mlp_bias)
         self.up_proj = Linear(make, f"{path}.up_proj", (c.intermediate_size, D), bias=c.mlp_bias)
-        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias)
+        self.down_proj = Linear(make, f"{path}.down_proj", (D, c.intermediate_size), bias=c.mlp_bias, summed_over=axis)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries that are here: on each device of a mesh some."""
+        return self.q_proj.weight.get_value().shape[0] // self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """As `num_heads`, of keys and values."""
+        return self.k_proj.weight.get_value().shape[0] // self.head_dim
 
     def before_attention(
         self, x: Float[Array, "B T D"], cos: Array, sin: Array
@@ -123,6 +143,13 @@ class Block(nnx.Module):
 
         Without one: x before the MLP, and what the MLP adds. Last comes the carry for the following layer, which kernels alone look into.
         """
+        if self.axis is not None:  # no kernel spans what the devices add up
+            x, h = self.add_attention(x, attended)
+            added = self.down_proj(self.mlp_hidden(h))
+            if following is None:
+                return x, added, None
+            x, h = following.input_norm.add(x, added)
+            return x, following.qkv(h), None
         own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
         o, gate, up, down = _weights(*own.values())
         norm, following_norm, projections = self.post_attention_norm, None, []
@@ -145,12 +172,17 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model."""
+    """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model.
 
-    def __init__(self, config: LlamaConfig, make: MakeWeight):
-        self.config = config
+    axis: of the mesh over whose devices the weights are divided (see sharding.py). Such a model is called within `jax.shard_map` over that
+    mesh, where each device has its part of the weights; all of them come to the same logits. kv_copies: on how many of the devices each KV
+    head is.
+    """
+
+    def __init__(self, config: LlamaConfig, make: MakeWeight, *, axis: str | None = None, kv_copies: int = 1):
+        self._config, self.axis, self.kv_copies = config, axis, kv_copies
         self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
-        self.layers = nnx.List([Block(config, make, f"layers.{i}") for i in range(config.num_layers)])
+        self.layers = nnx.List([Block(config, make, f"layers.{i}", axis) for i in range(config.num_layers)])
         self.norm = RMSNorm(make, "norm", config.hidden_size, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else nnx.Param(make("head", (config.vocab_size, config.hidden_size)))
 
@@ -179,16 +211,51 @@ class Llama(nnx.Module):
             attended, layer, mass = cache.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
-            masses.append(mass)
+            masses.append(None if mass is None else self.sum_of_kv_heads(mass))
         out = self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
         return (*out, tuple(masses)) if observe else out
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The configuration, with as many heads as are here: of a model that is divided, those of one device within `jax.shard_map`."""
+        block = self.layers[0]
+        return self._config if self.axis is None else self._config.with_heads(block.num_heads, block.num_kv_heads)
+
+    def with_weights(self, weights: Mapping[str, Weight], **changes: Any) -> Self:
+        """The model with these weights by their paths, in any format, divided as this one. changes: of fields of its configuration."""
+        config = dataclasses.replace(self._config, **changes)
+        return Llama(config, lambda path, shape: weights[path], axis=self.axis, kv_copies=self.kv_copies)
+
+    def sum_of_kv_heads(self, x: Float[Array, "B K *rest"]) -> Float[Array, "B K *rest"]:
+        """What came of the query heads of each KV head, once what other devices with the same KV head have of it is added."""
+        if self.kv_copies == 1:
+            return x
+        return self.of_all_kv_heads(lambda heads: heads, x.reshape(1, *x.shape), added=True)[0]
+
+    def of_all_kv_heads(self, function: Callable, x: Float[Array, "L B K *rest"], *, added: bool = False) -> Any:
+        """What function(x) returns, arrays [L, B, K, ...], once x has the KV heads of all devices; of it those that are here.
+
+        Of the copies of a KV head the function is given one: the first, or the sum of what came of each one's query heads (added).
+        """
+        if self.axis is None:
+            return function(x)
+        every, copies = lax.all_gather(x, self.axis, axis=2, tiled=True), self.kv_copies
+        by_copy = every.reshape(*x.shape[:2], -1, copies, *x.shape[3:])
+        first = lax.axis_index(self.axis) * x.shape[2]
+        here = lambda y: lax.dynamic_slice_in_dim(jnp.repeat(y, copies, 2), first, x.shape[2], 2)
+        return jax.tree.map(here, function(by_copy.sum(3) if added else by_copy[:, :, :, 0]))
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.embedding.get_value().dtype
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.embedding.get_value()[tokens]
+        table = self.embedding.get_value()
+        if not self._is_part(table):
+            return table[tokens]
+        at = tokens - lax.axis_index(self.axis) * table.shape[0]
+        here = (at >= 0) & (at < table.shape[0])
+        return lax.psum(jnp.where(here[..., None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0), self.axis)
 
     def cos_sin(self, positions: Int[Array, "B T"], lengths: Int[Array, "B T"]) -> tuple[Array, Array]:
         c = self.config
@@ -200,8 +267,13 @@ class Llama(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the last hidden states, x or x + added."""
-        head = self.embedding if self.head is None else self.head
-        return linear(self.norm.add(x, added)[1], [head.get_value()], dtype=accumulation_dtype(x.dtype))
+        head = (self.embedding if self.head is None else self.head).get_value()
+        y = linear(self.norm.add(x, added)[1], [head], dtype=accumulation_dtype(x.dtype))
+        return lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True) if self._is_part(head) else y
+
+    def _is_part(self, table: Weight) -> bool:
+        """Whether the rest of the vocabulary is on other devices."""
+        return self.axis is not None and table.shape[0] < self._config.vocab_size
 
     def weights(self) -> dict[str, Weight]:
         """Every weight by the path that `make` was asked for."""

@@ -39,6 +39,8 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
     """
     texts = texts[:MAX_TEXTS]
     most = min(MAX_TEXT_TOKENS, MAX_TOKENS // max(1, len(texts)))
+    if model.axis is not None:
+        raise InputError("calibration is for a model on one device, and this one is divided over several; draft without it")
     rows = [list(text)[-most:] for text in texts]
     if not rows or not all(rows):
         raise InputError("calibration needs texts with at least one token each")
@@ -55,8 +57,7 @@ def quantize_linears_for(model: Llama, texts: Sequence[Sequence[int]], *, progre
         for source, names in READERS.items():
             paths = [f"layers.{i}.{name}.weight" for name in names]
             weights |= zip(paths, _quantized([weights[path] for path in paths], moments[source]))
-    make = lambda path, shape: weights[path]
-    return Llama(model.config, make)
+    return model.with_weights(weights)
 
 
 @jax.jit

@@ -19,7 +19,7 @@ def outline(config: LlamaConfig, *, int4: bool = False, dtype: str = "bfloat16")
         size = weight_group_size(inputs)
         groups = -(-inputs // size)
         codes, parameters = jax.ShapeDtypeStruct((out, groups, size // 2), jnp.uint8), jax.ShapeDtypeStruct((out, groups), jnp.dtype(dtype))
-        return Int4Weight(codes, parameters, parameters, inputs)
+        return Int4Weight(codes, parameters, parameters, -inputs % size)
 
     return Llama(config, make)
 

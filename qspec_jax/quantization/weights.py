@@ -4,17 +4,21 @@ INT4, for linear layers: groups along the input, a search for the range that err
 the errors of the inputs before (GPTQ, arXiv 2210.17323). INT8, for the head: rounded to nearest.
 """
 
-import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.quantization import pack
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype, round_down, round_up
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight
-from qspec_jax.models.llama import Llama, Weight
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.sharding import divided_over, mesh_of
 
 GROUP_SIZES = (128, 64, 32)
 # Shares of a group's range that are tried; what lies outside is clipped.
@@ -29,9 +33,11 @@ def weight_group_size(in_features: int) -> int:
     return next((size for size in GROUP_SIZES if in_features % size == 0), GROUP_SIZES[-1])
 
 
-@jax.jit
-def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None) -> Int4Weight:
-    """The weight in INT4 with a scale and a zero per group of `weight_group_size` inputs.
+@functools.partial(jax.jit, static_argnames="group_size")
+def quantize_weight(
+    weight: Float[Array, "out in"], moments: Float[Array, "in in"] | None = None, *, group_size: int | None = None
+) -> Int4Weight:
+    """The weight in INT4 with a scale and a zero per group of inputs, `weight_group_size` unless given.
 
     For each group every ratio of CLIP_RATIOS is tried, each refined by least squares (codes fixed, best scale and zero; then codes
     again), and the one of least squared error is kept: never worse than plain rounding over the full range.
@@ -39,7 +45,7 @@ def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in
     search by their power, and inputs still to be rounded make up for the error of those that have been.
     """
     out_features, in_features = weight.shape
-    size = weight_group_size(in_features)
+    size = group_size or weight_group_size(in_features)
     dtype = parameter_dtype(weight.dtype)
     wide = weight.astype(accumulation_dtype(weight.dtype))
     padding = -in_features % size
@@ -53,7 +59,7 @@ def quantize_weight(weight: Float[Array, "out in"], moments: Float[Array, "in in
     else:
         moments = jnp.pad(moments.astype(wide.dtype), (0, padding))
         codes, scale, zero = _compensated(wide, moments, counts, size, dtype)
-    return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), in_features)
+    return Int4Weight(pack(codes.astype(jnp.uint8)), scale[..., 0].astype(dtype), zero[..., 0].astype(dtype), padding)
 
 
 def _round(groups: Array, scale: Array, zero: Array) -> Array:
@@ -134,11 +140,26 @@ def is_linear(path: str) -> bool:
 def quantize_linears(model: Llama) -> Llama:
     """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
     weights = model.weights()
+    mesh = mesh_of(weights)
+    quantize = lambda path, weight: divided_over(mesh, _in_groups_of(_group_size(path, weight, mesh)))(weight)
+    return model.with_weights({path: quantize(path, weight) if is_linear(path) else weight for path, weight in weights.items()})
 
-    def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return quantize_weight(weights[path]) if is_linear(path) else weights[path]
 
-    return Llama(model.config, make)
+def _group_size(path: str, weight: Float[Array, "out in"], mesh: Mesh | None) -> int:
+    """Such that no group is cut where devices have some of the inputs each. Raises InputError where there is no such size."""
+    inputs = weight.shape[1] if mesh is None else weight.sharding.shard_shape(weight.shape)[1]
+    size = weight_group_size(inputs)
+    if inputs < weight.shape[1] and inputs % size:
+        raise InputError(
+            f"INT4 weights over {mesh.size} devices: {path} has {inputs} inputs on each, no multiple of {size}; use fewer devices, or a "
+            "draft with weight_bits=16"
+        )
+    return size
+
+
+@functools.cache
+def _in_groups_of(size: int) -> Callable[[Float[Array, "out in"]], Int4Weight]:
+    return functools.partial(quantize_weight, group_size=size)
 
 
 @jax.jit
@@ -152,5 +173,5 @@ def quantize_rows(weight: Float[Array, "out in"]) -> Int8Weight:
 def quantize_head(model: Llama) -> Llama:
     """The model with a head in INT8, also where its head was the embedding; all else is the same arrays, not copies."""
     weights = model.weights()
-    weights["head"] = quantize_rows(weights.get("head", weights["embedding"]))
-    return Llama(dataclasses.replace(model.config, tie_word_embeddings=False), lambda path, shape: weights[path])
+    weights["head"] = divided_over(mesh_of(weights), quantize_rows)(weights.get("head", weights["embedding"]))
+    return model.with_weights(weights, tie_word_embeddings=False)
