@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -13,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulated_devices
 
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import options
@@ -46,14 +44,7 @@ def tokens_of(run) -> list[list[int]]:
 
 @pytest.fixture
 def two_devices(request):
-    """Two devices; where there is one, the test runs in a process of its own with two simulated ones, and is over here."""
-    if len(jax.devices()) < 2:
-        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{request.node.name}"]
-        done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
-        return None
-    return jax.devices()[:2]
+    return simulated_devices.devices(request, 2)
 
 
 def test_rows_are_as_on_one_device(directory, two_devices):

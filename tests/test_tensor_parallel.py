@@ -1,0 +1,181 @@
+"""A model that is divided over devices: every token as on one, and nothing gathered that is not meant to be."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+import simulated_devices
+from checkpoints import hf_config, write_checkpoint
+from jax.sharding import Mesh
+
+from convert import convert
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.batch import Request, run_batch
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import DECODE, PREFILL, Engine
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.sampling import make_sampler, prompt_keys
+from qspec_jax.drafts.registry import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import AXES, model_mesh
+
+VOCABULARY = 64
+# Groups of inputs are then the same on each of 8 devices as on one: 128 of 1,024.
+SHAPE = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=8, head_dim=128, intermediate_size=1024, max_position_embeddings=512)
+CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+# A draft, over how many devices a copy of the model is divided, and how many copies there are.
+CASES = (
+    ("sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),
+    ("none", 4, 1),
+    ("quantspec:sensitive_layers=1", 4, 1),
+    ("snapkv:budget=40,weight_bits=4", 4, 1),
+    ("triforce:model={small},middle=(retrieval:budget=48,chunk=4,rebuild=8)", 8, 1),
+    ("combine:prompt-lookup+sparse:budget=0.3", 8, 1),
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """With 4 KV heads: of 8 devices each two have the same."""
+    return write_checkpoint(tmp_path_factory.mktemp("divided") / "hf", hf_config(num_key_value_heads=4, **SHAPE))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """Whose heads no mesh divides."""
+    changes = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
+    return write_checkpoint(tmp_path_factory.mktemp("small") / "hf", hf_config(**changes, max_position_embeddings=512))
+
+
+def some_requests(draft: str) -> list[Request]:
+    """Greedy and sampled, of different lengths."""
+    r, config = np.random.default_rng(0), dataclasses.replace(CONFIG, draft=draft)
+    settings = lambda i: dict(max_new_tokens=int(r.integers(20, 40)), temperature=(0.0, 0.9)[i % 2])
+    return [
+        Request(r.integers(0, VOCABULARY, n).tolist(), dataclasses.replace(config, **settings(i)), jax.random.key(i))
+        for i, n in enumerate((20, 45, 33, 58))
+    ]
+
+
+def rows_of(run) -> list[tuple[list[int], int, int]]:
+    """Tokens of each row, and how many drafts there were for them and were accepted."""
+    of = lambda result: (result.token_ids, result.stats["num_draft_tokens"], result.stats["num_accepted_draft_tokens"])
+    found = {result.index: of(result) for result in run}
+    return [found[index] for index in range(len(found))]
+
+
+@pytest.fixture
+def eight(request):
+    return simulated_devices.devices(request, 8)
+
+
+def is_key(leaf: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def collectives(executable) -> dict[str, list[int]]:
+    """The sizes, in numbers, of what each collective operation of a program makes."""
+    found: dict[str, list[int]] = {}
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    for shape, name in re.findall(rf"= \(?\w+\[([\d,]*)\][^=]*? ({names})(?:-start)?\(", executable.as_text()):
+        found.setdefault(name, []).append(math.prod(map(int, filter(None, shape.split(",")))))
+    return found
+
+
+def test_rows_are_as_on_one_device(checkpoint, small, eight):
+    """In float64, refilled; with several devices for a copy of the model, several copies, and more devices than KV heads."""
+    if eight is None:
+        return
+    with jax.enable_x64(True):
+        whole, divided = load_model(checkpoint, dtype="float64"), {}
+        for text, size, copies in CASES:
+            text = text.format(small=small)
+            meshes = [model_mesh(eight[i * size : (i + 1) * size]) for i in range(copies)]
+            if size not in divided:
+                divided[size] = load_model(checkpoint, dtype="float64", mesh=meshes[0])
+            one = run_batch(whole, some_requests(text), batch_size=2)
+            several = run_batch(divided[size], some_requests(text), batch_size=2, devices=meshes)
+            assert rows_of(several) == rows_of(one), (text, size, copies)
+
+
+def test_what_devices_have(checkpoint, eight):
+    """Each has its part of weights and caches, all have the same of the rest, and only logits and shares of attention are gathered."""
+    if eight is None:
+        return
+    mesh = model_mesh(eight[:4])
+    model = load_model(checkpoint, dtype="float32", mesh=mesh)
+    for path, weight in model.weights().items():
+        parts = {shard.data.size for shard in weight.addressable_shards}
+        assert parts == {weight.size // (4 if any(name in path for name in AXES) else 1)}, path
+    draft = make_draft("sparse:budget=0.3", model)
+    config, prompts = dataclasses.replace(CONFIG, max_new_tokens=12, draft="sparse:budget=0.3"), [[1] * 50, [2, 3] * 20]
+    Compiled.forget()
+    engine = Engine.for_configs(model, draft, [config], prompt_tokens=50)
+    sampler, limits, keys = make_sampler(config, config), make_limits(model, config, config), prompt_keys(jax.random.key(0), 2)
+    state = engine.rounds(engine.prefill(prompts, sampler, keys, limits), sampler, limits)
+    assert (np.asarray(state.emitted) == 12).all()
+    for leaf in jax.tree.leaves(state):
+        parts = (
+            [np.asarray(shard.data) for shard in jax.random.key_data(leaf).addressable_shards]
+            if is_key(leaf)
+            else [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        )
+        if leaf.is_fully_replicated:
+            assert all(np.array_equal(part, parts[0], equal_nan=part.dtype.kind == "f") for part in parts)
+    layer = state.cache.layers[0]
+    assert layer.buffer.keys.sharding.shard_shape(layer.buffer.keys.shape)[1] == layer.keys.upper.addressable_shards[0].data.shape[1] == 1
+    most = 2 * (CONFIG.num_speculative_tokens + 1) * VOCABULARY  # logits of a round
+    assert most < min(weight.size for path, weight in model.weights().items() if "proj" in path) // 4
+    for compiled in (PREFILL, DECODE):
+        (program,) = compiled.programs.values()
+        found = collectives(program.executable)
+        assert set(found) == {"all-gather", "all-reduce"} and max(found["all-gather"]) <= most, found
+
+
+def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
+    """A converted directory restores to the devices, its INT4 draft too; groups that would be cut are made anew, with a word about it."""
+    if eight is None:
+        return
+    convert(checkpoint, tmp_path / "out", draft_bits=4, progress=False)
+    found = []
+    for count in (1, 4, 8):
+        mesh = None if count == 1 else model_mesh(eight[:count])
+        model = load_model(tmp_path / "out", mesh=mesh)
+        draft = make_draft("quantspec", model, directory=tmp_path / "out")
+        weights = draft.step.model.weights()
+        codes = weights["layers.0.down_proj.weight"].codes
+        assert codes.sharding.shard_shape(codes.shape)[1] * count == codes.shape[1]
+        if count == 8:
+            twice = weights["layers.0.k_proj.weight"].codes
+            heads = np.asarray(twice).reshape(8, -1)
+            assert all(np.array_equal(heads[2 * i], heads[2 * i + 1]) for i in range(4))
+        found.append(generate(model, [[1, 2, 3] * 9], config=dataclasses.replace(CONFIG, max_new_tokens=8), draft=draft).token_ids)
+    assert found[0] == found[1] == found[2] and "made anew" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "words"),
+    [
+        (
+            dict(num_attention_heads=6, num_key_value_heads=3),
+            4,
+            "4 devices do not divide the model's 6 attention heads evenly; 1, 3, 6 do",
+        ),
+        (dict(num_attention_heads=12, num_key_value_heads=3), 2, "2 devices neither divide the model's 3 KV heads nor hold them equally"),
+        (dict(intermediate_size=90), 4, "4 devices do not divide the model's 90 columns of the MLP evenly; 1, 2 do"),
+    ],
+)
+def test_what_cannot_be_divided(tmp_path, changes, count, words):
+    source = write_checkpoint(tmp_path / "hf", hf_config(**changes))
+    with pytest.raises(InputError, match=words):
+        load_model(source, mesh=Mesh(np.array(jax.devices()[:1] * count), ("model",)))
+
+
+def test_a_mesh_of_other_axes(directory):
+    with pytest.raises(InputError, match="the mesh has axes rows 1; a model is divided over a mesh of one axis, model"):
+        load_model(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("rows",)))
