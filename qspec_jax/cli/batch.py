@@ -22,17 +22,20 @@ from qspec_jax.cli import process
 from qspec_jax.cli.options import (
     ALL,
     Devices,
+    Distributed,
     DtypeOption,
     Json,
     ModelDirectory,
     Seed,
     TensorParallel,
     devices_of,
+    join_others,
     load,
     places_of,
     with_settings,
 )
 from qspec_jax.decoding import diagnosis
+from qspec_jax.decoding import distributed as several
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
@@ -82,6 +85,7 @@ def batch(
     ] = "8",
     devices: Devices = ALL,
     tensor_parallel: TensorParallel = 1,
+    distributed: Distributed = False,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Work on a Ray cluster: its address, auto for the one that runs here, or local to start one."),
@@ -98,8 +102,15 @@ def batch(
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
     rows_at_once = _rows(batch_size)
+    if distributed:
+        if ray is not None or tensor_parallel > 1:
+            raise InputError("--distributed divides the model over all devices; it goes with neither --ray nor --tensor-parallel")
+        if rows_at_once is None:
+            raise InputError("--distributed: --batch-size should be a number, for machines may differ in how much memory is free")
+        output, as_json = join_others(output, as_json)
     if ray is None:
-        places = places_of(devices_of(devices), tensor_parallel)
+        on = devices_of(devices)
+        places = places_of(on, len(on) if distributed else tensor_parallel)
     else:
         _check_for_ray(config, devices, tensor_parallel, refill)
     if ray_actors and ray is None:
@@ -108,7 +119,8 @@ def batch(
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if is_same_file(source, output):
         raise InputError(f"{output}: INPUT and OUTPUT are the same file")
-    content, name = read_bytes(source), name_of(source)
+    content, name = several.together(lambda: read_bytes(source) if several.is_first() else b""), name_of(source)
+    content = several.from_first(content.decode("latin-1")).encode("latin-1")  # JSON knows no bytes
     stored_at = hub.local(model, progress=False if as_json else None)
     if ray is not None:
         jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
@@ -119,7 +131,7 @@ def batch(
     directories[model] = stored_at
     checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
     if ray is None:
-        network, tokenizer = load(model, dtype, quiet=as_json, place=places[0])
+        network, tokenizer = several.together(lambda: load(model, dtype, quiet=as_json, place=places[0]))
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
     draft = None if chosen or ray else _made(config, network, model)
@@ -154,7 +166,9 @@ def batch(
     ]
     version = [process.version_of("qspec-jax").encode()]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
-    journal = Journal(output, run, overwrite=overwrite)
+    journal = several.together(lambda: Journal(output, run, overwrite=overwrite))
+    done = several.from_first(sorted(journal.done))
+    journal.done = {number: journal.done.get(number) for number in done}
     for line in wrong[:TOLD]:
         log.warning("%s, line %d: %s", name, line.number, line.error)
     if len(wrong) > TOLD:
@@ -182,6 +196,8 @@ def batch(
         with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
             stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, places, quiet=as_json)
         journal.finish()
+        if not several.is_first():
+            return
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
         raise

@@ -17,9 +17,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qspec_jax.cli.options import (
+    ALL,
     CacheKind,
     Calibrate,
     DevicesOfModel,
+    Distributed,
     DtypeOption,
     Json,
     ModelDirectory,
@@ -27,6 +29,7 @@ from qspec_jax.cli.options import (
     Seed,
     SensitiveLayers,
     devices_of,
+    join_others,
     load,
     megabytes,
     places_of,
@@ -34,6 +37,7 @@ from qspec_jax.cli.options import (
     with_settings,
 )
 from qspec_jax.decoding import diagnosis
+from qspec_jax.decoding import distributed as several
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
@@ -62,7 +66,8 @@ def generate_command(
     cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
-    devices: DevicesOfModel = "1",
+    devices: DevicesOfModel = None,
+    distributed: Distributed = False,
     calibrate: Calibrate = False,
     sensitive_layers: SensitiveLayers = 0,
     profile: Annotated[
@@ -73,6 +78,8 @@ def generate_command(
     as_json: Json = False,
 ):
     """Continue prompts."""
+    if distributed:
+        output, as_json = join_others(output, as_json)
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
     if sensitive_layers and config.draft == AUTO:
@@ -83,23 +90,17 @@ def generate_command(
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
     config = dataclasses.replace(config, cache=cache and cache.value)
-    prompts = [*(prompt or []), *read_texts("--prompt-file", prompt_file or [])]
-    if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
-        waits = threading.Timer(PATIENCE_S, lambda: print("qspec: reads a prompt from standard input, to its end", file=sys.stderr))
-        waits.start()
-        try:
-            prompts = list(filter(None, [read_text(STANDARD)]))
-        finally:
-            waits.cancel()
+    prompts = several.from_first(several.together(lambda: _prompts(prompt or [], prompt_file or []) if several.is_first() else []))
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
-    (place,) = places_of(on := devices_of(devices), len(on))
+    on = devices_of(devices or (ALL if distributed else "1"))
+    (place,) = places_of(on, len(on))
     if calibrate and len(on) > 1:
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
     with output_to(output) as write:
-        network, tokenizer = load(model, dtype, quiet=as_json, place=place)
+        network, tokenizer = several.together(lambda: load(model, dtype, quiet=as_json, place=place))
         tokens = checked_prompts(network, prompts, config, tokenizer)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         if calibrate and not config.speculative:
@@ -122,6 +123,19 @@ def generate_command(
     if not as_json:
         ran = config.draft if config.num_speculative_tokens else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
+
+
+def _prompts(given: list[str], files: list[Path]) -> list[str]:
+    """The prompts that are given, those in files, or what comes through a pipe."""
+    prompts = [*given, *read_texts("--prompt-file", files)]
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():  # piped; nothing comes where there is nothing to read
+        waits = threading.Timer(PATIENCE_S, lambda: print("qspec: reads a prompt from standard input, to its end", file=sys.stderr))
+        waits.start()
+        try:
+            prompts = list(filter(None, [read_text(STANDARD)]))
+        finally:
+            waits.cancel()
+    return prompts
 
 
 @contextlib.contextmanager

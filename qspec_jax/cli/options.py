@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from rich.console import Console, RenderableType
 
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
-from qspec_jax.decoding import diagnosis
+from qspec_jax.cli import process
+from qspec_jax.decoding import diagnosis, distributed
 from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
@@ -48,17 +50,28 @@ class Dtype(enum.StrEnum):
 
 
 def devices_of(text: str) -> list[jax.Device]:
-    """What --devices names. Raises InputError for any text but a number of devices that are there, or all."""
+    """What --devices names, of all processes' devices with --distributed. Raises InputError for any text but a number of devices that are
+    there, or all."""
     diagnosis.check_backend()
-    found = [device for device in jax.local_devices() if device.device_kind == jax.local_devices()[0].device_kind]
-    if left_out := len(jax.local_devices()) - len(found):
+    there = jax.local_devices() if jax.process_count() == 1 else jax.devices()
+    found = [device for device in there if device.device_kind == there[0].device_kind]
+    if left_out := len(there) - len(found):
         log.warning("left out, as of another kind than the first (%s): %d of the devices", found[0].device_kind, left_out)
     if text == ALL:
         return found
     if not (text.isdecimal() and text.isascii() and 1 <= int(text) <= len(found)):
-        there = f"the devices that JAX has here ({found[0].device_kind})"
-        raise InputError(f"--devices {text} should be {ALL}, or a number from 1 to {len(found)}, {there}")
+        known = f"the devices that JAX has here ({found[0].device_kind})"
+        raise InputError(f"--devices {text} should be {ALL}, or a number from 1 to {len(found)}, {known}")
+    if jax.process_count() > 1 and int(text) < len(found):
+        raise InputError(f"--devices {text}: with --distributed all {len(found)} devices of all processes work together; leave it out")
     return found[: int(text)]
+
+
+def join_others(output: Path | None, as_json: bool) -> tuple[Path | None, bool]:
+    """Begins `--distributed`. Returns where this process writes, and whether it is quiet: only the first writes, and tells what it does."""
+    distributed.join()
+    process.keep_output_clean()
+    return (output, as_json) if distributed.is_first() else (Path(os.devnull), True)
 
 
 def places_of(devices: list[jax.Device], tensor_parallel: int) -> list[Place]:
@@ -102,7 +115,14 @@ Devices = Annotated[
     str, typer.Option("--devices", metavar="N", help="How many devices of this machine to work on, a copy of the weights on each; or all.")
 ]
 DevicesOfModel = Annotated[
-    str, typer.Option("--devices", metavar="N", help="How many devices of this machine to divide the model over; or all.")
+    str | None, typer.Option("--devices", metavar="N", help="How many devices to divide the model over, or all; 1, if not given.")
+]
+Distributed = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="Divide the model over the devices of all processes that were started so, on one machine or many; the first one writes.",
+    ),
 ]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", min=1, metavar="N", help="Divide each copy of the model over so many of the devices.")

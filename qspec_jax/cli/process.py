@@ -58,6 +58,14 @@ def _open_nothing(flags: int) -> None:
         os.open(os.devnull, flags)
 
 
+def keep_output_clean() -> None:
+    """From now on what libraries print on standard output by themselves, as Gloo does, goes to standard error."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
+    os.dup2(2, 1)
+    sys.stdout = _Output(own)
+
+
 def raise_on_signals() -> None:
     """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed."""
     import logging
