@@ -1,18 +1,23 @@
 """Models of known shapes with random weights, for figures that depend on shapes alone."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, Sharding
+from jaxtyping import Array, Key
 
 from pallas_kernels.formats.rounding import parameter_dtype
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama, Weight
-from qspec_jax.quantization.weights import is_linear, weight_group_size
+from qspec_jax.models.placement import Placement
+from qspec_jax.models.sharding import mesh_of, weight_sharding
+from qspec_jax.quantization.weights import group_size_over, is_linear
 
 
 def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -56,36 +61,50 @@ def check_gpu(name: str) -> None:
         raise InputError(f"--arch {name} needs a GPU, and JAX finds none; --arch {' or '.join(TINY)} runs anywhere")
 
 
-def random_model(config: LlamaConfig, *, seed: int = 0) -> Llama:
-    """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1."""
-    keys = iter(jax.random.split(jax.random.key(seed), 16 * config.num_layers + 16))
+def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
+    """Makes a model in bfloat16: normal matrices with a standard deviation of 0.02, norms 1. mesh: to divide it over, see `load_model`."""
+    keys, placement = iter(jax.random.split(jax.random.key(seed), 16 * config.num_layers + 16)), Placement(config, mesh)
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return _normal(next(keys), shape) if len(shape) == 2 else jnp.ones(shape, jnp.bfloat16)
+        key = next(keys) if len(shape) == 2 else None
+        return placement.spread(path, _drawn(key, shape, weight_sharding(path, shape, mesh)))
 
-    return Llama(config, make)
+    return placement.model(make)
 
 
 def random_int4(model: Llama, *, seed: int = 1) -> Llama:
     """Replaces the linear layers by random INT4 codes, in the groups of `quantize_linears`; all else is the same arrays."""
-    weights = model.weights()
+    weights, mesh = model.weights(), mesh_of(model.weights())
     keys = iter(jax.random.split(jax.random.key(seed), 16 * model.config.num_layers + 16))
 
-    def make(path: str, shape: tuple[int, ...]) -> Weight:
-        return _random_int4(next(keys), shape, model.dtype) if is_linear(path) else weights[path]
+    def made(path: str, weight: Weight) -> Weight:
+        if not is_linear(path):
+            return weight
+        size = group_size_over(mesh, path, weight)
+        shapes = jax.eval_shape(lambda: _int4(jax.random.key(0), weight.shape, size, model.dtype))
+        places = jax.tree.map(lambda x: weight_sharding(path, x.shape, mesh), shapes)
+        return _compiled_int4(weight.shape, size, model.dtype, tuple(jax.tree.leaves(places)), jax.tree.structure(places))(next(keys))
 
-    return Llama(model.config, make)
+    return model.with_weights({path: made(path, weight) for path, weight in weights.items()})
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _normal(key, shape: tuple[int, ...]):
-    return 0.02 * jax.random.normal(key, shape, jnp.bfloat16)
+def _drawn(key: Key[Array, ""] | None, shape: tuple[int, ...], place: Sharding) -> Array:
+    return _compiled_normal(shape, place)(key) if key is not None else jnp.ones(shape, jnp.bfloat16, device=place)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_int4(key, shape: tuple[int, int], dtype) -> Int4Weight:
+@functools.cache
+def _compiled_normal(shape: tuple[int, ...], place: Sharding) -> Callable:
+    return jax.jit(lambda key: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), out_shardings=place)
+
+
+@functools.cache
+def _compiled_int4(shape: tuple[int, int], size: int, dtype, places: tuple[Sharding, ...], tree: Any) -> Callable:
+    return jax.jit(lambda key: _int4(key, shape, size, dtype), out_shardings=jax.tree.unflatten(tree, places))
+
+
+def _int4(key: Key[Array, ""], shape: tuple[int, int], size: int, dtype) -> Int4Weight:
+    """Random codes in groups of so many inputs."""
     out, inputs = shape
-    size = weight_group_size(inputs)
     groups = -(-inputs // size)
     codes = lax.bitcast_convert_type(jax.random.randint(key, (out, groups, size // 2), -128, 128, jnp.int8), jnp.uint8)
     # Codes 0 to 15 about zero, with a standard deviation of 0.02.

@@ -45,6 +45,7 @@ from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class DecodeReport(Run):
     model: str
     max_new_tokens: int
     rows: list[DecodeRow]
+    devices: int = 1  # that the model is divided over
 
 
 def run(
@@ -114,6 +116,7 @@ def run(
         model=name,
         max_new_tokens=max_new_tokens,
         rows=rows,
+        devices=1 if (mesh := mesh_of(model.weights())) is None else mesh.size,
     )
 
 
@@ -254,6 +257,8 @@ class _Measured:
         began: float,
     ):
         self.batch_size = batch_size
+        mesh = mesh_of(model.weights())
+        self.devices = 1 if mesh is None else mesh.size  # each of which reads its part of weights and caches
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = config_of(case, max_new_tokens)
         self.rate = rate if case.method.speculative else None
@@ -348,18 +353,19 @@ class _Measured:
         in_decode: Draft | None,
     ) -> int:
         """The largest of what the programs hold, with the draft as each of them has it; shared arrays count once."""
-        held = lambda draft: bytes_of((self.engine.target, draft)) - bytes_of(self.engine.target)
+        bytes_held = functools.partial(bytes_of, on_device=True)
+        held = lambda draft: bytes_held((self.engine.target, draft)) - bytes_held(self.engine.target)
         # Decode is given the whole draft, in which arrays that are the target's would count again. Prefill runs beside the draft.
-        peaks = [_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_of(in_decode)]
+        peaks = [_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_held(in_decode)]
         if fork is not None:  # which is given neither target nor draft
-            peaks.append(_working_bytes(fork) + bytes_of((self.engine.target, in_decode)))
+            peaks.append(_working_bytes(fork) + bytes_held((self.engine.target, in_decode)))
         return max(peaks)
 
     def _large(self, cache: Cache) -> int:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
         arrays = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
         logits = 4 * self.batch_size * (self.gamma + 1) * self.model.config.vocab_size
-        return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays))
+        return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays) // self.devices)
 
     def _decoded(self, decode: jax.stages.Compiled, state: DecodeState, prefill_s: float) -> tuple["_Decode", DecodeState]:
         """Decodes until the first row ends, so that the batch is full throughout, the first rounds as a warm-up; also returns the state
@@ -384,7 +390,8 @@ class _Measured:
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
 
         def work_of(name: str, function: Callable, model: Any, size: int) -> _Work:
-            return _Work(name, function, (lengths, model), size / bandwidth / 1e9, size)
+            on_device = size // self.devices
+            return _Work(name, function, (lengths, model), on_device / bandwidth / 1e9, on_device)
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
         work = [work_of("target", verified, self.engine.target, self.target_bytes(width))]
@@ -527,7 +534,7 @@ def table(report: DecodeReport) -> Group:
     batches = any(row.batch_size > 1 for row in report.rows)
     simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
     head = Text.assemble(
-        (f"Decode of {report.model} on {report.device}", "bold"),
+        (f"Decode of {report.model} on {f'{report.devices} x ' if report.devices > 1 else ''}{report.device}", "bold"),
         f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
         simulated,
     )

@@ -46,7 +46,8 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTiming:
-    """Time of one step, the bytes that it must read (0: not counted), and what share of the read bandwidth it reaches with them."""
+    """Time of one step, the bytes that it must read on each device (0: not counted), and what share of the read bandwidth it reaches with
+    them."""
 
     timing: Timing
     bytes: int
@@ -72,7 +73,7 @@ class DecodeRow:
     every step took no longer than reading its bytes; share_of_limit: speedup over byte_limit. tokens_per_second_limit: tokens_per_second by
     the same model.
     peak_memory_bytes: what the largest of prefill, decode and, between them, the making of a batch of rows holds, by their executables, and
-    the draft. large_operations: operations of the size of a cache or more in the compiled loop; there should be none.
+    the draft, on each device. large_operations: operations of the size of a cache or more in the compiled loop; there should be none.
     """
 
     method: str

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
@@ -26,7 +27,7 @@ from qspec_jax.bench import (
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
-from qspec_jax.cli.options import Devices, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, show
+from qspec_jax.cli.options import Devices, DevicesOfModel, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, places_of, show
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
@@ -205,6 +206,7 @@ def bench_decode(
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
     ] = False,
+    devices: DevicesOfModel = "1",
     seed: Seed = 0,
     repeats: Repeats = 10,
     output: Output = None,
@@ -250,11 +252,12 @@ def bench_decode(
             dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
+        (place,) = places_of(on := devices_of(devices), len(on))
         if arch is not None or random_weights:
-            network = random_model(shape, seed=seed)
+            network = random_model(shape, seed=seed, mesh=place if isinstance(place, Mesh) else None)
             make_int4 = lambda: random_int4(network)
         else:
-            network, _ = load(model, None, quiet=as_json)
+            network, _ = load(model, None, quiet=as_json, place=place)
             make_int4 = lambda: int4_model(network, directory=model)
         report = decode.run(
             arch or str(model),

@@ -293,7 +293,7 @@ class _Slots:
         def bytes_of_prefill() -> int:
             temporaries = (self.engine.prefill_temporaries(*self._prefill_args(each), layers=self._layers(each)) for each in largest)
             # While some are put into the batch, the next are prefilled.
-            return max(temporaries) + 2 * max(map(len, largest)) * capacity.bytes_on_device(row)
+            return max(temporaries) + 2 * max(map(len, largest)) * bytes_of(row, on_device=True)
 
         return capacity.that_fits(self.engine, row, bytes_of_prefill, self.groups, self.most_rows)
 
@@ -421,8 +421,8 @@ class _Slots:
         self.newest = rows.status
         if self.state is None:
             self.state = self.engine.batch_of(rows, len(self.request_of), self.pool and self.pool.size)
-            of_pool = capacity.bytes_on_device([(layer.keys, layer.values) for layer in self.state.cache.layers]) if self.pool else 0
-            self.bytes_of_row = (capacity.bytes_on_device(self.state) - of_pool) // len(self.request_of)
+            of_pool = bytes_of([(layer.keys, layer.values) for layer in self.state.cache.layers], on_device=True) if self.pool else 0
+            self.bytes_of_row = (bytes_of(self.state, on_device=True) - of_pool) // len(self.request_of)
             self.bytes_of_page = of_pool // self.pool.size if self.pool else 0
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
         for slot, index, of_row in zip(slots, indices, pages, strict=True):

@@ -5,7 +5,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
         rows = min(UNKNOWN_ROWS, requests)
         log.info("batch size auto: %d rows, for this device does not say how much memory it has", rows)
         return enough_for(rows, groups)
-    size = lambda batch, pages: bytes_on_device(engine.batch_shapes(row, batch, None if groups is None else pages))
+    size = lambda batch, pages: bytes_of(engine.batch_shapes(row, batch, None if groups is None else pages), on_device=True)
     one = size(1, 2)  # a row with page 0 and another
     of_page, config = size(1, 3) - one, engine.target.model.config
     of_round = 4 * ARRAYS * (engine.gamma + 1) * (config.vocab_size + 2 * config.intermediate_size)
@@ -96,16 +96,11 @@ def divided(free: float, of_row: float, of_page: float, groups: Sequence[int] | 
     return None
 
 
-def bytes_on_device(tree: Any) -> int:
-    """Bytes of arrays, or of their shapes, on each of the devices that they are divided over."""
-    held = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return sum(math.prod(held(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def bytes_in_loop(draft: Draft | None) -> int:
     """Bytes of the arrays that `Draft.in_loop` makes anew, such as the INT8 head. The draft itself stays.
 
-    They are told by their shapes and dtypes, for that is all that is known of what is not made yet.
+    They are told by their shapes and dtypes, for that is all that is known of what is not made yet; where the model is divided, each
+    counts as if it were whole on every device.
     """
     count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
     made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)

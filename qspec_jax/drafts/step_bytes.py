@@ -85,10 +85,13 @@ def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: i
     return bytes_of(weights, most_item_bytes=most_item_bytes)
 
 
-def bytes_of(tree, *, most_item_bytes: int = 8) -> int:
-    """Bytes of the arrays in a tree, each counted once.
+def bytes_of(tree, *, most_item_bytes: int = 8, on_device: bool = False) -> int:
+    """Bytes of the arrays, or shapes, in a tree, each counted once.
 
-    most_item_bytes: what an array element counts at most, 2 to count float32 as if it were bfloat16.
+    most_item_bytes: what an array element counts at most, 2 to count float32 as if it were bfloat16. on_device: of arrays that are divided
+    over a mesh, count what each of its devices has.
     """
-    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}
-    return sum(math.prod(leaf.shape) * min(leaf.dtype.itemsize, most_item_bytes) for leaf in arrays.values())
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
+    divided = lambda leaf: on_device and getattr(leaf, "sharding", None) is not None
+    held = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
+    return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, most_item_bytes) for leaf in arrays)

@@ -141,12 +141,13 @@ def quantize_linears(model: Llama) -> Llama:
     """The model with INT4 linear layers; embedding, head, norms and biases are the same arrays, not copies."""
     weights = model.weights()
     mesh = mesh_of(weights)
-    quantize = lambda path, weight: divided_over(mesh, _in_groups_of(_group_size(path, weight, mesh)))(weight)
+    quantize = lambda path, weight: divided_over(mesh, _in_groups_of(group_size_over(mesh, path, weight)))(weight)
     return model.with_weights({path: quantize(path, weight) if is_linear(path) else weight for path, weight in weights.items()})
 
 
-def _group_size(path: str, weight: Float[Array, "out in"], mesh: Mesh | None) -> int:
-    """Such that no group is cut where devices have some of the inputs each. Raises InputError where there is no such size."""
+def group_size_over(mesh: Mesh | None, path: str, weight: Float[Array, "out in"]) -> int:
+    """How many inputs share a scale of the weight at a path of the model, so that no group is cut where each device of a mesh has some of
+    the inputs. Raises InputError where there is no such size."""
     inputs = weight.shape[1] if mesh is None else weight.sharding.shard_shape(weight.shape)[1]
     size = weight_group_size(inputs)
     if inputs < weight.shape[1] and inputs % size:
