@@ -80,7 +80,7 @@ def test_a_wrong_schedule_is_seen(monkeypatch, model, expected, fault):
         monkeypatch.setattr(HierarchicalCache, "flush", lambda cache: (cache, jnp.zeros_like(cache.lengths.buffered)))
     room = 1 if fault == "a block one too long" else 100
     monkeypatch.setattr(HierarchicalCache, "draft_room", property(lambda cache: 2 * G - 1 + room - cache.lengths.buffered))
-    afresh = Compiled(lambda *args, **static: perplexity._score(*args, **static), static_argnames=("planes", "width"))
+    afresh = Compiled(lambda *args, **static: perplexity._score(*args, **static), static_argnames=("width", "kinds"))
     monkeypatch.setattr(perplexity, "SCORE", afresh)
     found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=7)
     errors = [

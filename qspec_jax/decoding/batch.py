@@ -33,6 +33,7 @@ from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket

@@ -134,23 +134,24 @@ def passage_of(target: Llama, prompts: Sequence[Sequence[int]], cache: CacheConf
     if min(of_blocks(valid)[half::2].sum() for half in (0, 1)) < LEAST:
         return None
     tokens, n = padded([text[:start] for text, start in zip(texts, before)])
-    sizes = dict(batch=len(texts), capacity=tokens.shape[1], num_speculative_tokens=blocks * T, dtype=target.dtype)
-    args = ViewedModel(target, BOTH_PLANES), tokens, n, cache.empty(target.config, **sizes), jnp.asarray(of_blocks(ends))
-    said, filled = SAID.compile(*args)[0](*args)
+    args = ViewedModel(target, BOTH_PLANES), tokens, n, jnp.asarray(of_blocks(ends))
+    said, filled = SAID.compile(*args, cache=cache)[0](*args)
     return Passage(args[-1], said, jnp.asarray(of_blocks(valid)), filled)
 
 
-def _said(target: ViewedModel, tokens: Array, n: Array, empty: Cache, blocks: Int[Array, "N B T"]) -> tuple[Array, Cache]:
+def _said(target: ViewedModel, tokens: Array, n: Array, blocks: Int[Array, "N B T"], *, cache: CacheConfig) -> tuple[Array, Cache]:
     """The target's most likely tokens after each of the blocks', and its cache with them all, at the lengths before the first."""
-    _, cache = prefill(target.model, tokens, n, empty)
-    before = cache.lengths
+    model, (walked, batch, each) = target.model, blocks.shape
+    sizes = dict(batch=batch, capacity=tokens.shape[1], num_speculative_tokens=walked * each, dtype=model.dtype)
+    _, filled = prefill(model, tokens, n, cache.empty(model.config, **sizes))
+    before = filled.lengths
 
     def block(cache, tokens):
         logits, cache = target(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32), cache)
         return cache, logits.argmax(-1)
 
-    cache, said = lax.scan(block, cache, blocks)
-    return said, cache.rollback(before)
+    filled, said = lax.scan(block, filled, blocks)
+    return said, filled.rollback(before)
 
 
 def _hits(step: ViewedModel, passage: Passage, blocks: Int[Array, "M"], keep: Bool[Array, "C L 2"]) -> Int[Array, "C M"]:
@@ -166,7 +167,7 @@ def _hits(step: ViewedModel, passage: Passage, blocks: Int[Array, "M"], keep: Bo
     return lax.map(lambda keep: lax.map(functools.partial(of_block, keep), blocks), keep)
 
 
-SAID, HITS = Compiled(_said), Compiled(_hits)
+SAID, HITS = Compiled(_said, static_argnames=("cache",)), Compiled(_hits)
 
 
 class _Search:

@@ -184,13 +184,10 @@ def score(
     real = np.zeros((len(continuations), max(room, int(wanted.max())) + width), np.int32)
     for row, continuation in zip(real, continuations):
         row[: len(continuation)] = continuation
-    sizes = dict(batch=len(prompts), capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
-    caches = tuple(view.cache.empty(model.config, **sizes) for view in views)
     of_rows = None if prompt_of is None else jnp.asarray(prompt_of, jnp.int32)
-    args = (model, tokens, n, of_rows, jnp.asarray(real), jnp.asarray(wanted), caches, tuple(view.view for view in views))
-    executable, _ = (SCORE if prompt_of is None else SCORE_SHARED).compile(*args, width=width)
-    scores, _ = executable(*args)
-    return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], scores)
+    args = (model, tokens, n, of_rows, jnp.asarray(real), jnp.asarray(wanted), tuple(view.view for view in views))
+    executable, _ = SCORE.compile(*args, width=width, kinds=tuple(view.cache for view in views))
+    return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], executable(*args))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,13 +210,14 @@ def _score(
     prompt_of: Int[Array, "B"] | None,
     real: Int[Array, "B N+width"],
     wanted: Int[Array, "B"],
-    caches: tuple[Cache, ...],
     views: tuple[View, ...],
     *,
     width: int,
-) -> tuple[Scores, tuple[Cache, ...]]:
-    """The columns of the scores behind wanted[b] are scratch. The caches are returned since they are donated."""
-    logits, caches = prefill(model, tokens, n, _Several(caches))
+    kinds: tuple[CacheChoice, ...],
+) -> Scores:
+    """The columns of the scores behind wanted[b] are scratch. kinds: the cache of each view."""
+    sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
+    logits, caches = prefill(model, tokens, n, _Several(tuple(kind.empty(model.config, **sizes) for kind in kinds)))
     if prompt_of is not None:
         logits, n, caches = jax.tree.map(lambda x: x[prompt_of], (logits, n, caches))
     first = _compare([logits[:, None]] * len(caches), real[:, :1])
@@ -242,12 +240,10 @@ def _score(
         return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
 
     carry = jnp.ones_like(n), caches, jax.tree.map(room, first)
-    _, caches, scores = lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)
-    return scores, caches
+    return lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)[2]
 
 
-SCORE = Compiled(_score, static_argnames="width", donate_argnames=("caches",))
-SCORE_SHARED = Compiled(_score, static_argnames="width")  # for prompts that rows share, whose caches are of other sizes
+SCORE = Compiled(_score, static_argnames=("width", "kinds"))
 
 
 def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:
