@@ -512,3 +512,19 @@ def test_a_gpu_that_fails_is_one_line(monkeypatch, run):
     monkeypatch.setattr(cli, "_run", fails)
     code, out, err = run("demo")
     assert (code, out, err.count("\n")) == (1, "", 1) and "CUDA_ERROR_LAUNCH_FAILED" in err
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        ("NCCL", "NOT_FOUND: libnccl.so.2: cannot open shared object file\nstack"),
+        ("Gloo", "UNKNOWN: Gloo all-reduce failed: closed by peer"),
+    ],
+)
+def test_devices_that_cannot_talk_to_each_other(monkeypatch, run, library, message):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(cli, "_run", fails)
+    code, out, err = run("demo")
+    assert (code, out, err.count("\n")) == (1, "", 1) and f"{library}, through which devices talk" in err

@@ -42,6 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
             code = _fail("the device's memory is too small for this; `qspec doctor` and `qspec plan` say what fits")
         elif of_jax and "CUDA_ERROR" in str(error):
             code = _fail(f"the GPU ended a kernel with an error, and with it this run: {str(error).splitlines()[0]}", 1)
+        elif of_jax and (library := next((name for name in ("NCCL", "Gloo") if name.lower() in str(error).lower()), None)):
+            reason = str(error).splitlines()[0]
+            code = _fail(f"{library}, through which devices talk to each other, is missing or has lost one of them: {reason}", 1)
         # typer's own errors (unknown flags, bad values) in every version of typer: with click beside it or inside it.
         elif not hasattr(error, "format_message"):
             raise
