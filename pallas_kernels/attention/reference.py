@@ -81,14 +81,19 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
 
 
 def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Partial:
-    capacity = layer.keys.codes.shape[2]
-    chunk = min(CHUNK_TOKENS, capacity)
+    capacity = layer.keys.tokens
+    if capacity == 0:
+        return (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
+    group = max(capacity // x.shape[2] for x in jax.tree.leaves((layer.keys, layer.values)))
+    chunk = min(CHUNK_TOKENS - CHUNK_TOKENS % group, capacity)
 
     def load(i):
         start = jnp.minimum(i * chunk, capacity - chunk)
         token = start + jnp.arange(chunk)
         visible = (token >= i * chunk) & (token < length[:, None])
-        wide = lambda codes: jax.tree.map(lambda x: _slice(x, start, chunk), codes).dequantized(rows.dtype)
+        # Of what stands for several tokens, such as a scale, there are fewer.
+        part = lambda x: _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
+        wide = lambda codes: jax.tree.map(part, codes).dequantized(rows.dtype)
         return wide(layer.keys), wide(layer.values), visible[:, None, None]
 
     return _attend(rows, load, capacity, chunk, length.max())

@@ -15,7 +15,7 @@ GROUP_SIZES = (64, 128)
 def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
     if isinstance(layer, TokenCodesLayer):
-        return "reads groups, and not yet tokens with a scale each"
+        return "reads groups of 4-bit codes, and not yet tokens with a scale each, or fewer bits"
     arrays = [q]
     if isinstance(layer, FullLayer):
         arrays += [layer.keys, layer.values]

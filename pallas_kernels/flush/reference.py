@@ -1,10 +1,9 @@
 """Plain JAX flush: scatters whose index is out of bounds, and so dropped, for rows that are not due."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, quantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, moved_up, quantize_groups
 
 
 def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, scheme: str) -> HierarchicalLayer:
@@ -16,7 +15,5 @@ def flush(layer: HierarchicalLayer, lengths: Lengths, due: Bool[Array, "B"], *, 
     append = lambda cache, new: cache.at[row, :, group].set(new[:, :, 0], mode="drop")
     keys, values = jax.tree.map(append, (layer.keys, layer.values), codes)
 
-    def shift(x: Array) -> Array:
-        return jnp.where(due[:, None, None, None], jnp.roll(x, -G, axis=2), x)
-
-    return HierarchicalLayer(keys, values, FullLayer(shift(buffer.keys), shift(buffer.values)), layer.pages)
+    shifted = FullLayer(moved_up(buffer.keys, G, due), moved_up(buffer.values, G, due))
+    return HierarchicalLayer(keys, values, shifted, layer.pages)

@@ -133,6 +133,17 @@ class HierarchicalLayer:
         return jnp.where(due & (group < self.groups), page, self.keys.upper.shape[0]), jnp.zeros_like(group)
 
 
+def rows_from(x: Float[Array, "B K S H"], start: Int[Array, "B"], rows: int) -> Float[Array, "B K rows H"]:
+    """So many rows of each batch row from start[b] on; zeros behind the end."""
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
+    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, rows, axis=1))(padded, start)
+
+
+def moved_up(x: Float[Array, "B K S H"], rows: int, due: Bool[Array, "B"]) -> Float[Array, "B K S H"]:
+    """x with its first `rows` rows moved behind the others, in the batch rows that are due."""
+    return jnp.where(due[:, None, None, None], jnp.roll(x, -rows, axis=2), x)
+
+
 def _take(x: Array, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None) -> Array:
     """Rows of x [B, K, S, ...], T for each KV head and each of these rows of the batch; None: of all."""
     B, K = x.shape[:2]

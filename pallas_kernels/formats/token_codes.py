@@ -8,6 +8,7 @@ from typing import Self
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.quantization import dequantize, quantize
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
@@ -27,6 +28,10 @@ class TokenCodes:
         upper, lower, scale, zero = quantize(x, -1, scheme=scheme, dtype=parameter_dtype(x.dtype))
         return cls(upper << 4 | lower, scale, zero)
 
+    @property
+    def tokens(self) -> int:
+        return self.codes.shape[2]
+
     def dequantized(self, dtype) -> Float[Array, "B K S H"]:
         wide = accumulation_dtype(dtype)
         return dequantize(self.codes >> 4, self.codes & 15, self.scale, self.zero, wide).astype(dtype)
@@ -34,8 +39,9 @@ class TokenCodes:
 
 @pytree()
 class TokenCodesLayer:
-    """One layer's cache: tokens in 8 bits, the first `lengths.quantized` of a row, and a full-precision buffer for what is appended."""
+    """One layer's cache: the first `lengths.quantized` tokens of a row in 8 bits, or in fewer, and a full-precision buffer for what is
+    appended."""
 
-    keys: TokenCodes
-    values: TokenCodes
+    keys: TokenCodes | LowBits
+    values: TokenCodes | LowBits
     buffer: FullLayer

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
@@ -71,11 +71,7 @@ class HierarchicalCache(PooledCache):
         rows = old.buffer.keys.shape[2]
         start = self.schedule.quantized_length(n)
 
-        def recent(x: Array) -> Array:
-            padded = jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
-            return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, rows, axis=1))(padded, start)
-
-        old = dataclasses.replace(old, buffer=FullLayer(recent(keys), recent(values)))
+        old = dataclasses.replace(old, buffer=FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows)))
         groups = min(old.groups, self.schedule.groups(keys.shape[2]))
         if groups == 0:
             return old

@@ -1,7 +1,7 @@
 """Every cache by its name, and the configuration that chooses one. A further cache is a file beside this one, and an entry here."""
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import jax.numpy as jnp
 
@@ -9,13 +9,19 @@ from pallas_kernels.formats.quantization import SCHEMES
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.kivi import KiviCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
 
 class RegisteredCache(Protocol):
-    """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one."""
+    """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
+
+    One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
+    for what is out of range. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128
+    for a class that does not say.
+    """
 
     def schedule_of(self, group_size: int) -> Schedule:
         """The schedule of a cache with groups of so many tokens."""
@@ -39,21 +45,22 @@ class RegisteredCache(Protocol):
         ...
 
 
-CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache}
+CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache, "kivi": KiviCache}
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
     """The KV cache of a call to generate.
 
-    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision. group_size: tokens of a key
-    group, even; None is 128, or head_dim when that is smaller. scheme: the quantizer, a key of
-    `pallas_kernels.formats.quantization.SCHEMES`.
+    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision, "kivi" a lossy one of 1 or 2 bits.
+    group_size: tokens of a key group, even; None is 128 (32 for "kivi"), or head_dim when that is smaller. scheme: the quantizer of "int8",
+    a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's own, of its class `Settings`; None: the defaults.
     """
 
     kind: str = "int8"
     group_size: int | None = None
     scheme: str = "int8_first"
+    settings: Any = None
 
     def __post_init__(self):
         if self.kind == "hierarchical":  # its name before version 0.2
@@ -64,17 +71,48 @@ class CacheConfig:
             raise InputError(f"group size {self.group_size} should be an even number, at least 2")
         if self.scheme not in SCHEMES:
             raise InputError(f"scheme {self.scheme!r} should be one of {', '.join(SCHEMES)}")
+        if self.settings is None and self._class_of_settings is not None:
+            object.__setattr__(self, "settings", self._class_of_settings())
+
+    @classmethod
+    def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
+        """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64. Raises InputError for an unknown name or
+        setting, and for a value that is no such setting's."""
+        kind, colon, rest = text.partition(":")
+        plain = cls(kind, group_size, scheme)
+        if not colon:
+            return plain
+        kinds = {} if plain.settings is None else {field.name: field.type for field in dataclasses.fields(plain.settings)}
+        given: dict[str, Any] = {}
+        for part in rest.split(","):
+            name, equals, value = part.partition("=")
+            if name not in kinds or not equals or name in given:
+                known = f"one of {', '.join(f'{name}=...' for name in kinds)}, each once" if kinds else f"left out; {kind} has no settings"
+                raise InputError(f"cache {text!r}: {part!r} should be {known}")
+            try:
+                given[name] = kinds[name](value)
+            except ValueError:
+                raise InputError(f"cache {text!r}: {name} should be a whole number, not {value!r}") from None
+        return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
+
+    @property
+    def _class_of_settings(self) -> type | None:
+        return getattr(CACHES[self.kind], "Settings", None)
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {} if self.settings is None else {"settings": self.settings}
 
     def group_size_for(self, head_dim: int) -> int:
         """Tokens of a group, for a model with heads of this size."""
-        return min(128, head_dim) if self.group_size is None else self.group_size
+        return min(getattr(CACHES[self.kind], "default_group", 128), head_dim) if self.group_size is None else self.group_size
 
     def schedule_for(self, head_dim: int) -> Schedule:
         """The schedule of the cache, for a model with heads of this size."""
-        return CACHES[self.kind].schedule_of(self.group_size_for(head_dim))
+        return CACHES[self.kind].schedule_of(self.group_size_for(head_dim), **self._own)
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
         """A cache without tokens; see `RegisteredCache.make`."""
-        choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme)
+        choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, **self._own)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
         return CACHES[self.kind].make(model, **choice, **sizes)

@@ -19,7 +19,7 @@ from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
-    CacheKind,
+    CacheOption,
     Calibrate,
     DtypeOption,
     EvaluatedModel,
@@ -389,7 +389,7 @@ def needle_command(
         ),
     ] = None,
     method: OldMethod = None,
-    cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
+    cache: CacheOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 4,
     seed: Seed = 0,
     dtype: DtypeOption = None,
@@ -399,7 +399,7 @@ def needle_command(
     """How often a model finds a value in a synthetic text, by length and depth, with a full cache and with quantspec's."""
     methods = needle.METHODS
     if draft is not None or method is not None:
-        config = GenerationConfig(draft=chosen_draft(draft, method), cache=cache and cache.value)
+        config = GenerationConfig(draft=chosen_draft(draft, method), cache=cache)
         methods = (needle.Method.of(config),)
     elif cache is not None:
         raise InputError("--cache goes with --draft")

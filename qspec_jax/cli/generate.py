@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qspec_jax.cli.options import (
     ALL,
-    CacheKind,
+    CacheOption,
     Calibrate,
     DevicesOfModel,
     Distributed,
@@ -63,7 +63,7 @@ def generate_command(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
     ] = None,
-    cache: Annotated[CacheKind | None, typer.Option(help="The target's cache: int8 with a draft, full without, if not given.")] = None,
+    cache: CacheOption = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     devices: DevicesOfModel = None,
@@ -89,7 +89,7 @@ def generate_command(
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
-    config = dataclasses.replace(config, cache=cache and cache.value)
+    config = dataclasses.replace(config, cache=cache)
     prompts = several.from_first(several.together(lambda: _prompts(prompt or [], prompt_file or []) if several.is_first() else []))
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")

@@ -40,7 +40,14 @@ class Method(enum.StrEnum):
     autoregressive = "autoregressive"
 
 
-CacheKind = enum.StrEnum("CacheKind", {name: name for name in CACHES})
+CacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"The target's cache: {', '.join(CACHES)}; int8 with a draft, full without, if not given. kivi is lossy.",
+    ),
+]
 
 
 class Dtype(enum.StrEnum):

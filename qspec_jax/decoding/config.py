@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.errors import InputError
 
@@ -19,7 +19,8 @@ class GenerationConfig:
 
     draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for
     one token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`). cache: the target's, "int8" (the
-    hierarchical cache, both planes) or "full" (then draft and target differ in their weights alone); None is "full" with draft "none", and
+    hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi" with settings such as
+    "kivi:bits=1" (see `qspec_jax.caches.kivi`); None is "full" with draft "none", and
     "int8" otherwise, whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the
     length cap leaves no room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses in each round how
     many, at most num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost times what
@@ -72,7 +73,6 @@ class GenerationConfig:
             parse_draft(self.draft)
             if self.num_speculative_tokens is None:
                 object.__setattr__(self, "num_speculative_tokens", GAMMA)
-        check(self.cache in (None, *CACHES), f"cache {self.cache!r} should be {' or '.join(CACHES)}")
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
@@ -96,7 +96,7 @@ class GenerationConfig:
         check(cost is None or 0 < cost < math.inf, f"draft_cost {cost} should be a finite number, more than 0")
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
-        CacheConfig(group_size=self.group_size, scheme=self.scheme)
+        self.cache_config  # noqa: B018  raises InputError for what is no cache
 
     @property
     def logprobs(self) -> int | None:
@@ -111,4 +111,4 @@ class GenerationConfig:
     @property
     def cache_config(self) -> CacheConfig:
         """The target's cache."""
-        return CacheConfig(self.cache or ("int8" if self.speculative else "full"), self.group_size, self.scheme)
+        return CacheConfig.parse(self.cache or ("int8" if self.speculative else "full"), self.group_size, self.scheme)

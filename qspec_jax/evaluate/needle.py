@@ -144,7 +144,7 @@ class Method:
     @classmethod
     def of(cls, config: GenerationConfig) -> "Method":
         """The way that a config asks for."""
-        return cls(config.draft if config.speculative else AUTOREGRESSIVE, config.cache_config.kind)
+        return cls(config.draft if config.speculative else AUTOREGRESSIVE, config.cache or config.cache_config.kind)
 
 
 AUTOREGRESSIVE = "autoregressive"

@@ -42,6 +42,8 @@ CACHE_VIEWS: dict[str, tuple[str, View]] = {
     FULL: ("full", FULL_PRECISION),
     "int8": ("int8", BOTH_PLANES),
     "int4": ("int8", UPPER_PLANE),
+    "kivi2": ("kivi:bits=2", BOTH_PLANES),
+    "kivi1": ("kivi:bits=1", BOTH_PLANES),
 }
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # the most texts of a batch
@@ -310,7 +312,7 @@ def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> 
 def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> CacheView:
     """The way to read a cache by its name, a key of `CACHE_VIEWS`."""
     kind, view = CACHE_VIEWS[cache]
-    return CacheView(CacheConfig(kind, group_size, scheme), view)
+    return CacheView(CacheConfig.parse(kind, group_size, scheme), view)
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:

@@ -1,0 +1,140 @@
+"""The KIVI cache: all but the most recent tokens in 2 bits, or in 1. It is lossy: what it makes the model say is not what a full one does.
+
+Source: KIVI (arXiv 2402.02750); with 1 bit by SpeCache's equation 3 (arXiv 2503.16163), if not asked otherwise.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.append_attend import append_and_attend
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths, moved_up, rows_from
+from pallas_kernels.formats.low_bits import BITS, RULES, LowBits
+from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.schedule import Schedule
+from qspec_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class KiviSettings:
+    """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a multiple of
+    the group size. rule: of the codes of 1 bit, "centred" or "extremes" as in KIVI itself, see `LowBits.of`."""
+
+    bits: int = 2
+    residual: int = 128
+    rule: str = "centred"
+
+    def __post_init__(self):
+        if self.bits not in BITS:
+            raise InputError(f"kivi bits {self.bits} should be {' or '.join(map(str, BITS))}")
+        if self.residual < 1:
+            raise InputError(f"kivi residual {self.residual} should be at least 1 token")
+        if self.rule not in RULES:
+            raise InputError(f"kivi rule {self.rule!r} should be {' or '.join(RULES)}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KiviCache(Cache):
+    """Keys with a scale for each channel and group of tokens, values with one for each token and group of as many channels. There is one
+    way to read them, whatever the view. settings: see `KiviSettings`; a flush quantizes `residual` tokens."""
+
+    layers: tuple[TokenCodesLayer, ...]
+    lengths: Lengths
+    settings: KiviSettings = dataclasses.field(metadata={"static": True})
+
+    Settings: ClassVar[type] = KiviSettings
+    default_group: ClassVar[int] = 32
+
+    @property
+    def schedule(self):
+        return Schedule(self.settings.residual)
+
+    @property
+    def capacity(self):
+        return self.layers[0].keys.tokens + self.layers[0].buffer.keys.shape[2]
+
+    @classmethod
+    def schedule_of(cls, group_size, settings):
+        return Schedule(settings.residual)
+
+    @classmethod
+    def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
+        """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values. Raises InputError for one that divides
+        neither."""
+        for what, size in (("residual", settings.residual), ("the model's head_dim", model.head_dim)):
+            if size % group_size:
+                raise InputError(f"kivi group size {group_size} should divide {what}, {size}")
+        schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
+        room = schedule.groups(capacity) * settings.residual
+        empty = lambda tokens, channels: LowBits.zeros(B, K, room, H, dtype, bits=settings.bits, tokens=tokens, channels=channels)
+        buffer = lambda: FullLayer.zeros(B, K, schedule.buffer_rows(num_speculative_tokens), H, dtype)
+        layers = (TokenCodesLayer(empty(group_size, 1), empty(1, group_size), buffer()) for _ in range(model.num_layers))
+        return cls(tuple(layers), no_tokens(batch), settings)
+
+    def fill(self, layer, keys, values, n):
+        old, start = self.layers[layer], self.schedule.quantized_length(n)
+        rows = old.buffer.keys.shape[2]
+        buffer = FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows))
+        whole = min(old.keys.tokens, self.schedule.groups(keys.shape[2]) * self.settings.residual)
+        if whole == 0:
+            return dataclasses.replace(old, buffer=buffer)
+        write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
+        put = lambda held, x: jax.tree.map(write, held, self._encoded(held, x[:, :, :whole]))
+        return TokenCodesLayer(put(old.keys, keys), put(old.values, values), buffer)
+
+    def _encoded(self, held: LowBits, x: Float[Array, "B K S H"]) -> LowBits:
+        """x in the format of what is held."""
+        channels = x.shape[3] // held.scale.shape[3]
+        return LowBits.of(x, bits=self.settings.bits, tokens=held.group_tokens, channels=channels, rule=self.settings.rule)
+
+    def tokens(self, layer, positions, batch_rows=None):
+        rows = jnp.arange(self.lengths.quantized.shape[0]) if batch_rows is None else batch_rows
+        held, quantized = self.layers[layer], self.lengths.quantized[rows][:, None, None]
+        recent = held.buffer.read(positions - quantized, batch_rows)
+        if held.keys.tokens == 0:
+            return recent
+        wide = accumulation_dtype(held.buffer.keys.dtype)
+        old = (codes.read(positions, rows, wide) for codes in (held.keys, held.values))
+        choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
+        return tuple(map(choose, old, recent))
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        if observe:
+            raise ValueError("a KIVI cache has no groups whose attention could be observed")
+        return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, BOTH_PLANES)
+
+    def flushed_layers(self, due):
+        size = self.settings.residual
+        if self.layers[0].keys.tokens == 0:
+            return self.layers
+
+        def flushed(layer: TokenCodesLayer) -> TokenCodesLayer:
+            buffer = layer.buffer
+            keys, values = (
+                _written(held, self._encoded(held, x[:, :, :size]), self.lengths.quantized, due)
+                for held, x in ((layer.keys, buffer.keys), (layer.values, buffer.values))
+            )
+            return TokenCodesLayer(keys, values, FullLayer(moved_up(buffer.keys, size, due), moved_up(buffer.values, size, due)))
+
+        once = lambda carry: (tuple(map(flushed, carry[0])), jnp.array(False))
+        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
+        return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
+
+
+def _written(held: LowBits, new: LowBits, at: Int[Array, "B"], due: Array) -> LowBits:
+    """What is held with new tokens from at[b] on, in the rows that are due."""
+
+    def write(held: Array, part: Array) -> Array:
+        first = jnp.where(due, at * part.shape[2] // new.tokens, held.shape[2])  # beyond the end, so that nothing is written
+        rows = first[:, None] + jnp.arange(part.shape[2])
+        return jax.vmap(lambda held, part, rows: held.at[:, rows].set(part, mode="drop"))(held, part, rows)
+
+    return jax.tree.map(write, held, new)

@@ -1,0 +1,152 @@
+"""The KIVI cache of 1 and 2 bits: its format, and that a draft over it emits that target's own tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts, run_rounds
+
+from pallas_kernels.attention import decode_attention
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.low_bits import LowBits
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from qspec_jax.caches.kivi import KiviCache, KiviSettings
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.batch import Request, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.errors import InputError
+
+KIVI = GenerationConfig(max_new_tokens=30, cache="kivi:bits=1,residual=8", group_size=4, ignore_eos=True, num_speculative_tokens=3)
+
+
+def numbers(*shape: int, dtype=jnp.float64) -> jax.Array:
+    """With channels of very different sizes."""
+    r = np.random.default_rng(0)
+    return jnp.asarray(r.standard_normal(shape) * np.exp2(r.integers(-4, 5, shape[-1])), dtype)
+
+
+def by_hand(x: np.ndarray, bits: int, rule: str) -> np.ndarray:
+    """A group of numbers as it is read, by the papers' equations."""
+    if bits == 1 and rule == "centred":  # SpeCache, equation 3
+        zero, scale = (3 * x.min() + x.max()) / 4, (x.max() - x.min()) / 2
+    else:
+        zero, scale = x.min(), (x.max() - x.min()) / (2**bits - 1)
+    return np.clip(np.rint((x - zero) / scale), 0, 2**bits - 1) * scale + zero
+
+
+@pytest.mark.parametrize("rule", ["centred", "extremes"])
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize(("tokens", "channels"), [(4, 1), (1, 8)])
+def test_codes(bits, rule, tokens, channels):
+    with jax.enable_x64(True):
+        x = numbers(2, 2, 12, 16)
+        codes = LowBits.of(x, bits=bits, tokens=tokens, channels=channels, rule=rule)
+        assert codes.codes.shape == (2, 2, 12, 2 * bits)
+        read, x = np.asarray(codes.dequantized(x.dtype)), np.asarray(x)
+        for token in range(0, 12, tokens):
+            for channel in range(0, 16, channels):
+                group = np.s_[1, 0, token : token + tokens, channel : channel + channels]
+                np.testing.assert_allclose(read[group], by_hand(x[group], bits, rule), atol=1e-12)
+        at = jnp.array([[[3, 0, 11, 99, -5]]])
+        np.testing.assert_array_equal(codes.read(at, jnp.array([1]), jnp.float64)[0], read[1][:, [3, 0, 11, 11, 0]])
+
+
+def test_a_group_that_is_not_finite_reads_as_nan_alone():
+    x = numbers(1, 1, 8, 8, dtype=jnp.float32).at[0, 0, 2, 3].set(jnp.inf)
+    read = LowBits.of(x, bits=2, tokens=4, channels=1, rule="extremes").dequantized(jnp.float32)
+    assert np.isnan(read[0, 0, :4, 3]).all() and np.isfinite(np.delete(np.asarray(read[0, 0, :4]), 3, 1)).all()
+    assert np.isfinite(read[0, 0, 4:]).all()
+    constant = LowBits.of(jnp.full((1, 1, 4, 8), 3.0), bits=1, tokens=4, channels=1, rule="centred")
+    np.testing.assert_array_equal(constant.dequantized(jnp.float32), 3)
+
+
+@pytest.mark.parametrize("size", [24, 2400])  # a part of a chunk, and several chunks of which the last is pulled back
+def test_attention_reads_what_is_stored(size):
+    with jax.enable_x64(True):
+        keys, values, q = numbers(2, 2, size, 16), numbers(2, 2, size, 16), numbers(2, 3, 4, 16)
+        coded = [
+            LowBits.of(x, bits=2, tokens=tokens, channels=channels, rule="centred")
+            for x, tokens, channels in ((keys, 24, 1), (values, 1, 8))
+        ]
+        buffer, lengths = FullLayer(keys[:, :, :9], values[:, :, :9]), Lengths(jnp.array([24, size]), jnp.array([9, 5]))
+        found = decode_attention(q, TokenCodesLayer(*coded, buffer), lengths, BOTH_PLANES)
+        for row in range(2):
+            quantized, recent = int(lengths.quantized[row]), int(lengths.buffered[row])
+            whole = [
+                jnp.concatenate([codes.dequantized(q.dtype)[row, :, :quantized], x[row, :, :recent]], 1)
+                for codes, x in zip(coded, (buffer.keys, buffer.values))
+            ]
+            layer = FullLayer(*(x[None] for x in whole))
+            expected = decode_attention(q[row][None], layer, Lengths(jnp.zeros(1, int), jnp.array([quantized + recent])), FULL_PRECISION)
+            np.testing.assert_allclose(found[row], expected[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("draft", ["quantspec", "prompt-lookup"])
+def test_a_draft_emits_the_target_s_own_tokens(draft):
+    """Across flushes, at all places of a group; the schedule is that of a row's length alone."""
+    with jax.enable_x64(True):
+        model, prompts = random_model("float64"), random_prompts([1, 7, 8, 15, 16, 33])
+        alone = run_rounds(model, prompts, dataclasses.replace(KIVI, draft="none", num_speculative_tokens=0))
+        drafted = run_rounds(model, prompts, dataclasses.replace(KIVI, draft=draft))
+        assert drafted.tokens == alone.tokens
+        full = run_rounds(model, prompts, dataclasses.replace(KIVI, draft="none", num_speculative_tokens=0, cache="full"))
+        assert full.tokens != alone.tokens  # or the codes would not matter
+        for run in (alone, drafted):
+            for each in run.rounds:
+                total = each.quantized + each.buffered
+                np.testing.assert_array_equal(each.quantized, np.maximum(0, total // 8 - 1) * 8)
+
+
+def test_single_tokens_and_other_rows():
+    """`tokens` gives what attention reads; and a row that takes another's place is as it was."""
+    model, prompts = random_model("float32"), random_prompts([41, 20])
+    requests = [
+        Request(prompt, dataclasses.replace(KIVI, draft="none", num_speculative_tokens=0), jax.random.key(0)) for prompt in prompts * 2
+    ]
+    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2)}
+    assert found[0] == found[2] and found[1] == found[3]
+
+    config = CacheConfig.parse("kivi:residual=8", 4)
+    empty = config.empty(model.config, batch=1, capacity=64, num_speculative_tokens=2, dtype=model.dtype)
+    assert isinstance(empty, KiviCache) and empty.schedule.group_size == 8
+    keys, values = numbers(1, 2, 64, 16, dtype=jnp.float32), numbers(1, 2, 64, 16, dtype=jnp.float32)[..., ::-1]
+    n = jnp.array([30])
+    cache = empty.filled(tuple(empty.fill(i, keys, values, n) for i in range(2)), n)
+    read = cache.tokens(0, jnp.arange(30)[None, None])
+    layer = cache.layers[0]
+    for found, codes, whole in zip(read, (layer.keys, layer.values), (keys, values)):
+        quantized = int(cache.lengths.quantized[0])
+        assert quantized == 16
+        np.testing.assert_array_equal(found[0, :, :quantized], codes.dequantized(jnp.float32)[0, :, :quantized])
+        np.testing.assert_array_equal(found[0, :, quantized:], whole[0, :, quantized:30])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kivi:bits=3", "kivi bits 3 should be 1 or 2"),
+        ("kivi:residual=0", "kivi residual 0 should be at least 1"),
+        ("kivi:rule=nearest", "kivi rule 'nearest' should be centred or extremes"),
+        ("kivi:bits=two", "bits should be a whole number, not 'two'"),
+        ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., each once"),
+        ("kivi:bits=2,bits=1", "each once"),
+        ("int8:bits=2", "'bits=2' should be left out; int8 has no settings"),
+        ("kivy", "cache 'kivy' should be full or int8 or kivi"),
+    ],
+)
+def test_wrong_settings(text, words):
+    with pytest.raises(InputError, match=words.replace("(", r"\(")):
+        GenerationConfig(cache=text)
+
+
+def test_settings_that_do_not_fit():
+    model = random_model("float32")
+    sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
+    with pytest.raises(InputError, match="kivi group size 12 should divide residual, 128"):
+        CacheConfig.parse("kivi", 12).empty(model.config, **sizes)
+    with pytest.raises(InputError, match="kivi group size 32 should divide the model's head_dim, 16"):
+        CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
+    assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)
