@@ -72,13 +72,13 @@ def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     monkeypatch.setattr(Engine, "batch_of", seen)
     expected = outcome(run_batch(model, requests, batch_size=2, draft=draft))
     two, row = made.pop()
-    monkeypatch.setattr(capacity, "free_bytes", lambda: 3 * two + 2 * row + int(20e6))
+    monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 3 * two + 2 * row + int(20e6))
     with caplog.at_level("INFO", "qspec_jax.decoding.capacity"):
         run = run_batch(model, requests, batch_size=None, draft=draft)
         assert outcome(run) == expected
     assert 2 < run.stats.batch_size <= 9 and sum(made[0]) + row <= capacity.free_bytes()
     assert re.search(rf"batch size auto: {run.stats.batch_size} rows fit", caplog.text)
-    monkeypatch.setattr(capacity, "free_bytes", lambda: 2 * row)
+    monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 2 * row)
     with pytest.raises(InputError, match=r"not one row fits; the request that needs most takes 0\.\d GB more than are free"):
         run_batch(model, requests, batch_size=None, draft=draft)
 

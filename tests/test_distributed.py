@@ -9,12 +9,12 @@ import sys
 import pytest
 import sharing
 
-from qspec_jax.decoding import distributed
+from qspec_jax.decoding import processes
 
 
 def start(number: int, port: int, *arguments, **environment) -> subprocess.Popen:
     """The command as one of two processes."""
-    names = dict(zip((distributed.ADDRESS, distributed.PROCESSES, distributed.NUMBER), (f"localhost:{port}", "2", str(number))))
+    names = dict(zip((processes.ADDRESS, processes.PROCESSES, processes.NUMBER), (f"localhost:{port}", "2", str(number))))
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments), "--distributed"]
     environment = os.environ | sharing.environment() | flags | names | environment
@@ -78,15 +78,17 @@ def test_one_without_the_checkpoint(both, directory, tmp_path):
     assert "process 1 has failed" in found[0][2] and str(tmp_path / "nothing") in found[1][2]
 
 
-NAMES = distributed.ADDRESS, distributed.PROCESSES, distributed.NUMBER
+NAMES = processes.ADDRESS, processes.PROCESSES, processes.NUMBER
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set, and JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID is not"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES set, but not JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID"),
         (dict(zip(NAMES, ("a:1", "2", "two"))), "JAX_PROCESS_ID 'two' should be a whole number"),
         (dict(zip(NAMES, ("a:1", "2", "2"))), "JAX_PROCESS_ID 2 should be less than JAX_NUM_PROCESSES, 2"),
+        (dict(zip(NAMES, ("node0", "2", "0"))), "JAX_COORDINATOR_ADDRESS 'node0' should be a host, a colon and a port"),
+        (dict(zip(NAMES, ("node0:port", "2", "0"))), "JAX_COORDINATOR_ADDRESS 'node0:port' should be"),
     ],
 )
 def test_what_is_said_of_others(fails, directory, monkeypatch, names, words):

@@ -1,6 +1,7 @@
 """A model that is divided over devices: every token as on one, and nothing gathered that is not meant to be."""
 
 import dataclasses
+import json
 import math
 import re
 
@@ -12,6 +13,7 @@ from checkpoints import hf_config, write_checkpoint
 from jax.sharding import Mesh
 
 from convert import convert
+from qspec_jax.bench.architectures import architecture, random_model
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.compiled import Compiled
@@ -21,6 +23,7 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.models.sharding import AXES, model_mesh
 
@@ -138,7 +141,7 @@ def test_what_devices_have(checkpoint, eight):
 
 
 def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
-    """A converted directory restores to the devices, its INT4 draft too; groups that would be cut are made anew, with a word about it."""
+    """A converted directory restores to the devices, its INT4 draft too."""
     if eight is None:
         return
     convert(checkpoint, tmp_path / "out", draft_bits=4, progress=False)
@@ -179,3 +182,53 @@ def test_what_cannot_be_divided(tmp_path, changes, count, words):
 def test_a_mesh_of_other_axes(directory):
     with pytest.raises(InputError, match="the mesh has axes rows 1; a model is divided over a mesh of one axis, model"):
         load_model(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("rows",)))
+
+
+def test_more_heads_than_rows_divide(tmp_path, eight):
+    """A KV head on three devices, none of which could have a third of it; and an oracle that would choose by a part of its queries."""
+    if eight is None:
+        return
+    changes = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=64, intermediate_size=96, num_hidden_layers=1)
+    source = write_checkpoint(tmp_path / "hf", hf_config(**changes))
+    convert(source, tmp_path / "out", progress=False)
+    config, found = dataclasses.replace(CONFIG, max_new_tokens=6, draft="none"), []
+    for directory in (source, tmp_path / "out"):
+        model = load_model(directory, mesh=jax.make_mesh((3,), ("model",), devices=eight[:3]))  # whatever kind of axis that is
+        found.append(generate(model, [[1, 2, 3] * 9], config=config).token_ids)
+    assert found[0] == found[1] == generate(load_model(source), [[1, 2, 3] * 9], config=config).token_ids
+    with pytest.raises(InputError, match="no more devices than there are KV heads"):
+        make_draft("exact-topk:weight_bits=16", model)
+
+
+def test_copies_on_other_meshes(checkpoint, eight):
+    if eight is None:
+        return
+    model = load_model(checkpoint, mesh=model_mesh(eight[:2]))
+    for place, words in (
+        (model_mesh(eight[:4]), "divided over 2 devices, and a copy of it should be divided over 4"),
+        (eight[0], "on a device"),
+    ):
+        with pytest.raises(InputError, match=words):
+            list(run_batch(model, some_requests("none"), devices=[place, place]))
+    with pytest.raises(InputError, match="the model is on one device, and a copy of it should be divided over 2"):
+        list(run_batch(load_model(checkpoint), some_requests("none"), devices=[model_mesh(eight[:2])]))
+
+
+def test_bench(run, request):
+    if simulated_devices.devices(request, 2) is None:
+        return
+    code, out, err = run("bench", "all-reduce", "--rows", 2, "--width", 32, "--repeats", 2, "--json")
+    report = json.loads(out)
+    assert (code, report["devices"], [row["error"] for row in report["rows"]]) == (0, 2, [""]), err
+    sizes = ["--context", 64, "--max-new-tokens", 16, "--gamma", 2, "--repeats", 2, "--simulate-acceptance", 0.9]
+    code, out, err = run("bench", "decode", "--arch", "tiny", *sizes, "--devices", 2, "--method", "autoregressive", "--json")
+    report = json.loads(out)
+    assert (code, report["devices"], [row["status"] for row in report["rows"]]) == (0, 2, ["measured"]), err
+    model = random_model(architecture("tiny"))
+    whole = weight_bytes(model)
+    step = report["rows"][0]["steps"]["target"]["bytes"]
+    assert whole / 2 < step < whole / 2 + 1_000_000
+
+
+def test_one_device_has_nothing_to_add_up(fails):
+    fails(["bench", "all-reduce", "--devices", 1], "there is one device; an all-reduce needs two or more")

@@ -67,7 +67,7 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         key = next(keys) if len(shape) == 2 else None
-        return placement.spread(path, _drawn(key, shape, weight_sharding(path, shape, mesh)))
+        return placement.spread(path, _drawn(key, shape, placement.stored(path, shape)))
 
     return placement.model(make)
 

@@ -40,12 +40,11 @@ from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
-from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import bytes_of, devices_of, step_bytes, weight_bytes
 from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.models.sharding import mesh_of
 from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ def run(
         model=name,
         max_new_tokens=max_new_tokens,
         rows=rows,
-        devices=1 if (mesh := mesh_of(model.weights())) is None else mesh.size,
+        devices=devices_of(model),
     )
 
 
@@ -257,8 +256,7 @@ class _Measured:
         began: float,
     ):
         self.batch_size = batch_size
-        mesh = mesh_of(model.weights())
-        self.devices = 1 if mesh is None else mesh.size  # each of which reads its part of weights and caches
+        self.devices = devices_of(model)
         self.model, self.method, self.gamma, self.context = model, case.method, case.gamma, len(prompts[0])
         self.config = config_of(case, max_new_tokens)
         self.rate = rate if case.method.speculative else None
@@ -390,13 +388,14 @@ class _Measured:
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
 
         def work_of(name: str, function: Callable, model: Any, size: int) -> _Work:
-            on_device = size // self.devices
-            return _Work(name, function, (lengths, model), on_device / bandwidth / 1e9, on_device)
+            return _Work(name, function, (lengths, model), size / bandwidth / 1e9, size)
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
         work = [work_of("target", verified, self.engine.target, self.target_bytes(width))]
         if isinstance(draft, StepwiseDraft):
-            work.append(work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1, batch=B)))
+            work.append(
+                work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True))
+            )
         # Goes through the logits a few times.
         seconds = max(5e-5, 4 * logits.nbytes / bandwidth / 1e9)
         work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
@@ -420,10 +419,11 @@ class _Measured:
         return steps
 
     def target_bytes(self, width: int) -> int:
-        """The bytes that a verification must read: its weights, and the cache of every row with the tokens that it appends."""
+        """The bytes that each device must read to verify: its weights, and the cache of every row with the tokens that it appends."""
         planes = None if self.method.cache == "full" else BOTH_PLANES.planes
         layers = self.model.config.num_layers
-        return weight_bytes(self.model) + self.batch_size * layers * layer_bytes_read(self.model, self.context + width, width, planes)
+        of_cache = self.batch_size * layers * layer_bytes_read(self.model, self.context + width, width, planes)
+        return weight_bytes(self.model, on_device=True) + of_cache // self.devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,13 +161,13 @@ def _laps(inputs: Sequence[tuple], size: int | None = None) -> int:
     return min(MAX_LAPS, math.ceil(LAPPED_BYTES / lap))
 
 
-def loop(function: Callable, trips: int, *, one_by_one: bool = False) -> Compiled:
+def loop(function: Callable, trips: int, *, one_by_one: bool = False, options: dict | None = None) -> Compiled:
     """A program (carry, inputs) -> carry that does carry = function(*carry, *inputs) `trips` times, in place.
 
-    one_by_one: whether calls that do not need each other's results wait for each other all the same.
+    one_by_one: whether calls that do not need each other's results wait for each other all the same. options: of XLA, besides.
     """
     program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
-    return Compiled(program, donate_argnums=0, compiler_options=_one_by_one() if one_by_one else None)
+    return Compiled(program, donate_argnums=0, compiler_options=(_one_by_one() or {} if one_by_one else {}) | (options or {}))
 
 
 def loop_trips(seconds: float) -> int:

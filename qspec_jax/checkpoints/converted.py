@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
 
 from pallas_kernels.formats.weights import Int4Weight
 from qspec_jax.errors import InputError, reading, with_type
 from qspec_jax.files import UNFINISHED, read_json, write_json
+from qspec_jax.models.placement import Placement
 from qspec_jax.models.sharding import weight_sharding
 
 Entry = TypeVar("Entry")
@@ -123,29 +123,30 @@ def check_shapes(directory: Path, manifest: Manifest, shapes: Mapping[str, tuple
         )
 
 
-def restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
-    """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or sharded over a mesh.
+def restore(directory: Path, name: str, shapes: Mapping[str, Any], placement: Placement | None = None) -> dict[str, Any]:
+    """The weights of `TARGET` or `DRAFT` by their paths, straight to the default device, or to where `Placement.stored` says.
 
     shapes: for each wanted weight, by its path, a ShapeDtypeStruct or an Int4Weight of them; arrays are cast to their dtypes. Raises
     InputError where it cannot be read.
     """
-    return dict(restored(directory, name, shapes, mesh, LOADED_BYTES))
+    return dict(restored(directory, name, shapes, placement, LOADED_BYTES))
 
 
 def restored(
-    directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None = None, most: int | None = None
+    directory: Path, name: str, shapes: Mapping[str, Any], placement: Placement | None = None, most: int | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yields what `restore` returns, one weight after the other. most: bytes to read at once, at least a weight; None is BATCH_BYTES."""
     size = lambda entry: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(entry[1]))
     for batch in batches(shapes.items(), size, most or BATCH_BYTES):
-        yield from jax.block_until_ready(_restore(directory, name, dict(batch), mesh)).items()
+        yield from jax.block_until_ready(_restore(directory, name, dict(batch), placement)).items()
 
 
-def _restore(directory: Path, name: str, shapes: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
+def _restore(directory: Path, name: str, shapes: Mapping[str, Any], placement: Placement | None) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     wanted = {path: _as_dict(shape) for path, shape in shapes.items()}
-    place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=weight_sharding(path, x.shape, mesh))
+    where = functools.partial(weight_sharding, mesh=None) if placement is None else placement.stored
+    place = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where(path, x.shape))
     placed = {path: jax.tree.map(functools.partial(place, path), shape) for path, shape in wanted.items()}
     context = ocp.Context()
     context.pytree.loading.partial_load = True

@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from qspec_jax.errors import InputError, with_type
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
-from qspec_jax.models.sharding import weight_sharding
 
 log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -48,7 +46,7 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))
     placement = Placement(source.config, mesh)
-    _check_fits(directory, source.config, wanted, mesh)
+    _check_fits(directory, placement, wanted)
     with tqdm(total=len(source.places), desc="load", unit="tensor", disable=None if progress is None else not progress) as bar:
 
         def make(path: str, shape: tuple[int, ...]) -> jax.Array:
@@ -66,20 +64,19 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
 
 def _load_converted(directory: Path, dtype: str | None, mesh: Mesh | None) -> Llama:
     config, stored = _checked_conversion(directory)
-    wanted = jnp.dtype(as_loaded(dtype or stored))
-    _check_fits(directory, config, wanted, mesh)
-    placement = Placement(config, mesh)
+    wanted, placement = jnp.dtype(as_loaded(dtype or stored)), Placement(config, mesh)
+    _check_fits(directory, placement, wanted)
     shapes = {path: jax.ShapeDtypeStruct(shape, wanted) for path, shape in weight_shapes(config).items()}
-    weights = converted.restore(directory, converted.TARGET, shapes, mesh)
+    weights = converted.restore(directory, converted.TARGET, shapes, placement)
     return placement.model(lambda path, shape: placement.spread(path, weights[path]))
 
 
-def _check_fits(directory: Path, config: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None) -> None:
+def _check_fits(directory: Path, placement: Placement, dtype: jnp.dtype) -> None:
     """Raises InputError where the weights take more than all memory of a device that they are to lie on, one of this process."""
+    mesh = placement.mesh
     own = jax.local_devices() if mesh is None else [each for each in mesh.devices.flat if each.process_index == jax.process_index()]
     room = (own[0].memory_stats() or {}).get("bytes_limit") if own else None  # which a CPU does not say
-    held = lambda path, shape: shape if mesh is None else weight_sharding(path, shape, mesh).shard_shape(shape)
-    needed = sum(math.prod(held(*each)) for each in weight_shapes(config).items()) * dtype.itemsize
+    needed = placement.bytes_on_device(weight_shapes(placement.config), dtype.itemsize)
     if room is not None and needed > room:
         share = "" if mesh is None else " a device"
         raise InputError(

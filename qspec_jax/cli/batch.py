@@ -33,9 +33,9 @@ from qspec_jax.cli.options import (
     load,
     places_of,
     with_settings,
+    written_by_first,
 )
-from qspec_jax.decoding import diagnosis
-from qspec_jax.decoding import distributed as several
+from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
@@ -107,7 +107,11 @@ def batch(
             raise InputError("--distributed divides the model over all devices; it goes with neither --ray nor --tensor-parallel")
         if rows_at_once is None:
             raise InputError("--distributed: --batch-size should be a number, for machines may differ in how much memory is free")
-        output, as_json = join_others(output, as_json)
+    if as_json and output == STANDARD:
+        raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
+    if distributed:
+        join_others()
+    quiet = as_json or not processes.is_first()
     if ray is None:
         on = devices_of(devices)
         places = places_of(on, len(on) if distributed else tensor_parallel)
@@ -115,26 +119,22 @@ def batch(
         _check_for_ray(config, devices, tensor_parallel, refill)
     if ray_actors and ray is None:
         raise InputError("--ray-actors goes with --ray")
-    if as_json and output == STANDARD:
-        raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
-    if is_same_file(source, output):
-        raise InputError(f"{output}: INPUT and OUTPUT are the same file")
-    content, name = several.together(lambda: read_bytes(source) if several.is_first() else b""), name_of(source)
-    content = several.from_first(content.decode("latin-1")).encode("latin-1")  # JSON knows no bytes
-    stored_at = hub.local(model, progress=False if as_json else None)
+    content, name = processes.from_first(lambda: _content(source, output)).encode("latin-1"), name_of(source)
+    of_hub = lambda checkpoint: processes.all_or_none(lambda: hub.local(checkpoint, progress=False if quiet else None))
+    stored_at = of_hub(model)
     if ray is not None:
         jax.config.update("jax_platforms", "cpu")  # GPUs are the actors'
         connect(ray)
     chosen = config.draft == AUTO
     of_draft = () if chosen or not _drafts(config) else checkpoints_of(parse_draft(config.draft))
-    directories = {path: hub.local(path, progress=False if as_json else None) for path in of_draft}
+    directories = {path: of_hub(path) for path in of_draft}
     directories[model] = stored_at
-    checkpoints = {path: of_checkpoint(directory) for path, directory in directories.items()}
+    checkpoints = processes.all_or_none(lambda: {path: of_checkpoint(directory) for path, directory in directories.items()})
     if ray is None:
-        network, tokenizer = several.together(lambda: load(model, dtype, quiet=as_json, place=places[0]))
+        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=places[0]))
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
-    draft = None if chosen or ray else _made(config, network, model)
+    draft = None if chosen or ray else processes.all_or_none(lambda: _made(config, network, model))
     lines = read_lines(content, network, tokenizer, config, seed, draft)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
@@ -148,9 +148,9 @@ def batch(
     if chosen and configs:
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
-        draft = _made(config, network, model)
+        draft = processes.all_or_none(lambda: _made(config, network, model))
     if ray is None:
-        with diagnosis.explained_memory(network.config, config, max(lengths, default=1), rows=1):
+        with diagnosis.explained_memory(network, config, max(lengths, default=1), rows=1):
             draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
         configs = with_costs(network, configs, lengths, draft)
     lines = _with_configs(lines, configs)
@@ -161,13 +161,13 @@ def batch(
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
     has_int4 = has_stored_int4(stored_at, network.dtype.name)
     of_files = [
-        repr((dataclasses.replace(network.config, dtype=""), has_int4)).encode(),
+        repr((dataclasses.replace(network.checkpoint_config, dtype=""), has_int4)).encode(),
         *(part for parts in checkpoints.values() for part in parts),
     ]
     version = [process.version_of("qspec-jax").encode()]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
-    journal = several.together(lambda: Journal(output, run, overwrite=overwrite))
-    done = several.from_first(sorted(journal.done))
+    journal = processes.all_or_none(lambda: Journal(written_by_first(output), run, overwrite=overwrite))
+    done = processes.from_first(lambda: sorted(journal.done))
     journal.done = {number: journal.done.get(number) for number in done}
     for line in wrong[:TOLD]:
         log.warning("%s, line %d: %s", name, line.number, line.error)
@@ -193,10 +193,10 @@ def batch(
                 print(f"{where}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
             return
         longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
-        with diagnosis.explained_memory(network.config, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
-            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, places, quiet=as_json)
+        with diagnosis.explained_memory(network, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
+            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, places, quiet=quiet)
         journal.finish()
-        if not several.is_first():
+        if not processes.is_first():
             return
     except KeyboardInterrupt:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -211,6 +211,13 @@ def batch(
         where = "standard output" if output == STANDARD else output
         skipped = f", {len(wrong)} lines wrong" if wrong else ""
         print(f"{where}: {stats.prompts} prompts{skipped}, {stats.new_tokens:,} tokens, {_speed(stats)}{places}", file=sys.stderr)
+
+
+def _content(source: Path, output: Path) -> str:
+    """What is in the input, a character for each byte, for JSON knows no bytes."""
+    if is_same_file(source, output):
+        raise InputError(f"{output}: INPUT and OUTPUT are the same file")
+    return read_bytes(source).decode("latin-1")
 
 
 def _check_for_ray(config: GenerationConfig, devices: str, tensor_parallel: int, refill: bool) -> None:

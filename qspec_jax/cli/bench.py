@@ -8,12 +8,12 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
 from qspec_jax import plots
 from qspec_jax.bench import (
+    all_reduce,
     attention,
     attention_tuning,
     batch,
@@ -27,13 +27,14 @@ from qspec_jax.bench import (
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
-from qspec_jax.cli.options import Devices, DevicesOfModel, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, places_of, show
+from qspec_jax.cli.options import ALL, Devices, DevicesOfModel, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, place_of, show
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
+from qspec_jax.models.sharding import model_mesh
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)
@@ -162,6 +163,23 @@ def bench_flush(
         show(report, flush.table, output, write, as_json=as_json)
 
 
+@benchmarks.command("all-reduce")
+def bench_all_reduce(
+    devices: Devices = ALL,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be given several times: 1, 8 and 2048, if not given.")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Columns: a model's hidden size.")] = 4096,
+    repeats: Repeats = 20,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Adding up hidden states over devices, as a model that is divided over them does twice in a layer."""
+    if len(found := devices_of(devices)) < 2:
+        raise InputError("there is one device; an all-reduce needs two or more")
+    with output_to(output) as write:
+        report = all_reduce.run(model_mesh(found), rows or [1, 8, 2048], width, repeats=repeats, progress=False if as_json else None)
+        show(report, all_reduce.table, output, write, as_json=as_json)
+
+
 @benchmarks.command("decode")
 def bench_decode(
     arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
@@ -206,7 +224,7 @@ def bench_decode(
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Measure transformers' generate too, in a process of its own; needs torch.")
     ] = False,
-    devices: DevicesOfModel = "1",
+    devices: DevicesOfModel = None,
     seed: Seed = 0,
     repeats: Repeats = 10,
     output: Output = None,
@@ -252,9 +270,9 @@ def bench_decode(
             dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
-        (place,) = places_of(on := devices_of(devices), len(on))
+        place = place_of(devices, distributed=False)
         if arch is not None or random_weights:
-            network = random_model(shape, seed=seed, mesh=place if isinstance(place, Mesh) else None)
+            network = random_model(shape, seed=seed, mesh=place)
             make_int4 = lambda: random_int4(network)
         else:
             network, _ = load(model, None, quiet=as_json, place=place)

@@ -289,7 +289,7 @@ Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
 def _cache_names(names: list[CacheName] | None) -> list[str]:
     if names and CacheName.bf16 in names:
         log.warning("--cache bf16 is now called --cache full")
-    return [perplexity.FULL if name is CacheName.bf16 else name.value for name in names or []] or list(perplexity.CACHE_VIEWS)
+    return [perplexity.FULL if name is CacheName.bf16 else name.value for name in names or []] or list(perplexity.DEFAULT_VIEWS)
 
 
 @evaluations.command("perplexity")

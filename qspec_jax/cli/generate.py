@@ -17,7 +17,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qspec_jax.cli.options import (
-    ALL,
     CacheOption,
     Calibrate,
     DevicesOfModel,
@@ -28,16 +27,15 @@ from qspec_jax.cli.options import (
     Output,
     Seed,
     SensitiveLayers,
-    devices_of,
     join_others,
     load,
     megabytes,
-    places_of,
+    place_of,
     with_sensitive_layers,
     with_settings,
+    written_by_first,
 )
-from qspec_jax.decoding import diagnosis
-from qspec_jax.decoding import distributed as several
+from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
@@ -78,8 +76,6 @@ def generate_command(
     as_json: Json = False,
 ):
     """Continue prompts."""
-    if distributed:
-        output, as_json = join_others(output, as_json)
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
     if sensitive_layers and config.draft == AUTO:
@@ -89,38 +85,45 @@ def generate_command(
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
+    if distributed and (calibrate or devices):
+        unfit = "--calibrate" if calibrate else "--devices"
+        raise InputError(f"--distributed takes all devices of all processes, and calibrates nothing; leave {unfit} out")
     config = dataclasses.replace(config, cache=cache)
-    prompts = several.from_first(several.together(lambda: _prompts(prompt or [], prompt_file or []) if several.is_first() else []))
+    if distributed:
+        join_others()
+    prompts = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
     if stream and len(prompts) > 1:
         raise InputError("--stream takes one prompt")
-    on = devices_of(devices or (ALL if distributed else "1"))
-    (place,) = places_of(on, len(on))
-    if calibrate and len(on) > 1:
+    place, quiet = place_of(devices, distributed=distributed), as_json or not processes.is_first()
+    if calibrate and place is not None:
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
-    with output_to(output) as write:
-        network, tokenizer = several.together(lambda: load(model, dtype, quiet=as_json, place=place))
+    with contextlib.ExitStack() as opened:
+        write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
+        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=place))
         tokens = checked_prompts(network, prompts, config, tokenizer)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         if calibrate and not config.speculative:
             log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
-        made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if as_json else None)
-        with diagnosis.explained_memory(network.config, config, max(map(len, tokens)), rows=len(tokens)), profiled(profile):
-            draft = make_draft(settings, network, **made) if config.speculative else None
+        made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if quiet else None)
+        memory = diagnosis.explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
+        with memory, contextlib.ExitStack() as traced:
+            processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
+            draft = processes.all_or_none(lambda: make_draft(settings, network, **made)) if config.speculative else None
             if stream:
                 out = _print_stream(
                     stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
                 )
             else:
-                progress = Progress(config.max_new_tokens * len(prompts), quiet=as_json)
+                progress = Progress(config.max_new_tokens * len(prompts), quiet=quiet)
                 out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
-    if not as_json:
+    if not quiet:
         ran = config.draft if config.num_speculative_tokens else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
 
@@ -168,7 +171,8 @@ def generate_with_progress(
             key=jax.random.key(seed),
             tokenizer=tokenizer,
             draft=draft,
-            on_tokens=progress.on_tokens if progress.active else None,
+            # Of several processes all look equally often, whoever shows a bar.
+            on_tokens=progress.on_tokens if progress.active or processes.count() > 1 else None,
             rounds_per_update=ROUNDS_PER_UPDATE,
         )
 
@@ -198,9 +202,11 @@ def as_object(out: Generation) -> dict[str, Any]:
 
 def _print_stream(pieces: Stream) -> Generation:
     for piece in pieces:
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        if processes.is_first():
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    if processes.is_first():
+        sys.stdout.write("\n")
     return pieces.generation
 
 

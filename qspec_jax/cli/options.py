@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import process
-from qspec_jax.decoding import diagnosis, distributed
+from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
@@ -74,11 +74,23 @@ def devices_of(text: str) -> list[jax.Device]:
     return found[: int(text)]
 
 
-def join_others(output: Path | None, as_json: bool) -> tuple[Path | None, bool]:
-    """Begins `--distributed`. Returns where this process writes, and whether it is quiet: only the first writes, and tells what it does."""
-    distributed.join()
+def join_others() -> None:
+    """Begins `--distributed`."""
+    processes.join()
     process.keep_output_clean()
-    return (output, as_json) if distributed.is_first() else (Path(os.devnull), True)
+
+
+def written_by_first(output: Path | None) -> Path | None:
+    """Where this process writes what is meant for `output`: of several, the first there, and the others nowhere."""
+    return output if processes.is_first() else Path(os.devnull)
+
+
+def place_of(devices: str | None, *, distributed: bool) -> Place | None:
+    """What --devices names for one model: a mesh to divide it over, or None for one device. Raises InputError as `devices_of`."""
+    if devices is None and not distributed:
+        return None
+    found = devices_of(devices or ALL)
+    return model_mesh(found) if len(found) > 1 else None
 
 
 def places_of(devices: list[jax.Device], tensor_parallel: int) -> list[Place]:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import mesh_of
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +34,15 @@ class Capacity:
     pages: int | None
 
 
-def free_bytes() -> int | None:
-    """Bytes that are not in use on this thread's default device, less what is kept back; None where it does not say, as a CPU does not."""
-    device = jax.config.jax_default_device
-    stats = (device if isinstance(device, jax.Device) else jax.local_devices()[0]).memory_stats() or {}  # which may be a platform's name
-    if "bytes_limit" not in stats:
+def free_bytes(mesh: Mesh | None = None) -> int | None:
+    """Bytes that are not in use on each of a mesh's devices, or on this thread's default one, less what is kept back; None where a device
+    does not say, as a CPU does not."""
+    default = jax.config.jax_default_device
+    devices = [default if isinstance(default, jax.Device) else jax.local_devices()[0]]  # it may be a platform's name
+    found = [device.memory_stats() or {} for device in (devices if mesh is None else mesh.local_devices)]
+    if not all("bytes_limit" in stats for stats in found):
         return None
-    return int(stats["bytes_limit"] * (1 - KEPT_BACK)) - stats["bytes_in_use"]
+    return min(int(stats["bytes_limit"] * (1 - KEPT_BACK)) - stats["bytes_in_use"] for stats in found)
 
 
 def enough_for(rows: int, groups: Sequence[int] | None) -> Capacity:
@@ -62,7 +66,7 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
     wait for pages. row: shapes of the state of one row. of_prefill: bytes that prefill holds besides the batch. groups: as in `enough_for`.
     Raises InputError where not even one row fits.
     """
-    free = free_bytes()
+    free = free_bytes(mesh_of(engine.target))
     if free is None:
         rows = min(UNKNOWN_ROWS, requests)
         log.info("batch size auto: %d rows, for this device does not say how much memory it has", rows)

@@ -12,7 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from qspec_jax.models.sharding import mesh_of
+from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import mesh_of, normal
 
 T = TypeVar("T")
 Place = jax.Device | Mesh
@@ -31,18 +32,27 @@ class _Message(NamedTuple, Generic[T]):
 
 
 def is_at(tree: object, place: Place) -> bool:
-    """Whether all arrays are there, and a device is this thread's default one."""
+    """Whether all arrays are in this place already. A device has to be this thread's default one besides."""
     leaves = jax.tree.leaves(tree)
     if isinstance(place, Mesh):
-        return all(isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == place for leaf in leaves)
+        return all(isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == normal(place) for leaf in leaves)
     return place == (jax.config.jax_default_device or jax.local_devices()[0]) and all(leaf.devices() == {place} for leaf in leaves)
 
 
 def copied_to(tree: T, place: Place) -> T:
-    """The tree in a place, divided over a mesh as it is now over another. An array that stands in it twice is copied once; one that is
-    there already is not copied. Raises ValueError where a model that is not divided is to be, or one that is is not."""
-    if isinstance(place, Mesh) != (mesh_of(tree) is not None):
-        raise ValueError("a model is divided when it is loaded, with `mesh`; its copies are then divided over meshes, or on devices, too")
+    """The tree on a device, or divided over a mesh in the way in which it is over another. An array that stands in it twice is copied once;
+    one that is there already is not copied.
+
+    Raises InputError for a mesh of another size than the model's own, and for a mesh where the model is on one device, or the reverse.
+    """
+    own, size = mesh_of(tree), place.size if isinstance(place, Mesh) else 1
+    if size != (1 if own is None else own.size):
+        held = "on one device" if own is None else f"divided over {own.size} devices"
+        wanted = "on a device" if size == 1 else f"divided over {size}"
+        raise InputError(
+            f"the model is {held}, and a copy of it should be {wanted}; load it with a mesh of that size (`load(..., mesh=...)`)"
+        )
+    place = normal(place) if isinstance(place, Mesh) else place
     leaves, structure = jax.tree.flatten(tree)
     distinct = {id(leaf): leaf for leaf in leaves}
     spec = lambda leaf: leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()

@@ -17,7 +17,9 @@ from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft, parse_draft
 from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.planning.memory import Memory, largest, memory_of
 from qspec_jax.planning.steps import outlined
 from qspec_jax.quantization.outline import outline
@@ -137,19 +139,24 @@ def fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, 
 
 
 @contextlib.contextmanager
-def explained_memory(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int) -> Iterator[None]:
+def explained_memory(model: Llama, settings: GenerationConfig, prompt_tokens: int, *, rows: int) -> Iterator[None]:
     """Where a device's memory is too small for what is done within, an InputError says by how much, as far as is known, and what fits."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(does_not_fit(config, settings, prompt_tokens, rows=rows)) from None
+        mesh = mesh_of(model.weights())
+        devices = 1 if mesh is None else mesh.size
+        raise InputError(does_not_fit(model.checkpoint_config, settings, prompt_tokens, rows=rows, devices=devices)) from None
 
 
-def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int) -> str:
-    """A line for where memory has run out: what was asked for, by how much that is too much, and what would fit."""
+def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int, devices: int = 1) -> str:
+    """A line for where memory has run out: what was asked for, by how much that is too much, and what would fit. devices: over how many
+    the model is divided."""
     device, room = jax.devices()[0].device_kind, memory_bytes()
+    if devices > 1:
+        device, room = f"{devices} x {device}", room and room * devices
     many, fewer = ("a prompt", "") if rows == 1 else (f"{rows} prompts", ", or fewer at a time")
     asked = f"{many} of {prompt_tokens:,} tokens and {settings.max_new_tokens:,} new ones"
     if room is None:

@@ -93,4 +93,4 @@ def with_costs(
 def _setting(model: Llama, config: GenerationConfig) -> Setting:
     reasons = {"mosaic_gpu": dispatch.no_mosaic_gpu(), "triton": dispatch.no_triton()}
     lacking = tuple((kernels, why) for kernels, why in reasons.items() if why)
-    return Setting(model.config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind, lacking)
+    return Setting(model.checkpoint_config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind, lacking)

@@ -66,7 +66,7 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
             if i < self.dense_layers or not tokens:
                 found.append(jnp.ones((q.shape[0], kv_heads, tokens), bool))
                 continue
-            score = self.step.model.sum_of_kv_heads(chunk_scores(q, cache, i, parts, tokens=tokens, chunk=self.chunk))
+            score = self.step.model.sum_of_copies(chunk_scores(q, cache, i, parts, tokens=tokens, chunk=self.chunk))
             least = jnp.take_along_axis(jnp.sort(score, -1, descending=True), jnp.maximum(count - 1, 0), -1)
             found.append(jnp.repeat((score >= least) & (score > -jnp.inf), self.chunk, axis=-1))
         return tuple(found)

@@ -80,5 +80,7 @@ class ExactTopKSettings(SelfSpeculativeSettings):
     def make(self, model: Llama, int4: Callable[[], Llama]) -> ExactTopKDraft:
         """The draft of a model. int4: makes the model's INT4 weights. Raises InputError as `check_fits` does."""
         check_fits(model, self.budget, self.dense_layers)
+        if model.kv_copies > 1:  # a device would choose by some of a KV head's query heads
+            raise InputError("draft exact-topk is for no more devices than there are KV heads")
         settings = dict(budget=self.budget, whole_groups=self.unit == "group", dense_layers=self.dense_layers)
         return ExactTopKDraft(**self.stepped(model, int4, UPPER_PLANE), **settings)

@@ -56,7 +56,7 @@ def stored_int4(directory: str | Path, model: Llama) -> Llama | None:
     if mesh is not None and (cut := [path for path, weight in shapes.items() if _groups_are_cut(path, weight, mesh)]):
         log.warning("%s: its draft is made anew, for %d devices would cut groups of %s", directory, mesh.size, cut[0])
         return None
-    found = converted.restore(directory, converted.DRAFT, shapes, mesh)
+    found = converted.restore(directory, converted.DRAFT, shapes, placement)
     weights |= {path: placement.spread(path, weight) for path, weight in found.items()}
     return model.with_weights(weights)
 

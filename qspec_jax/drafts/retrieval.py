@@ -96,7 +96,7 @@ class RetrievalDraft(CompactDraft):
         place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
             score = chunk_scores(q, cache, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
-            score = self.step.model.sum_of_kv_heads(score)
+            score = self.step.model.sum_of_copies(score)
             best = best_chunks(score, count, most=(most - width) // chunk)
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place

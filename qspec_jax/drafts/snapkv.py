@@ -48,7 +48,7 @@ class SnapKVDraft(CompactDraft):
         layers = []
         for i in range(len(prompt.cache.layers)):
             model = self.step.model
-            scores = model.sum_of_kv_heads(prompt_scores(prompt, i, model.config.num_kv_heads))
+            scores = model.sum_of_copies(prompt_scores(prompt, i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
             layers.append(tuple(map(room, prompt.cache.tokens(i, positions))))
         places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)

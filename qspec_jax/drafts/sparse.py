@@ -63,7 +63,7 @@ class SparseDraft(SelfSpeculativeDraft):
         state = []
         for layer, queries in zip(prompt.cache.layers, prompt.queries, strict=True):
             _, mass = decode_attention(queries, layer, prompt.cache.lengths, BOTH_PLANES, observe=True)
-            mass = self.step.model.sum_of_kv_heads(mass)
+            mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])
         return tuple(state)

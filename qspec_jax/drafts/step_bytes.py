@@ -7,22 +7,33 @@ import jax
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
 from qspec_jax.models.llama import Llama
+from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.skipping import NOTHING, Skipped
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
 ITEM_BYTES = 2
 
 
-def step_bytes(draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, most_item_bytes: int = 8) -> int | None:
+def step_bytes(
+    draft: Draft, cache: CacheConfig, tokens: int, *, batch: int = 1, most_item_bytes: int = 8, on_device: bool = False
+) -> int | None:
     """The bytes that a draft's step must read: its weights, and what it reads of keys and values, where the target's cache would hold so
     many tokens in each row with the one that it appends. None for a draft that is no `ModelDraft` (prompt-lookup, combine).
 
-    cache: the target's. batch: rows, which share the weights. most_item_bytes: see `bytes_of`.
+    cache: the target's. batch: rows, which share the weights. most_item_bytes, on_device: see `bytes_of`.
     """
     if not isinstance(draft, ModelDraft):
         return None
-    of_weights = weight_bytes(draft.step.model, skipped=skipped_by(draft), most_item_bytes=most_item_bytes)
-    return of_weights + batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
+    model = draft.step.model
+    of_weights = weight_bytes(model, skipped=skipped_by(draft), most_item_bytes=most_item_bytes, on_device=on_device)
+    of_cache = batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
+    return of_weights + of_cache // (devices_of(model) if on_device else 1)
+
+
+def devices_of(model: Llama) -> int:
+    """Over how many devices a model is divided."""
+    mesh = None if model.axis is None else mesh_of(model.weights())
+    return 1 if mesh is None else mesh.size
 
 
 def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
@@ -71,18 +82,18 @@ def skipped_by(draft: Draft) -> Skipped:
     return getattr(draft, "skipped", NOTHING)
 
 
-def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: int = 8) -> int:
+def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: int = 8, on_device: bool = False) -> int:
     """Bytes of the weights that a step reads: all but what is skipped, and but an embedding that is not also the head, of which it reads a
     row for each token. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
 
-    most_item_bytes: see `bytes_of`.
+    most_item_bytes, on_device: see `bytes_of`.
     """
     weights = dict(model.weights())
     for path in skipped.weights(weights):
         weights.pop(path)
     if model.head is not None:
         weights.pop("embedding")
-    return bytes_of(weights, most_item_bytes=most_item_bytes)
+    return bytes_of(weights, most_item_bytes=most_item_bytes, on_device=on_device)
 
 
 def bytes_of(tree, *, most_item_bytes: int = 8, on_device: bool = False) -> int:

@@ -45,6 +45,7 @@ CACHE_VIEWS: dict[str, tuple[str, View]] = {
     "kivi2": ("kivi:bits=2", BOTH_PLANES),
     "kivi1": ("kivi:bits=1", BOTH_PLANES),
 }
+DEFAULT_VIEWS = FULL, "int8", "int4"  # of which decoding is made; the others are to compare with
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # the most texts of a batch
 BUCKETS = 8  # the most parts that distances behind the prompt are cut into

@@ -211,13 +211,19 @@ class Llama(nnx.Module):
             attended, layer, mass = cache.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
-            masses.append(None if mass is None else self.sum_of_kv_heads(mass))
+            masses.append(None if mass is None else self.sum_of_copies(mass))
         out = self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
         return (*out, tuple(masses)) if observe else out
 
     @property
+    def checkpoint_config(self) -> LlamaConfig:
+        """The configuration, however the model is divided."""
+        return self._config
+
+    @property
     def config(self) -> LlamaConfig:
-        """The configuration, with as many heads as are here: of a model that is divided, those of one device within `jax.shard_map`."""
+        """The configuration, with as many heads as are here: of a model that is divided, those of one device within `jax.shard_map`, and
+        outside of it those of all devices together, where a KV head counts once for each device that has it."""
         block = self.layers[0]
         return self._config if self.axis is None else self._config.with_heads(block.num_heads, block.num_kv_heads)
 
@@ -226,7 +232,7 @@ class Llama(nnx.Module):
         config = dataclasses.replace(self._config, **changes)
         return Llama(config, lambda path, shape: weights[path], axis=self.axis, kv_copies=self.kv_copies)
 
-    def sum_of_kv_heads(self, x: Float[Array, "B K *rest"]) -> Float[Array, "B K *rest"]:
+    def sum_of_copies(self, x: Float[Array, "B K *rest"]) -> Float[Array, "B K *rest"]:
         """What came of the query heads of each KV head, once what other devices with the same KV head have of it is added."""
         if self.kv_copies == 1:
             return x

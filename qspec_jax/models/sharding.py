@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from qspec_jax.errors import InputError
@@ -34,7 +35,12 @@ AXES: dict[str, tuple[str | None, str | None]] = {
 
 def model_mesh(devices: list[jax.Device]) -> Mesh:
     """A mesh of these devices over which a model can be divided."""
-    return jax.make_mesh((len(devices),), (MODEL,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    return Mesh(np.array(devices), (MODEL,), axis_types=(AxisType.Auto,))
+
+
+def normal(mesh: Mesh) -> Mesh:
+    """The mesh as `model_mesh` makes it, whatever kind of axis it has; with other axes than `MODEL`, itself."""
+    return model_mesh(list(mesh.devices.flat)) if mesh.axis_names == (MODEL,) else mesh
 
 
 def kv_copies(config: LlamaConfig, mesh: Mesh) -> int:

@@ -1,0 +1,84 @@
+"""`qspec bench all-reduce`: how long the devices that a model is divided over take to add up hidden states, as they do twice in a layer."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
+from qspec_jax.errors import named
+from qspec_jax.models.sharding import MODEL
+from qspec_jax.provenance import Run, this_run
+
+# What adds up, and the options of XLA that choose it; on a CPU there is but one.
+WAYS: Mapping[str, dict[str, bool]] = {
+    "NCCL": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False},
+    "XLA's one-shot kernel": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+}
+CPU_WAYS: Mapping[str, dict[str, bool]] = {"XLA": {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceRow:
+    """Time of adding up [rows, width] in bfloat16 over all devices, behind one another in a compiled loop. gb_per_s: bytes that each device
+    must send, 2 (N - 1) / N of the array's, over the time. error: why there are no figures, if there are none."""
+
+    way: str
+    rows: int
+    width: int
+    timing: Timing | None = None
+    gb_per_s: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceReport(Run):
+    """How long devices take: a row for each shape and way."""
+
+    devices: int
+    rows: list[AllReduceRow]
+
+
+def run(mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, progress: bool | None = None) -> AllReduceReport:
+    """Measures arrays of so many rows over the devices of a mesh. progress: a bar on standard error; None where that is a terminal."""
+    ways = CPU_WAYS if mesh.devices.flat[0].platform == "cpu" else WAYS
+    cases = [(count, way) for count in rows for way in ways]
+    found = []
+    for count, way in tqdm(cases, leave=False, disable=None if progress is None else not progress):
+        try:
+            found.append(_measured(mesh, AllReduceRow(way, count, width), ways[way], repeats))
+        except Exception as error:  # one row of many
+            found.append(AllReduceRow(way, count, width, error=named(error)))
+    return AllReduceReport(**this_run(), devices=mesh.size, rows=found)
+
+
+def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, bool], repeats: int) -> AllReduceRow:
+    x = jax.device_put(jnp.ones((row.rows, row.width), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
+    trip = lambda x: (lax.psum(x, MODEL) * (1 / mesh.size),)
+    trips = loop_trips(1e-5)
+    program, _ = loop(trip, trips, options=options).compile((x,), ())
+    timing, _ = time_loop(program, trips, (x,), (), repeats=repeats)
+    sent = 2 * (mesh.size - 1) / mesh.size * x.size * x.dtype.itemsize
+    return dataclasses.replace(row, timing=timing, gb_per_s=sent / timing.median_us / 1e3)
+
+
+def table(report: AllReduceReport) -> Group:
+    """A table with a line for each shape and way."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("rows", "width", "by", "us", "quartiles", "GB/s"):
+        grid.add_column(label, justify="left" if label == "by" else "right", no_wrap=True)
+    grid.add_column("")
+    for row in report.rows:
+        t = row.timing
+        figures = [f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", f"{row.gb_per_s:,.1f}"] if t else ["-"] * 3
+        grid.add_row(str(row.rows), f"{row.width:,}", row.way, *figures, row.error)
+    head = Text.assemble((f"All-reduce over {report.devices} x {report.device}", "bold"), f", {report.date}\n")
+    note = "One after the other in a compiled loop, bfloat16. GB/s: what each device must send, over the time."
+    return Group(head, grid, Text(f"\n{note}", "dim"))
