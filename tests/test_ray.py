@@ -14,6 +14,7 @@ import pytest
 
 from qspec_jax.decoding import ray_data
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 # The workers of Ray are nice by 15 otherwise, and would wait for the other tests.
@@ -107,6 +108,15 @@ def test_no_ray(fails, directory, tmp_path, monkeypatch):
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     (tmp_path / "in.jsonl").touch()
     fails(["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--ray", "auto"], 'pip install "qspec-jax[ray]"')
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1:1", "nothing answers there"), ("node0", "a host, a colon and a port"), ("ray://node0:port", "such as")],
+)
+def test_where_no_cluster_is(address, words):
+    with pytest.raises(InputError, match=words):
+        ray_data.connect(address)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
 
+ANSWER_S = 10  # until a cluster should have answered
 LOCAL = "local"  # in place of an address: a cluster of this machine alone, which ends with the process
 # Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
 RESTARTS = 16
@@ -117,6 +119,8 @@ def connect(address: str) -> None:
     except ModuleNotFoundError:
         raise InputError('--ray needs Ray: pip install "qspec-jax[ray]"') from None
     here = None if address == LOCAL else address
+    if here is not None and here != "auto":
+        _check_that_something_answers(here)
     # Actors import this package: from where it is here if Ray starts on this machine; on the machines of a cluster it is installed.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path}} if here is None else None
@@ -127,6 +131,17 @@ def connect(address: str) -> None:
         raise InputError(f"--ray {address}: no cluster can be used there ({one_line(error)})") from None
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # for which Ray has a handler of its own, which would not say how a run goes on
+
+
+def _check_that_something_answers(address: str) -> None:
+    """Raises InputError where nothing does: Ray would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal() and 1 <= int(port) < 1 << 16):
+        raise InputError(f"--ray {address} should be {LOCAL}, auto, or a host, a colon and a port, such as node0:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise InputError(f"--ray {address}: nothing answers there ({one_line(error)})") from None
 
 
 def through_actors(
