@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.rounding import accumulation_dtype
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
 
 CHUNK_TOKENS = 1024
@@ -80,10 +80,49 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
     return _attend(rows, load, capacity, chunk, length.max())
 
 
+def attend_replaced(
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
+    """Attention over codes of which some tokens are replaced by what they were; and how much the last of the T tokens attended to each
+    quantized token, as the logarithm of its share, summed over the query heads of a KV head.
+
+    q, lengths: as in `pallas_kernels.attention.decode_attention`. Source: SpeCache (arXiv 2503.16163), equation 1.
+    """
+    B, T, N, H = q.shape
+    K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
+    size, group = layer.keys.tokens, N // K
+    at = jnp.where(replaced.positions < 0, size, replaced.positions)
+    hidden = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
+    there = (replaced.positions >= 0)[:, :, None]
+    load = lambda i: (replaced.keys, replaced.values, there)
+    n = replaced.positions.shape[2]
+    partial = _full(rows, layer.buffer, lengths.buffered, T)
+    partial = _merge(partial, _attend(rows, load, n, n, jnp.int32(n)))
+    coded = _coded_parts(layer, lengths.quantized, rows.dtype, hidden)
+    if size:
+        partial = _merge(partial, _attend(rows, *coded))
+    top, total, values = partial
+    out = (values / total[..., None]).reshape(B, K, T, group, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    last = rows[:, :, -group:]
+    logits = jnp.full((B, K, group, 0), -jnp.inf, rows.dtype) if size == 0 else _by_part(last, *coded, parts=size)
+    of_replaced = _logits(last, replaced.keys, there)
+    put = jax.vmap(jax.vmap(lambda logits, at, new: logits.at[:, at].set(new, mode="drop")))
+    logits = put(logits, at, of_replaced)
+    share = logits - (top + jnp.log(total))[:, :, -group:, None]
+    return out, jax.nn.logsumexp(share, 2)
+
+
 def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Partial:
-    capacity = layer.keys.tokens
-    if capacity == 0:
+    if layer.keys.tokens == 0:
         return (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
+    return _attend(rows, *_coded_parts(layer, length, rows.dtype))
+
+
+def _coded_parts(
+    layer: TokenCodesLayer, length: Int[Array, "B"], dtype, hidden: Bool[Array, "B K S"] | None = None
+) -> tuple[Load, int, int, Array]:
+    """How to load the quantized tokens, chunk by chunk, but for those that are hidden: see `_attend`."""
+    capacity = layer.keys.tokens
     group = max(capacity // x.shape[2] for x in jax.tree.leaves((layer.keys, layer.values)))
     chunk = min(CHUNK_TOKENS - CHUNK_TOKENS % group, capacity)
 
@@ -93,10 +132,13 @@ def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Part
         visible = (token >= i * chunk) & (token < length[:, None])
         # Of what stands for several tokens, such as a scale, there are fewer.
         part = lambda x: _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
-        wide = lambda codes: jax.tree.map(part, codes).dequantized(rows.dtype)
-        return wide(layer.keys), wide(layer.values), visible[:, None, None]
+        wide = lambda codes: jax.tree.map(part, codes).dequantized(dtype)
+        visible = visible[:, None, None]
+        if hidden is not None:
+            visible = visible & ~_slice(hidden, start, chunk)[:, :, None]
+        return wide(layer.keys), wide(layer.values), visible
 
-    return _attend(rows, load, capacity, chunk, length.max())
+    return load, capacity, chunk, length.max()
 
 
 def _groups(

@@ -5,7 +5,7 @@ The codes are those of the two 4-bit planes, in one byte.
 
 from typing import Self
 
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.formats.low_bits import LowBits
@@ -35,6 +35,15 @@ class TokenCodes:
     def dequantized(self, dtype) -> Float[Array, "B K S H"]:
         wide = accumulation_dtype(dtype)
         return dequantize(self.codes >> 4, self.codes & 15, self.scale, self.zero, wide).astype(dtype)
+
+
+@pytree()
+class Replaced:
+    """Tokens whose keys and values are read in full precision in place of their codes. positions: in the row; -1 stands for none."""
+
+    positions: Int[Array, "B K n"]
+    keys: Float[Array, "B K n H"]
+    values: Float[Array, "B K n H"]
 
 
 @pytree()

@@ -11,6 +11,7 @@ from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.kivi import KiviCache
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.caches.specache import SpeCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
@@ -45,16 +46,16 @@ class RegisteredCache(Protocol):
         ...
 
 
-CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache, "kivi": KiviCache}
+CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache, "kivi": KiviCache, "specache": SpeCache}
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
     """The KV cache of a call to generate.
 
-    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision, "kivi" a lossy one of 1 or 2 bits.
-    group_size: tokens of a key group, even; None is 128 (32 for "kivi"), or head_dim when that is smaller. scheme: the quantizer of "int8",
-    a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's own, of its class `Settings`; None: the defaults.
+    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi" and "specache" are lossy.
+    group_size: tokens of a key group, even; None is 128 (32 for the lossy ones), or head_dim when that is smaller. scheme: the quantizer of
+    "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's own, of its class `Settings`; None: the defaults.
     """
 
     kind: str = "int8"

@@ -10,6 +10,7 @@ from qspec_jax.errors import InputError
 
 # What `draft` was called before version 0.2.
 METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
+SPECACHE = "specache"  # the draft, and the cache, of a lossy method
 GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
 
 
@@ -17,16 +18,16 @@ GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
 class GenerationConfig:
     """What to generate and how.
 
-    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for
-    one token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`). cache: the target's, "int8" (the
-    hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi" with settings such as
-    "kivi:bits=1" (see `qspec_jax.caches.kivi`); None is "full" with draft "none", and
-    "int8" otherwise, whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the
-    length cap leaves no room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses in each round how
-    many, at most num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost times what
-    verifying a round does (`qspec bench decode` measures both); none at all where speculation loses. draft_cost None: by stored costs, for
-    each row by its length (see `qspec_jax.decoding.settled`). min_draft_confidence: a row drafts no further in a round once the draft's
-    likeliest token has a lower probability.
+    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for one
+    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`). cache: the target's, "int8" (the
+    hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi" and "specache" with
+    settings such as "kivi:bits=1" (see `qspec_jax.caches.kivi` and `specache`); None is "full" with draft "none", and "int8" otherwise,
+    whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the schedule or the length cap leaves no
+    room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses in each round how many, at most
+    num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost times what verifying a round does
+    (`qspec bench decode` measures both); none at all where speculation loses. draft_cost None: by stored costs, for each row by its length
+    (see `qspec_jax.decoding.settled`). min_draft_confidence: a row drafts no further in a round once the draft's likeliest token has a
+    lower probability.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
     by token id, banned_token_ids) see `qspec_jax.decoding.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end a
@@ -72,7 +73,12 @@ class GenerationConfig:
         if self.draft != AUTO:
             parse_draft(self.draft)
             if self.num_speculative_tokens is None:
-                object.__setattr__(self, "num_speculative_tokens", GAMMA)
+                object.__setattr__(self, "num_speculative_tokens", 1 if self.draft == SPECACHE else GAMMA)
+        if self.draft == SPECACHE:
+            if self.cache is None:
+                object.__setattr__(self, "cache", SPECACHE)
+            check(self.cache.partition(":")[0] == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
+            check(self.num_speculative_tokens == 1, f"draft {SPECACHE} makes one guess a round: num_speculative_tokens (gamma) should be 1")
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")

@@ -193,7 +193,8 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)
         put_to_target, taken = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
-        draft_state = draft.commit(state.draft, RoundResult(block, count, put_to_target, taken, flushed, masses), cache)
+        result = RoundResult(block, count, put_to_target, taken, flushed, masses, verdict.logits.argmax(-1))
+        draft_state = draft.commit(state.draft, result, cache)
     # Drafts behind an accepted EOS count neither as drafted nor as accepted.
     drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
     counts = state.counts.with_round(running, drafted, taken, flushed)

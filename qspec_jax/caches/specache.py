@@ -1,0 +1,150 @@
+"""The SpeCache cache: all tokens in 1 or 2 bits to choose by, and those that matter next in full precision. It is lossy.
+
+A pass reads the codes of everything, but for some tokens the full-precision keys and values that the pass before has chosen: those that its
+last token attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention twice.
+
+Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
+(`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here it lies beside the codes.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention.reference import attend_replaced
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.pytree import pytree
+from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.rope_append import rotate_and_append
+from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.kivi import KiviCache, KiviSettings
+from qspec_jax.caches.schedule import Schedule
+from qspec_jax.errors import InputError
+
+FETCH = ("ahead", "now")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeCacheSettings(KiviSettings):
+    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones. fetch:
+    "ahead" reads what the pass before has chosen, "now" what the pass itself chooses."""
+
+    residual: int = 64
+    k: int = 64
+    fetch: str = "ahead"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.k < 1:
+            raise InputError(f"specache k {self.k} should be at least 1 token")
+        if self.fetch not in FETCH:
+            raise InputError(f"specache fetch {self.fetch!r} should be {' or '.join(FETCH)}")
+
+
+@pytree()
+class SpeCacheLayer:
+    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision. fetched: those that the next pass reads
+    from there."""
+
+    codes: TokenCodesLayer
+    store: FullLayer
+    fetched: Replaced
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpeCache(Cache):
+    """Codes of everything, and some of it in full precision. There is one way to read it, whatever the view."""
+
+    layers: tuple[SpeCacheLayer, ...]
+    lengths: Lengths
+    settings: SpeCacheSettings = dataclasses.field(metadata={"static": True})
+
+    Settings: ClassVar[type] = SpeCacheSettings
+    default_group: ClassVar[int] = KiviCache.default_group
+
+    @property
+    def _codes(self) -> KiviCache:
+        """The codes, with which the buffer goes, as a cache of their own."""
+        return KiviCache(tuple(layer.codes for layer in self.layers), self.lengths, self.settings)
+
+    @property
+    def schedule(self):
+        return self._codes.schedule
+
+    @property
+    def capacity(self):
+        return self._codes.capacity
+
+    @classmethod
+    def schedule_of(cls, group_size, settings):
+        return Schedule(settings.residual)
+
+    @classmethod
+    def make(cls, model, *, dtype, settings, batch, **sizes):
+        """See `RegisteredCache.make`. Raises InputError as `KiviCache.make` does."""
+        codes = KiviCache.make(model, dtype=dtype, settings=settings, batch=batch, **sizes)
+        shape = dict(batch=batch, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
+        layers = []
+        for layer in codes.layers:
+            read = FullLayer.zeros(rows=settings.k, **shape)
+            none = Replaced(jnp.full((batch, model.num_kv_heads, settings.k), -1, jnp.int32), read.keys, read.values)
+            layers.append(SpeCacheLayer(layer, FullLayer.zeros(rows=layer.keys.tokens, **shape), none))
+        return cls(tuple(layers), no_tokens(batch), settings)
+
+    def fill(self, layer, keys, values, n):
+        old = self.layers[layer]
+        rows = min(old.store.keys.shape[2], keys.shape[2])
+        put = lambda held, x: lax.dynamic_update_slice_in_dim(held, x[:, :, :rows], 0, axis=2)
+        store = FullLayer(put(old.store.keys, keys), put(old.store.values, values))
+        return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
+
+    def tokens(self, layer, positions, batch_rows=None):
+        return self._codes.tokens(layer, positions, batch_rows)
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        if observe:
+            raise ValueError("a SpeCache cache has no groups whose attention could be observed")
+        old = self.layers[layer]
+        q, buffer = rotate_and_append(qkv, cos, sin, old.codes.buffer, self.lengths.buffered)
+        codes = dataclasses.replace(old.codes, buffer=buffer)
+        lengths = Lengths(self.lengths.quantized, self.lengths.buffered + q.shape[1])
+        fetched = old.fetched
+        if self.settings.fetch == "now":
+            nothing = dataclasses.replace(fetched, positions=jnp.full_like(fetched.positions, -1))
+            fetched = self._fetched(old.store, attend_replaced(q, codes, lengths, nothing)[1])
+        attended, share = attend_replaced(q, codes, lengths, fetched)
+        if self.settings.fetch == "ahead":
+            fetched = self._fetched(old.store, share)
+        return attended, SpeCacheLayer(codes, old.store, fetched), None
+
+    def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
+        """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""
+        room = self.settings.k - min(self.settings.k, share.shape[2])
+        found, positions = lax.top_k(share, self.settings.k - room)
+        positions = jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
+        positions = jnp.pad(positions, ((0, 0), (0, 0), (0, room)), constant_values=-1)
+        if store.keys.shape[2] == 0:
+            empty = jnp.zeros((*positions.shape, store.keys.shape[3]), store.keys.dtype)
+            return Replaced(positions, empty, empty)
+        return Replaced(positions, *store.read(positions))
+
+    def flushed_layers(self, due):
+        size = self.settings.residual
+        if self.layers[0].store.keys.shape[2] == 0:
+            return self.layers
+
+        def stored(layer: SpeCacheLayer) -> FullLayer:
+            at = jnp.where(due, self.lengths.quantized, layer.store.keys.shape[2])[:, None] + jnp.arange(size)
+            put = jax.vmap(lambda held, new, at: held.at[:, at].set(new, mode="drop"))
+            return jax.tree.map(lambda held, new: put(held, new[:, :, :size], at), layer.store, layer.codes.buffer)
+
+        once = lambda stores: (tuple(map(stored, self.layers)), jnp.array(False))
+        stores = tuple(layer.store for layer in self.layers)
+        stores, _ = lax.while_loop(lambda carry: carry[1], lambda carry: once(carry[0]), (stores, due.any()))
+        codes = self._codes.flushed_layers(due)
+        return tuple(SpeCacheLayer(code, store, layer.fetched) for code, store, layer in zip(codes, stores, self.layers, strict=True))

@@ -1,0 +1,78 @@
+"""SpeCache's guess at the next token, which goes through every pass of the target behind the token that is output.
+
+It is never put to the target as a draft: it is there so that its queries choose what the next pass reads in full precision
+(`qspec_jax.caches.specache`). The pass that outputs a token also makes the guess at the one after that. What is output is therefore the
+target's own, one token a round; it is the cache that is lossy.
+
+Source: SpeCache (arXiv 2503.16163), section 3.3.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.specache import SpeCache
+from qspec_jax.drafts.draft import Draft, Proposal
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpeCacheState:
+    """guess: at the token behind the pending one. begun: False until there is one."""
+
+    guess: Int[Array, "B"]
+    begun: Bool[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpeCacheDraft(Draft):
+    """Proposes a guess that no row may use. step: the target's model, for the one pass of the pending token alone that comes before a row's
+    first round (the paper's pre-decoding step)."""
+
+    step: ViewedModel
+
+    def begin(self, prompt):
+        if not isinstance(prompt.cache, SpeCache):
+            raise InputError("draft specache guesses for the cache of that name; give --cache specache")
+        return SpeCacheState(jnp.zeros_like(prompt.n), jnp.zeros(prompt.n.shape, bool))
+
+    def propose(self, state, cache, round):
+        def pre_decoded(carry):
+            state, cache, _ = carry
+            logits, stepped = self.step(round.pending[:, None], round.position[:, None], cache)
+            new = lambda new, old: jnp.where(state.begun.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
+            layers = (
+                dataclasses.replace(after, fetched=jax.tree.map(new, after.fetched, before.fetched))
+                for after, before in zip(stepped.layers, cache.layers, strict=True)
+            )
+            guess = new(logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
+            after = dataclasses.replace(stepped, layers=tuple(layers)).rollback(cache.lengths)
+            return SpeCacheState(guess, jnp.ones_like(state.begun)), after, jnp.array(False)
+
+        # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
+        state, cache, _ = lax.while_loop(lambda carry: carry[2], pre_decoded, (state, cache, ~state.begun.all()))
+        tokens = jnp.broadcast_to(state.guess[:, None], (state.guess.shape[0], round.gamma))
+        vocabulary = self.step.model.config.vocab_size
+        return Proposal(tokens, round.certain(tokens, vocabulary), jnp.zeros_like(round.eligible)), state, cache
+
+    def commit(self, state, result, cache):
+        guess = result.likeliest[:, 1].astype(state.guess.dtype)
+        return dataclasses.replace(state, guess=jnp.where(result.count > 0, guess, state.guess))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeCacheSettings:
+    """There are none: those of the cache say what is read."""
+
+    def make(self, model: Llama, int4: Callable[[], Llama]) -> SpeCacheDraft:
+        """The draft of a model."""
+        return SpeCacheDraft(ViewedModel(model, BOTH_PLANES))
