@@ -13,7 +13,8 @@ from checkpoints import hf_config, write_checkpoint
 from jax.sharding import Mesh
 
 from convert import convert
-from qspec_jax.bench.architectures import architecture, random_model
+from pallas_kernels import dispatch
+from qspec_jax.bench.architectures import architecture, random_int4, random_model
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.compiled import Compiled
@@ -25,6 +26,7 @@ from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError
+from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.sharding import AXES, model_mesh
 
 VOCABULARY = 64
@@ -232,3 +234,25 @@ def test_bench(run, request):
 
 def test_one_device_has_nothing_to_add_up(fails):
     fails(["bench", "all-reduce", "--devices", 1], "there is one device; an all-reduce needs two or more")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("draft", ["quantspec", "sparse:budget=0.2"])
+def test_two_gpus_run_the_kernels_of_one(draft):
+    """In bfloat16: the same kernels but for the fused layer, and the same chances up to rounding."""
+    shape = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    config = LlamaConfig.from_hf(hf_config(vocab_size=4096, max_position_embeddings=4096, **shape))
+    settings = GenerationConfig(draft=draft, max_new_tokens=150, num_speculative_tokens=3, ignore_eos=True, output_logprobs=True)
+    prompt, kernels, found = np.random.default_rng(0).integers(0, 4096, 900).tolist(), [], []
+    for mesh in (None, model_mesh(jax.devices()[:2])):
+        model = random_model(config, mesh=mesh)
+        Compiled.forget()
+        with dispatch.watched() as seen:
+            found.append(generate(model, [prompt], config=settings, draft=make_draft(draft, model, int4=random_int4(model))))
+        kernels.append({choice.kernel: choice.implementation for choice in seen if choice.kernel not in ("fused_layer", "matmul")})
+    assert kernels[0] == kernels[1] and kernels[1]["attention" if "attention" in kernels[1] else "append_attend"] == "mosaic_gpu"
+    one, two = (run.logprobs[0][0] for run in found)
+    assert abs(one - two) < 0.05
+    rates = [run.stats.draft_acceptance_rate for run in found]
+    assert abs(rates[0] - rates[1]) < 0.2, rates
