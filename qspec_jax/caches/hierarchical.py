@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, dequantize_tokens, quantize_groups, rows_from
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
@@ -46,6 +46,10 @@ class HierarchicalCache(PooledCache):
     def capacity(self):
         return self.groups * self.group_size + self.layers[0].buffer.keys.shape[2]
 
+    def whole_layer(self, layer: int) -> HierarchicalLayer:
+        """A layer as whoever reads both of its planes needs it."""
+        return self._layer(layer)
+
     def _layer(self, layer: int) -> HierarchicalLayer:
         """A layer with its pages."""
         return dataclasses.replace(self.layers[layer], pages=self.pages)
@@ -77,9 +81,11 @@ class HierarchicalCache(PooledCache):
             return old
         split = lambda x: x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
         codes = quantize_groups(split(keys), split(values), scheme=self.scheme, dtype=old.keys.scale.dtype)
-        write = lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new, 0, axis=2)
-        key_planes, value_planes = jax.tree.map(write, (old.keys, old.values), codes)
-        return dataclasses.replace(old, keys=key_planes, values=value_planes)
+        return dataclasses.replace(old, keys=self._put(old.keys, codes[0]), values=self._put(old.values, codes[1]))
+
+    def _put(self, held: Planes, new: Planes) -> Planes:
+        """The planes with new groups in place of the first."""
+        return jax.tree.map(lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2), held, new)
 
     def pooled(self, batch: int, pages: int) -> Self:
         def layer(old: HierarchicalLayer) -> HierarchicalLayer:
@@ -110,7 +116,7 @@ class HierarchicalCache(PooledCache):
 
     def tokens(self, layer, positions, batch_rows=None):
         quantized = self.lengths.quantized if batch_rows is None else self.lengths.quantized[batch_rows]
-        held, quantized = self._layer(layer), quantized[:, None, None]
+        held, quantized = self.whole_layer(layer), quantized[:, None, None]
         recent = held.buffer.read(positions - quantized, batch_rows)
         if held.groups == 0:
             return recent

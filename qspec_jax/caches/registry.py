@@ -10,6 +10,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.kivi import KiviCache
+from qspec_jax.caches.offloaded import OffloadedCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.errors import InputError
@@ -46,7 +47,13 @@ class RegisteredCache(Protocol):
         ...
 
 
-CACHES: dict[str, RegisteredCache] = {"full": FullCache, "int8": HierarchicalCache, "kivi": KiviCache, "specache": SpeCache}
+CACHES: dict[str, RegisteredCache] = {
+    "full": FullCache,
+    "int8": HierarchicalCache,
+    "int8:lower=host": OffloadedCache,
+    "kivi": KiviCache,
+    "specache": SpeCache,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +86,7 @@ class CacheConfig:
     def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
         """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64. Raises InputError for an unknown name or
         setting, and for a value that is no such setting's."""
-        kind, colon, rest = text.partition(":")
+        kind, colon, rest = (text, "", "") if text in CACHES else text.partition(":")
         plain = cls(kind, group_size, scheme)
         if not colon:
             return plain
@@ -95,6 +102,11 @@ class CacheConfig:
             except ValueError:
                 raise InputError(f"cache {text!r}: {name} should be a whole number, not {value!r}") from None
         return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether a part of the cache is in host memory."""
+        return CACHES[self.kind].in_host_memory
 
     @property
     def _class_of_settings(self) -> type | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import dispatch
 from qspec_jax.models.sharding import mesh_of, on_each_device
@@ -142,8 +143,8 @@ class Compiled:
         mesh = mesh_of(args)
         with dispatch.on(None if mesh is None else mesh.devices.flat[0]):
             if mesh is None:
-                program.traced = self._jitted(self._function).trace(*args, **static)
-                program.shapes = program.traced.out_info
+                program.traced = self._jitted(self._function).trace(*jax.tree.map(_traceable, args), **static)
+                program.shapes = _with_memory_kinds(program.traced)
             else:
                 run, program.shapes = on_each_device(functools.partial(self._function, **static), mesh, args)
                 program.traced = self._jitted(lambda *args, **static: run(*args)).trace(*args, **static)
@@ -156,6 +157,25 @@ class Compiled:
             return function(*args, **static)
 
         return jax.jit(own, **self._jit_options)
+
+
+def _traceable(leaf: Any) -> Any:
+    """An argument as JAX has to be given it: of a shape it does not see by itself that the array will be in host memory (jax 0.11)."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.sharding.memory_kind == "pinned_host":
+        return jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=jax.memory.Space.Host)
+    return leaf
+
+
+def _with_memory_kinds(traced: jax.stages.Traced) -> Any:
+    """Shapes of what a function returns, and where in host memory that is."""
+    leaves, tree = jax.tree.flatten(traced.out_info)
+    spaces = [aval.memory_space for aval in traced.jaxpr.out_avals]
+    if jax.memory.Space.Host not in spaces:
+        return traced.out_info
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    there = lambda x, space: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) if space == jax.memory.Space.Host else x
+    return jax.tree.unflatten(tree, map(there, leaves, spaces))
 
 
 def _drop_traces() -> None:

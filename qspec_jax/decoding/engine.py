@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.limits import Limits
@@ -28,6 +29,7 @@ from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
@@ -201,7 +203,7 @@ class Engine:
     logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. view: what the target
     reads of its cache, anything but all of it for measurements alone. on_compile: called
     with None when a program is needed that the engine does not hold, and then with the seconds that it took to make, 0 where another engine
-    has made it before.
+    has made it before. Raises InputError for a cache in host memory where the model is divided over several devices.
     """
 
     def __init__(
@@ -217,6 +219,8 @@ class Engine:
         view: View = BOTH_PLANES,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
+        if model.axis is not None and isinstance(cache, CacheConfig) and cache.in_host_memory:
+            raise InputError(f"cache {cache.kind} is for one device, and the model is divided over several")
         self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
         self.gamma = gamma = gamma if draft is not None else 0

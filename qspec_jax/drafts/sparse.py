@@ -61,8 +61,8 @@ class SparseDraft(SelfSpeculativeDraft):
         # Rows before a prompt's first token are no queries.
         real = jnp.arange(self.prompt_queries) >= self.prompt_queries - prompt.n[:, None]
         state = []
-        for layer, queries in zip(prompt.cache.layers, prompt.queries, strict=True):
-            _, mass = decode_attention(queries, layer, prompt.cache.lengths, BOTH_PLANES, observe=True)
+        for i, queries in enumerate(prompt.queries):
+            _, mass = decode_attention(queries, prompt.cache.whole_layer(i), prompt.cache.lengths, BOTH_PLANES, observe=True)
             mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])

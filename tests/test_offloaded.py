@@ -1,0 +1,88 @@
+"""The hierarchical cache whose lower plane is in host memory: every token, and every code, as with all of it on the device."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import hf_config, write_checkpoint
+from runs import prepared, random_model, random_prompts, run_rounds
+
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding.batch import Request, run_batch
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.sharding import model_mesh
+
+CONFIG = GenerationConfig(max_new_tokens=30, cache="int8", group_size=8, ignore_eos=True, num_speculative_tokens=3)
+PROMPTS = random_prompts([41, 20, 7])
+DRAFTS = (
+    "quantspec:weight_bits=16",
+    "sparse:budget=0.3,least_groups=2,weight_bits=16",
+    "triforce:model={small},middle=(retrieval:budget=44,chunk=2)",
+)
+
+
+def offloaded(config: GenerationConfig) -> GenerationConfig:
+    return dataclasses.replace(config, cache="int8:lower=host")
+
+
+def test_tokens_and_codes_are_those_on_the_device(tmp_path):
+    small = write_checkpoint(tmp_path / "small", hf_config(num_hidden_layers=1, hidden_size=32, max_position_embeddings=256))
+    with jax.enable_x64(True):
+        model = random_model("float64")
+        alone = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
+        expected = run_rounds(model, PROMPTS, alone).tokens
+        assert run_rounds(model, PROMPTS, offloaded(alone)).tokens == expected
+        for text in DRAFTS:
+            config = dataclasses.replace(CONFIG, draft=text.format(small=small))
+            here, there = (run_rounds(model, PROMPTS, each) for each in (config, offloaded(config)))
+            assert here.tokens == there.tokens == expected, text
+            assert [each.accepted.tolist() for each in here.rounds] == [each.accepted.tolist() for each in there.rounds], text
+
+        config = dataclasses.replace(CONFIG, draft=DRAFTS[0], temperature=0.8)
+        states = []
+        for each in (config, offloaded(config)):
+            state, step, _ = prepared(model, PROMPTS, each, draft=make_draft(each.draft, model))
+            while (np.asarray(state.status) == 0).any():
+                state = step(state)
+            states.append(state)
+        one, other = states
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert (np.asarray(one.counts.flushes) >= 3).all()
+        for mine, theirs in zip(one.cache.layers, other.cache.layers):
+            for here, there in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                assert there.lower.sharding.memory_kind == "pinned_host"
+                assert {x.sharding.memory_kind for x in (there.upper, there.scale, there.zero)} == {here.upper.sharding.memory_kind}
+                for row, quantized in enumerate(np.asarray(one.cache.lengths.quantized) // 8):
+                    for name in ("upper", "lower", "scale", "zero"):
+                        pair = (np.asarray(getattr(planes, name))[row, :, :quantized] for planes in (here, there))
+                        np.testing.assert_array_equal(*pair)
+
+
+def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
+    """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
+    model = random_model("float32")
+    prompts = random_prompts([16, 40])
+    config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, max_new_tokens=64)
+    assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
+
+
+def test_batches_and_several_devices_are_refused(directory):
+    config = offloaded(dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
+    with pytest.raises(InputError, match="cache int8:lower=host is for one device"):
+        generate(load_model(directory, mesh=model_mesh(jax.devices()[:1])), [[1, 2, 3]], config=config)
+    with pytest.raises(InputError, match="cache int8:lower=host is for generate"):
+        list(run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))]))
+
+
+def test_by_its_name(run, fails, directory):
+    command = ["generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--max-new-tokens", 8, "--group-size", 16, "--json"]
+    outs = [run(*command, "--cache", cache) for cache in ("int8", "int8:lower=host")]
+    assert [code for code, *_ in outs] == [0, 0], outs
+    tokens = [json.loads(out)["token_ids"] for _, out, _ in outs]
+    assert tokens[0] == tokens[1]
+    fails([*command, "--cache", "int8:lower=disk"], "'lower=disk' should be left out")
