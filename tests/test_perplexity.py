@@ -44,7 +44,7 @@ def expected(model):
 @pytest.fixture(scope="module")
 def scores(model):
     """Through all three caches, in blocks that end where a group does only when they must."""
-    views = [cache_view(cache, group_size=G) for cache in perplexity.CACHE_VIEWS]
+    views = [cache_view(cache, group_size=G) for cache in perplexity.DEFAULT_VIEWS]
     return score(model, PROMPTS, CONTINUATIONS, views, width=7)
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_schedule_is_seen(monkeypatch, model, expected, fault):
         monkeypatch.setattr(HierarchicalCache, "flush", lambda cache: (cache, jnp.zeros_like(cache.lengths.buffered)))
     room = 1 if fault == "a block one too long" else 100
     monkeypatch.setattr(HierarchicalCache, "draft_room", property(lambda cache: 2 * G - 1 + room - cache.lengths.buffered))
-    afresh = Compiled(lambda *args, **static: perplexity._score(*args, **static), static_argnames=("width", "kinds"))
+    afresh = Compiled(lambda *args, **static: perplexity._score(*args, **static), static_argnames=("width", "kinds", "guesses"))
     monkeypatch.setattr(perplexity, "SCORE", afresh)
     found = token_logprobs(model, PROMPTS, CONTINUATIONS, CacheConfig(group_size=G), width=7)
     errors = [

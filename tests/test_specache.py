@@ -13,10 +13,12 @@ from pallas_kernels.attention.reference import attend_replaced
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.perplexity import token_logprobs
 
 FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size=4, ignore_eos=True, num_speculative_tokens=0)
 PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes within 6 tokens
@@ -80,6 +82,18 @@ def test_everything_fetched_is_the_full_cache():
         long = dict(max_new_tokens=40)
         config = dataclasses.replace(without_guess(specache(k=128, fetch="now")), **long)
         assert run_rounds(model, PROMPTS, config).tokens == run_rounds(model, PROMPTS, dataclasses.replace(FULL, **long)).tokens
+
+
+def test_scores_of_real_text_go_by_guesses_too():
+    """With everything fetched they are the full cache's; with little they are not, and depend on the guess."""
+    with jax.enable_x64(True):
+        model, continuations = random_model("float64"), random_prompts([6, 5, 4], seed=2)
+        scores = lambda text: token_logprobs(model, PROMPTS, continuations, CacheConfig.parse(text, 4))
+        full = scores("full")
+        np.testing.assert_allclose(scores("specache:bits=1,residual=16,k=64"), full, atol=1e-11)
+        little = scores("specache:bits=1,residual=16,k=4")
+        assert np.nanmax(np.abs(little - full)) > 1e-4
+        assert np.nanmax(np.abs(little - scores("specache:bits=1,residual=16,k=4,fetch=now"))) > 1e-6
 
 
 def test_one_token_a_round_and_no_draft_of_it():

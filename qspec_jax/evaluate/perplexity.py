@@ -44,6 +44,8 @@ CACHE_VIEWS: dict[str, tuple[str, View]] = {
     "int4": ("int8", UPPER_PLANE),
     "kivi2": ("kivi:bits=2", BOTH_PLANES),
     "kivi1": ("kivi:bits=1", BOTH_PLANES),
+    "specache2": ("specache:bits=2", BOTH_PLANES),
+    "specache1": ("specache:bits=1", BOTH_PLANES),
 }
 DEFAULT_VIEWS = FULL, "int8", "int4"  # of which decoding is made; the others are to compare with
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
@@ -57,6 +59,11 @@ class CacheView:
 
     cache: CacheChoice
     view: View = BOTH_PLANES
+
+    @property
+    def guesses(self) -> bool:
+        """Whether each pass also has the model's guess at the token behind it (`qspec_jax.drafts.specache`)."""
+        return isinstance(self.cache, CacheConfig) and self.cache.kind == "specache" and self.cache.settings.fetch == "ahead"
 
 
 @jax.tree_util.register_dataclass
@@ -164,12 +171,15 @@ def score(
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
-    prompt_of: the index of each continuation's prompt, so that a prompt that several continue is read once; None: there are as many of
-    each, in the same order. room: the program has room for continuations of so many tokens at least, and then serves for others too. The
-    scores behind the end of a shorter one have no meaning. Raises InputError as `token_logprobs` does.
+    width: tokens fed at once; 1 where a cache wants a guess with each. prompt_of: the index of each continuation's prompt, so that a prompt
+    that several continue is read once; None: there are as many of each, in the same order. room: the program has room for continuations of
+    so many tokens at least, and then serves for others too. The scores behind the end of a shorter one have no meaning. Raises InputError
+    as `token_logprobs` does.
     """
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
+    guesses = tuple(view.guesses for view in views)
+    width = 1 if any(guesses) else width
     if prompt_of is None and len(prompts) != len(continuations):
         raise InputError(f"{len(prompts)} prompts and {len(continuations)} continuations; there should be as many of each")
     for i, continuation in enumerate(continuations):
@@ -189,7 +199,7 @@ def score(
         row[: len(continuation)] = continuation
     of_rows = None if prompt_of is None else jnp.asarray(prompt_of, jnp.int32)
     args = (model, tokens, n, of_rows, jnp.asarray(real), jnp.asarray(wanted), tuple(view.view for view in views))
-    executable, _ = SCORE.compile(*args, width=width, kinds=tuple(view.cache for view in views))
+    executable, _ = SCORE.compile(*args, width=width, kinds=tuple(view.cache for view in views), guesses=guesses)
     return jax.tree.map(lambda x: np.asarray(x)[..., : wanted.max()], executable(*args))
 
 
@@ -217,9 +227,12 @@ def _score(
     *,
     width: int,
     kinds: tuple[CacheChoice, ...],
+    guesses: tuple[bool, ...],
 ) -> Scores:
-    """The columns of the scores behind wanted[b] are scratch. kinds: the cache of each view."""
-    sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=width - 1, dtype=model.dtype)
+    """The columns of the scores behind wanted[b] are scratch. kinds: the cache of each view. guesses: whether it wants them, see
+    `CacheView`."""
+    drafts = width - 1 + any(guesses)
+    sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=drafts, dtype=model.dtype)
     logits, caches = prefill(model, tokens, n, _Several(tuple(kind.empty(model.config, **sizes) for kind in kinds)))
     if prompt_of is not None:
         logits, n, caches = jax.tree.map(lambda x: x[prompt_of], (logits, n, caches))
@@ -229,24 +242,33 @@ def _score(
     put = jax.vmap(lambda all, new, at: lax.dynamic_update_slice_in_dim(all, new, at, 1), in_axes=(1, 1, 0), out_axes=1)
 
     def step(carry):
-        done, caches, scores = carry
+        done, caches, guessed, scores = carry
         block, following = take(real, done - 1), take(real, done)
         positions = (n + done - 1)[:, None] + jnp.arange(width)
         room = functools.reduce(jnp.minimum, [cache.draft_room for cache in caches])
         count = jnp.minimum(jnp.minimum(room, width - 1) + 1, wanted - done)
-        logits, longer = [], []
-        for cache, view in zip(caches, views):
-            predicted, fed = model(block, positions, cache, view=view)
-            logits.append(predicted)
+        logits, longer, new_guesses = [], [], []
+        for cache, view, guess in zip(caches, views, guessed):
+            wide = block if guess is None else jnp.concatenate([block, guess[:, None]], 1)
+            predicted, fed = model(wide, positions[:, :1] + jnp.arange(wide.shape[1]), cache, view=view)
+            new_guesses.append(None if guess is None else predicted[:, 1].argmax(-1).astype(guess.dtype))
+            logits.append(predicted[:, :width])
             longer.append(fed.commit(cache.lengths, count, wait_for=[predicted[:, 0].argmax(-1)])[0])
         write = lambda all, new: put(all, new, done)
-        return done + count, tuple(longer), jax.tree.map(write, scores, _compare(logits, following))
+        return done + count, tuple(longer), tuple(new_guesses), jax.tree.map(write, scores, _compare(logits, following))
 
-    carry = jnp.ones_like(n), caches, jax.tree.map(room, first)
-    return lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)[2]
+    def guessing(cache: Cache, view: View) -> tuple[Cache, Int[Array, "B"]]:
+        """The cache once the first token alone has chosen what is read next, and the guess at the token behind it."""
+        predicted, fed = model(real[:, :1], n[:, None], cache, view=view)
+        return fed.rollback(cache.lengths), predicted[:, 0].argmax(-1).astype(real.dtype)
+
+    begun = [guessing(*each) if with_guess else (each[0], None) for *each, with_guess in zip(caches, views, guesses)]
+    caches, guessed = (tuple(parts) for parts in zip(*begun))
+    carry = jnp.ones_like(n), caches, guessed, jax.tree.map(room, first)
+    return lax.while_loop(lambda carry: (carry[0] < wanted).any(), step, carry)[3]
 
 
-SCORE = Compiled(_score, static_argnames=("width", "kinds"))
+SCORE = Compiled(_score, static_argnames=("width", "kinds", "guesses"))
 
 
 def _compare(logits: list[Float[Array, "B T V"]], real: Int[Array, "B T"]) -> Scores:
