@@ -36,9 +36,7 @@ CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=
 # A draft, over how many devices a copy of the model is divided, and how many copies there are.
 CASES = (
     ("sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),
-    ("none", 4, 1),
     ("quantspec:sensitive_layers=1", 4, 1),
-    ("snapkv:budget=40,weight_bits=4", 4, 1),
     ("triforce:model={small},middle=(retrieval:budget=48,chunk=4,rebuild=8)", 8, 1),
     ("combine:prompt-lookup+sparse:budget=0.3", 8, 1),
 )

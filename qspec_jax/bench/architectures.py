@@ -67,7 +67,7 @@ def random_model(config: LlamaConfig, *, seed: int = 0, mesh: Mesh | None = None
 
     def make(path: str, shape: tuple[int, ...]) -> Weight:
         key = next(keys) if len(shape) == 2 else None
-        return placement.spread(path, _drawn(key, shape, placement.stored(path, shape)))
+        return placement.spread(path, _drawn(key, shape, None if mesh is None else placement.stored(path, shape)))
 
     return placement.model(make)
 
@@ -82,24 +82,25 @@ def random_int4(model: Llama, *, seed: int = 1) -> Llama:
             return weight
         size = group_size_over(mesh, path, weight)
         shapes = jax.eval_shape(lambda: _int4(jax.random.key(0), weight.shape, size, model.dtype))
-        places = jax.tree.map(lambda x: weight_sharding(path, x.shape, mesh), shapes)
-        return _compiled_int4(weight.shape, size, model.dtype, tuple(jax.tree.leaves(places)), jax.tree.structure(places))(next(keys))
+        places = None if mesh is None else tuple(weight_sharding(path, x.shape, mesh) for x in jax.tree.leaves(shapes))
+        return _compiled_int4(weight.shape, size, model.dtype, places, jax.tree.structure(shapes))(next(keys))
 
     return model.with_weights({path: made(path, weight) for path, weight in weights.items()})
 
 
-def _drawn(key: Key[Array, ""] | None, shape: tuple[int, ...], place: Sharding) -> Array:
+def _drawn(key: Key[Array, ""] | None, shape: tuple[int, ...], place: Sharding | None) -> Array:
     return _compiled_normal(shape, place)(key) if key is not None else jnp.ones(shape, jnp.bfloat16, device=place)
 
 
 @functools.cache
-def _compiled_normal(shape: tuple[int, ...], place: Sharding) -> Callable:
+def _compiled_normal(shape: tuple[int, ...], place: Sharding | None) -> Callable:
     return jax.jit(lambda key: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), out_shardings=place)
 
 
 @functools.cache
-def _compiled_int4(shape: tuple[int, int], size: int, dtype, places: tuple[Sharding, ...], tree: Any) -> Callable:
-    return jax.jit(lambda key: _int4(key, shape, size, dtype), out_shardings=jax.tree.unflatten(tree, places))
+def _compiled_int4(shape: tuple[int, int], size: int, dtype, places: tuple[Sharding, ...] | None, tree: Any) -> Callable:
+    there = None if places is None else jax.tree.unflatten(tree, places)
+    return jax.jit(lambda key: _int4(key, shape, size, dtype), out_shardings=there)
 
 
 def _int4(key: Key[Array, ""], shape: tuple[int, int], size: int, dtype) -> Int4Weight:
