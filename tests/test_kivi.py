@@ -124,12 +124,42 @@ def test_single_tokens_and_other_rows():
         np.testing.assert_array_equal(found[0, :, quantized:], whole[0, :, quantized:30])
 
 
+def test_a_flush_writes_what_prefill_would():
+    """Rows of different lengths, over three flushes, in which now one row is due and now another."""
+    r, config = np.random.default_rng(0), CacheConfig.parse("kivi:bits=2,residual=8", 4)
+    model = random_model("float32")
+    keys, values = (jnp.asarray(r.standard_normal((2, 2, 64, 16)), jnp.float32) for _ in range(2))
+    make = lambda: config.empty(model.config, batch=2, capacity=64, num_speculative_tokens=2, dtype=jnp.float32)
+    filled = lambda n: (empty := make()).filled(tuple(empty.fill(i, keys, values, n) for i in range(2)), n)
+    cache, n = filled(jnp.array([13, 17])), np.array([13, 17])
+    for _ in range(24):
+        new = tuple(
+            dataclasses.replace(
+                layer,
+                buffer=layer.buffer.append(
+                    *(jnp.stack([x[row, :, n[row]] for row in range(2)])[:, None] for x in (keys, values)), cache.lengths.buffered
+                ),
+            )
+            for layer in cache.layers
+        )
+        cache, _ = cache.advance(new, 1).flush()
+        n = n + 1
+    expected = filled(jnp.asarray(n))
+    np.testing.assert_array_equal(cache.lengths.quantized, expected.lengths.quantized)
+    assert np.asarray(cache.lengths.quantized).tolist() == [24, 32]
+    for mine, theirs in zip(cache.layers, expected.layers):
+        for here, there in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            for row, quantized in enumerate(np.asarray(cache.lengths.quantized)):
+                read = (np.asarray(codes.dequantized(jnp.float32))[row, :, :quantized] for codes in (here, there))
+                np.testing.assert_array_equal(*read)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kivi:bits=3", "kivi bits 3 should be 1 or 2"),
-        ("kivi:residual=0", "kivi residual 0 should be at least 1"),
-        ("kivi:rule=nearest", "kivi rule 'nearest' should be centred or extremes"),
+        ("kivi:bits=3", "cache bits 3 should be 1 or 2"),
+        ("kivi:residual=0", "cache residual 0 should be from 1"),
+        ("kivi:rule=nearest", "cache rule 'nearest' should be centred or extremes"),
         ("kivi:bits=two", "bits should be a whole number, not 'two'"),
         ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., each once"),
         ("kivi:bits=2,bits=1", "each once"),
@@ -145,8 +175,8 @@ def test_wrong_settings(text, words):
 def test_settings_that_do_not_fit():
     model = random_model("float32")
     sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
-    with pytest.raises(InputError, match="kivi group size 12 should divide residual, 128"):
+    with pytest.raises(InputError, match="group size 12 should divide residual, 128"):
         CacheConfig.parse("kivi", 12).empty(model.config, **sizes)
-    with pytest.raises(InputError, match="kivi group size 32 should divide the model's head_dim, 16"):
+    with pytest.raises(InputError, match="group size 32 should divide the model's head_dim, 16"):
         CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
     assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)

@@ -66,8 +66,9 @@ def test_tokens_and_codes_are_those_on_the_device(tmp_path):
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
     model = random_model("float32")
-    prompts = random_prompts([16, 40])
-    config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, max_new_tokens=64)
+    # Of four groups of a row, the first has all when the second flushes.
+    prompts = random_prompts([64, 38])
+    config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, max_new_tokens=64, group_size=24)
     assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
 
 

@@ -1,6 +1,7 @@
 """SpeCache: what a pass reads in full precision, and how that is chosen."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +10,35 @@ import pytest
 from runs import random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
 
+from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.reference import attend_replaced
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import token_logprobs
+from qspec_jax.models.prompts import padded
 
 FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size=4, ignore_eos=True, num_speculative_tokens=0)
 PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes within 6 tokens
 
 
-def specache(**settings) -> GenerationConfig:
+def without_guess(**settings) -> GenerationConfig:
     """Over 1 bit. settings: of the cache."""
     text = ",".join(f"{name}={value}" for name, value in ({"bits": 1, "residual": 16} | settings).items())
-    return dataclasses.replace(FULL, draft="specache", cache=f"specache:{text}", num_speculative_tokens=1)
+    return dataclasses.replace(FULL, cache=f"specache:{text}")
 
 
-def without_guess(config: GenerationConfig) -> GenerationConfig:
-    return dataclasses.replace(config, draft="none", num_speculative_tokens=0)
+def specache(**settings) -> GenerationConfig:
+    return dataclasses.replace(without_guess(**settings), draft="specache", num_speculative_tokens=1)
 
 
 def test_attention_by_hand():
@@ -69,18 +76,39 @@ def test_attention_by_hand():
             np.testing.assert_allclose(share[0, head], expected, atol=1e-12)
 
 
+def test_several_chunks():
+    """Of which the last is pulled back, with replaced tokens in it: all of them replaced is attention in full precision."""
+    with jax.enable_x64(True):
+        r, size = np.random.default_rng(0), 2400
+        keys, values = (jnp.asarray(r.standard_normal((1, 1, size, 8))) for _ in range(2))
+        q, buffer = jnp.asarray(r.standard_normal((1, 1, 2, 8))), FullLayer(keys[:, :, :4], values[:, :, :4])
+        coded = [LowBits.of(x, bits=1, tokens=t, channels=c, rule="centred") for x, t, c in ((keys, 24, 1), (values, 1, 8))]
+        layer, lengths = TokenCodesLayer(*coded, buffer), Lengths(jnp.array([size]), jnp.array([4]))
+        everything = Replaced(jnp.arange(size)[None, None], keys, values)
+        found, share = attend_replaced(q, layer, lengths, everything)
+        whole = FullLayer(*(jnp.concatenate(both, 2) for both in ((keys, buffer.keys), (values, buffer.values))))
+        expected = decode_attention(q, whole, Lengths(jnp.array([0]), jnp.array([size + 4])), FULL_PRECISION)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        some = Replaced(everything.positions[:, :, ::7], keys[:, :, ::7], values[:, :, ::7])
+        logits = np.array(coded[0].dequantized(jnp.float64))[0, 0]
+        logits[::7] = keys[0, 0, ::7]
+        logits = np.concatenate([logits, buffer.keys[0, 0]]) @ np.asarray(q)[0, 0].T * 8**-0.5
+        _, share = attend_replaced(q, layer, lengths, some)
+        np.testing.assert_allclose(share[0, 0], logsumexp(logits - logsumexp(logits, 0), 1)[:size], atol=1e-12)
+
+
 def test_everything_fetched_is_the_full_cache():
     """One pass before the first round, and from then on the guess chooses; without either, the first pass reads codes alone."""
     with jax.enable_x64(True):
         model = random_model("float64")
         full = run_rounds(model, PROMPTS, FULL).tokens
         assert run_rounds(model, PROMPTS, specache(k=64)).tokens == full
-        assert run_rounds(model, PROMPTS, without_guess(specache(k=64, fetch="now"))).tokens == full
-        assert run_rounds(model, PROMPTS, without_guess(specache(k=64))).tokens != full
+        assert run_rounds(model, PROMPTS, without_guess(k=64, fetch="now")).tokens == full
+        assert run_rounds(model, PROMPTS, without_guess(k=64)).tokens != full
         assert run_rounds(model, PROMPTS, specache(k=1)).tokens != full
         # Over flushes too, where a pass chooses for itself.
         long = dict(max_new_tokens=40)
-        config = dataclasses.replace(without_guess(specache(k=128, fetch="now")), **long)
+        config = dataclasses.replace(without_guess(k=128, fetch="now"), **long)
         assert run_rounds(model, PROMPTS, config).tokens == run_rounds(model, PROMPTS, dataclasses.replace(FULL, **long)).tokens
 
 
@@ -94,6 +122,34 @@ def test_scores_of_real_text_go_by_guesses_too():
         little = scores("specache:bits=1,residual=16,k=4")
         assert np.nanmax(np.abs(little - full)) > 1e-4
         assert np.nanmax(np.abs(little - scores("specache:bits=1,residual=16,k=4,fetch=now"))) > 1e-6
+
+
+def test_what_is_generated_is_what_is_scored():
+    """With few tokens fetched the guess decides which: decoding, by the draft, and scoring, by a loop of its own, come to the same."""
+    with jax.enable_x64(True):
+        model = random_model("float64")
+        config = dataclasses.replace(specache(k=3), max_new_tokens=30, output_logprobs=True)
+        out = generate(model, PROMPTS, config=config, draft=make_draft("specache", model))
+        scores = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config)
+        np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
+
+
+def test_the_last_token_of_a_pass_chooses():
+    with jax.enable_x64(True):
+        model, config = random_model("float64"), specache(k=3)
+        sizes = dict(batch=1, capacity=64, num_speculative_tokens=2, dtype=model.dtype)
+        empty = config.cache_config.empty(model.config, **sizes)
+        _, cache = prefill(model, *padded(PROMPTS[:1]), empty)
+        block = jnp.array([[5, 9]])
+        _, both = model(block, cache.lengths.total[:, None] + jnp.arange(2), cache)
+        _, first = model(block[:, :1], cache.lengths.total[:, None], cache)
+        q, layer = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 4, 16))), both.layers[0]
+        lengths = both.lengths
+        _, share = attend_replaced(q, layer.codes, lengths, layer.fetched)
+        _, alone = attend_replaced(q[:, 1:], layer.codes, lengths, layer.fetched)
+        np.testing.assert_allclose(share, alone, atol=1e-12)  # by the last of a pass's tokens
+        chosen = lambda cache: np.sort(np.asarray(cache.layers[1].fetched.positions[0]), -1).tolist()
+        assert chosen(both) != chosen(first) and all(len(set(row)) == 3 for row in chosen(both))
 
 
 def test_one_token_a_round_and_no_draft_of_it():
@@ -121,10 +177,14 @@ def test_a_row_depends_on_nothing_but_itself():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (dict(cache="specache:k=0"), "specache k 0 should be at least 1"),
+        (dict(cache="specache:k=0"), "specache k 0 should be from 1"),
         (dict(cache="specache:fetch=later"), "specache fetch 'later' should be ahead or now"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), "makes one guess a round"),
+        (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),
+        (dict(cache="specache", draft="auto"), "not auto"),
+        (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),
+        (dict(draft="specache", adaptive=True), "never adaptive"),
     ],
 )
 def test_wrong_settings(settings, words):
@@ -133,7 +193,11 @@ def test_wrong_settings(settings, words):
 
 
 def test_by_its_name(run, directory):
-    code, _, err = run(
-        "generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--draft", "specache", "--max-new-tokens", 8, "--json"
-    )
-    assert (code, GenerationConfig(draft="specache").cache) == (0, "specache"), err
+    prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4"
+    command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--draft", "specache", "--max-new-tokens", 8]
+    code, out, err = run(*command, "--json")
+    model = load_model(directory)
+    config = GenerationConfig(draft="specache", cache=cache, max_new_tokens=8)
+    expected = generate(model, [prompt], config=config, tokenizer=load_tokenizer(directory))
+    assert code == 0 and json.loads(out)["token_ids"] == expected.token_ids, err
+    assert GenerationConfig(draft="specache").cache == "specache"

@@ -83,8 +83,8 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """Attention over codes of which some tokens are replaced by what they were; and how much the last of the T tokens attended to each
-    quantized token, as the logarithm of its share, summed over the query heads of a KV head.
+    """Attention over quantized tokens, some of which are read in full precision instead; and the logarithm of each quantized token's share
+    in the last of the T tokens' attention, summed over the query heads of a KV head.
 
     q, lengths: as in `pallas_kernels.attention.decode_attention`. Source: SpeCache (arXiv 2503.16163), equation 1.
     """
@@ -92,13 +92,13 @@ def attend_replaced(
     K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
     size, group = layer.keys.tokens, N // K
     at = jnp.where(replaced.positions < 0, size, replaced.positions)
-    hidden = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
+    left_out = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
     there = (replaced.positions >= 0)[:, :, None]
     load = lambda i: (replaced.keys, replaced.values, there)
     n = replaced.positions.shape[2]
     partial = _full(rows, layer.buffer, lengths.buffered, T)
     partial = _merge(partial, _attend(rows, load, n, n, jnp.int32(n)))
-    coded = _coded_parts(layer, lengths.quantized, rows.dtype, hidden)
+    coded = _coded_load(layer, lengths.quantized, rows.dtype, left_out)
     if size:
         partial = _merge(partial, _attend(rows, *coded))
     top, total, values = partial
@@ -115,13 +115,13 @@ def attend_replaced(
 def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Partial:
     if layer.keys.tokens == 0:
         return (jnp.full(rows.shape[:3], -jnp.inf, rows.dtype), jnp.zeros(rows.shape[:3], rows.dtype), jnp.zeros_like(rows))
-    return _attend(rows, *_coded_parts(layer, length, rows.dtype))
+    return _attend(rows, *_coded_load(layer, length, rows.dtype))
 
 
-def _coded_parts(
-    layer: TokenCodesLayer, length: Int[Array, "B"], dtype, hidden: Bool[Array, "B K S"] | None = None
+def _coded_load(
+    layer: TokenCodesLayer, length: Int[Array, "B"], dtype, left_out: Bool[Array, "B K S"] | None = None
 ) -> tuple[Load, int, int, Array]:
-    """How to load the quantized tokens, chunk by chunk, but for those that are hidden: see `_attend`."""
+    """How to load the quantized tokens, chunk by chunk, but for those that are left_out: see `_attend`."""
     capacity = layer.keys.tokens
     group = max(capacity // x.shape[2] for x in jax.tree.leaves((layer.keys, layer.values)))
     chunk = min(CHUNK_TOKENS - CHUNK_TOKENS % group, capacity)
@@ -134,8 +134,8 @@ def _coded_parts(
         part = lambda x: _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
         wide = lambda codes: jax.tree.map(part, codes).dequantized(dtype)
         visible = visible[:, None, None]
-        if hidden is not None:
-            visible = visible & ~_slice(hidden, start, chunk)[:, :, None]
+        if left_out is not None:
+            visible = visible & ~_slice(left_out, start, chunk)[:, :, None]
         return wide(layer.keys), wide(layer.values), visible
 
     return load, capacity, chunk, length.max()

@@ -20,8 +20,8 @@ RULES = ("centred", "extremes")
 class LowBits:
     """Keys or values of S tokens in so many bits: code * scale + zero.
 
-    codes: a byte holds the codes of 8 / bits channels, which are H * bits / 8 apart, the first in its lowest bits. A scale and a zero are
-    those of S / Sg tokens and H / Hg channels.
+    codes: a byte holds the codes of 8 / bits channels, which are H * bits / 8 apart, the first in its lowest bits. Each scale and zero is
+    shared by a group of S / Sg tokens and H / Hg channels.
     """
 
     codes: UInt8[Array, "B K S bytes"]
@@ -33,9 +33,9 @@ class LowBits:
     def of(cls, x: Float[Array, "B K S H"], *, bits: int, tokens: int, channels: int, rule: str) -> Self:
         """x in so many bits, with a scale and a zero for each group of so many tokens and channels, which divide S and H.
 
-        rule: "extremes" puts the codes from the group's least number to its largest; with 1 bit "centred" puts the two of them a quarter of
-        that range inside of it (SpeCache, equation 3), and with 2 bits it is the same as "extremes". A group with a number that is not
-        finite reads as NaN.
+        rule: "extremes" spaces the levels evenly from the group's minimum to its maximum; with 1 bit "centred" puts the two of them a
+        quarter of that range inside of it (SpeCache, equation 3), and with 2 bits it is the same as "extremes". A group with a number that
+        is not finite reads as NaN.
         """
         B, K, S, H = x.shape
         dtype, wide = parameter_dtype(x.dtype), accumulation_dtype(x.dtype)

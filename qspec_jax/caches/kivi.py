@@ -1,4 +1,4 @@
-"""The KIVI cache: all but the most recent tokens in 2 bits, or in 1. It is lossy: what it makes the model say is not what a full one does.
+"""The KIVI cache: all but the most recent tokens in 2 bits, or in 1. It is lossy: the model's output differs from that with a full cache.
 
 Source: KIVI (arXiv 2402.02750); with 1 bit by SpeCache's equation 3 (arXiv 2503.16163), if not asked otherwise.
 """
@@ -21,11 +21,14 @@ from qspec_jax.caches.cache import Cache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
+MOST_TOKENS = 1 << 16  # that are ever read in full precision
+
 
 @dataclasses.dataclass(frozen=True)
 class KiviSettings:
     """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a multiple of
-    the group size. rule: of the codes of 1 bit, "centred" or "extremes" as in KIVI itself, see `LowBits.of`."""
+    the group size. rule: where the two levels of 1-bit codes lie, "extremes" at a group's minimum and maximum (KIVI), or "centred" a
+    quarter of the range inside them (SpeCache); with 2 bits it makes no difference."""
 
     bits: int = 2
     residual: int = 128
@@ -33,11 +36,11 @@ class KiviSettings:
 
     def __post_init__(self):
         if self.bits not in BITS:
-            raise InputError(f"kivi bits {self.bits} should be {' or '.join(map(str, BITS))}")
-        if self.residual < 1:
-            raise InputError(f"kivi residual {self.residual} should be at least 1 token")
+            raise InputError(f"cache bits {self.bits} should be {' or '.join(map(str, BITS))}")
+        if not 1 <= self.residual <= MOST_TOKENS:
+            raise InputError(f"cache residual {self.residual} should be from 1 to {MOST_TOKENS} tokens")
         if self.rule not in RULES:
-            raise InputError(f"kivi rule {self.rule!r} should be {' or '.join(RULES)}")
+            raise InputError(f"cache rule {self.rule!r} should be {' or '.join(RULES)}")
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +74,9 @@ class KiviCache(Cache):
         neither."""
         for what, size in (("residual", settings.residual), ("the model's head_dim", model.head_dim)):
             if size % group_size:
-                raise InputError(f"kivi group size {group_size} should divide {what}, {size}")
+                raise InputError(f"group size {group_size} should divide {what}, {size}")
+        if model.head_dim % (in_a_byte := 8 // settings.bits):
+            raise InputError(f"cache bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}")
         schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
         room = schedule.groups(capacity) * settings.residual
         empty = lambda tokens, channels: LowBits.zeros(B, K, room, H, dtype, bits=settings.bits, tokens=tokens, channels=channels)

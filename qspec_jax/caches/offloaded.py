@@ -1,7 +1,8 @@
-"""The hierarchical cache with its lower plane in host memory: drafts never read it, and a verification streams it layer by layer.
+"""The hierarchical cache with its lower plane in host memory, which verifications copy to the device layer by layer.
 
-On the device are the upper plane, scales, zero points and the buffers. So drafts, which read nothing else, are as fast as ever, and the
-target still reads all 8 bits: what it says is bit for bit what it says with everything on the device.
+On the device are the upper plane, scales, zero points and the buffers. Drafts that read no more than that are as fast as ever (all but
+those with `cache=int8` or `sensitive_layers`), and the target still reads all 8 bits: it says bit for bit what it says with everything on
+the device.
 """
 
 import dataclasses
@@ -22,9 +23,11 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadedCache(HierarchicalCache):
-    """A `HierarchicalCache` whose `lower` arrays are in host memory; nothing but whole copies is done with them.
+    """A `HierarchicalCache` whose `lower` arrays are in host memory: they are copied to the device whole, and groups are written into them,
+    and nothing else is done with them.
 
-    There is room for one group more than a row may quantize: what is written there for rows that are not due is never read.
+    A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
+    one group more than a row may quantize, so that this place is inside the array.
     """
 
     in_host_memory: ClassVar[bool] = True
@@ -52,7 +55,7 @@ class OffloadedCache(HierarchicalCache):
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         held = self.layers[layer]
-        # Who reads the upper plane alone is given it twice, so that nothing is copied.
+        # A pass that reads the upper plane alone gets it in place of the lower one too, which then is not copied.
         half = lambda planes: dataclasses.replace(planes, lower=planes.upper)
         upper = dataclasses.replace(held, keys=half(held.keys), values=half(held.values))
         read = self.whole_layer(layer) if view.planes == 2 else upper

@@ -1,7 +1,9 @@
-"""The SpeCache cache: all tokens in 1 or 2 bits to choose by, and those that matter next in full precision. It is lossy.
+"""The SpeCache cache, which is lossy: every token is kept in 1 or 2 bits, and those that a pass is expected to attend to most are read in
+full precision.
 
-A pass reads the codes of everything, but for some tokens the full-precision keys and values that the pass before has chosen: those that its
-last token attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention twice.
+A pass reads codes, except for k tokens that the pass before has chosen, whose full-precision keys and values it reads instead: those that
+the last token of that pass attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention
+twice.
 
 Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
 (`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here it lies beside the codes.
@@ -21,7 +23,7 @@ from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, no_tokens
-from qspec_jax.caches.kivi import KiviCache, KiviSettings
+from qspec_jax.caches.kivi import MOST_TOKENS, KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
@@ -39,8 +41,8 @@ class SpeCacheSettings(KiviSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.k < 1:
-            raise InputError(f"specache k {self.k} should be at least 1 token")
+        if not 1 <= self.k <= MOST_TOKENS:
+            raise InputError(f"specache k {self.k} should be from 1 to {MOST_TOKENS} tokens")
         if self.fetch not in FETCH:
             raise InputError(f"specache fetch {self.fetch!r} should be {' or '.join(FETCH)}")
 
@@ -91,8 +93,9 @@ class SpeCache(Cache):
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
         layers = []
         for layer in codes.layers:
-            read = FullLayer.zeros(rows=settings.k, **shape)
-            none = Replaced(jnp.full((batch, model.num_kv_heads, settings.k), -1, jnp.int32), read.keys, read.values)
+            k = min(settings.k, layer.keys.tokens)
+            read = FullLayer.zeros(rows=k, **shape)
+            none = Replaced(jnp.full((batch, model.num_kv_heads, k), -1, jnp.int32), read.keys, read.values)
             layers.append(SpeCacheLayer(layer, FullLayer.zeros(rows=layer.keys.tokens, **shape), none))
         return cls(tuple(layers), no_tokens(batch), settings)
 
@@ -114,6 +117,8 @@ class SpeCache(Cache):
         codes = dataclasses.replace(old.codes, buffer=buffer)
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + q.shape[1])
         fetched = old.fetched
+        if not self.layers[0].codes.keys.tokens:
+            return attend_replaced(q, codes, lengths, fetched)[0], SpeCacheLayer(codes, old.store, fetched), None
         if self.settings.fetch == "now":
             nothing = dataclasses.replace(fetched, positions=jnp.full_like(fetched.positions, -1))
             fetched = self._fetched(old.store, attend_replaced(q, codes, lengths, nothing)[1])
@@ -124,13 +129,8 @@ class SpeCache(Cache):
 
     def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
         """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""
-        room = self.settings.k - min(self.settings.k, share.shape[2])
-        found, positions = lax.top_k(share, self.settings.k - room)
+        found, positions = lax.top_k(share, min(self.settings.k, share.shape[2]))
         positions = jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
-        positions = jnp.pad(positions, ((0, 0), (0, 0), (0, room)), constant_values=-1)
-        if store.keys.shape[2] == 0:
-            empty = jnp.zeros((*positions.shape, store.keys.shape[3]), store.keys.dtype)
-            return Replaced(positions, empty, empty)
         return Replaced(positions, *store.read(positions))
 
     def flushed_layers(self, due):
@@ -138,13 +138,13 @@ class SpeCache(Cache):
         if self.layers[0].store.keys.shape[2] == 0:
             return self.layers
 
-        def stored(layer: SpeCacheLayer) -> FullLayer:
-            at = jnp.where(due, self.lengths.quantized, layer.store.keys.shape[2])[:, None] + jnp.arange(size)
+        def stored(layer: SpeCacheLayer, store: FullLayer) -> FullLayer:
+            at = jnp.where(due, self.lengths.quantized, store.keys.shape[2])[:, None] + jnp.arange(size)
             put = jax.vmap(lambda held, new, at: held.at[:, at].set(new, mode="drop"))
-            return jax.tree.map(lambda held, new: put(held, new[:, :, :size], at), layer.store, layer.codes.buffer)
+            return jax.tree.map(lambda held, new: put(held, new[:, :, :size], at), store, layer.codes.buffer)
 
-        once = lambda stores: (tuple(map(stored, self.layers)), jnp.array(False))
-        stores = tuple(layer.store for layer in self.layers)
-        stores, _ = lax.while_loop(lambda carry: carry[1], lambda carry: once(carry[0]), (stores, due.any()))
-        codes = self._codes.flushed_layers(due)
-        return tuple(SpeCacheLayer(code, store, layer.fetched) for code, store, layer in zip(codes, stores, self.layers, strict=True))
+        # Behind what the round has fetched, or XLA would write first and copy the store for it.
+        stores, fetched = lax.optimization_barrier(tuple(zip(*((layer.store, layer.fetched) for layer in self.layers))))
+        once = lambda carry: (tuple(map(stored, self.layers, carry[0])), jnp.array(False))
+        stores, _ = lax.while_loop(lambda carry: carry[1], once, (stores, due.any()))
+        return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))

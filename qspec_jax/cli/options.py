@@ -146,7 +146,10 @@ Distributed = Annotated[
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", min=1, metavar="N", help="Divide each copy of the model over so many of the devices.")
 ]
-GroupSize = Annotated[int | None, typer.Option("--group-size", help="Tokens of a key group: 128, or head_dim when smaller, if not given.")]
+GroupSize = Annotated[
+    int | None,
+    typer.Option("--group-size", help="Tokens of a key group: 128 (32 for kivi and specache), or head_dim when smaller, if not given."),
+]
 Calibrate = Annotated[
     bool,
     typer.Option(help="Round the draft's INT4 weights for the prompts' activations (GPTQ): a higher acceptance for some seconds more."),

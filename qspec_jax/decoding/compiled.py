@@ -160,19 +160,20 @@ class Compiled:
 
 
 def _traceable(leaf: Any) -> Any:
-    """An argument as JAX has to be given it: of a shape it does not see by itself that the array will be in host memory (jax 0.11)."""
+    """An argument as JAX has to be given it to trace: it does not look at the memory kind of a `ShapeDtypeStruct` (jax 0.11)."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.sharding.memory_kind == "pinned_host":
         return jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=jax.memory.Space.Host)
     return leaf
 
 
 def _with_memory_kinds(traced: jax.stages.Traced) -> Any:
-    """Shapes of what a function returns, and where in host memory that is."""
+    """Shapes of what a function returns; those of arrays in host memory have a sharding that says so."""
     leaves, tree = jax.tree.flatten(traced.out_info)
     spaces = [aval.memory_space for aval in traced.jaxpr.out_avals]
     if jax.memory.Space.Host not in spaces:
         return traced.out_info
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+    default = jax.config.jax_default_device  # which may be a platform's name
+    device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
     there = lambda x, space: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) if space == jax.memory.Space.Host else x
     return jax.tree.unflatten(tree, map(there, leaves, spaces))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
@@ -10,7 +10,7 @@ from qspec_jax.errors import InputError
 
 # What `draft` was called before version 0.2.
 METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
-SPECACHE = "specache"  # the draft, and the cache, of a lossy method
+SPECACHE = "specache"  # the name of both the draft and the cache of SpeCache, which is lossy
 GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
 
 
@@ -74,11 +74,9 @@ class GenerationConfig:
             parse_draft(self.draft)
             if self.num_speculative_tokens is None:
                 object.__setattr__(self, "num_speculative_tokens", 1 if self.draft == SPECACHE else GAMMA)
-        if self.draft == SPECACHE:
-            if self.cache is None:
-                object.__setattr__(self, "cache", SPECACHE)
-            check(self.cache.partition(":")[0] == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
-            check(self.num_speculative_tokens == 1, f"draft {SPECACHE} makes one guess a round: num_speculative_tokens (gamma) should be 1")
+        if self.draft == SPECACHE and self.cache is None:
+            object.__setattr__(self, "cache", SPECACHE)
+        self._check_specache(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
@@ -102,7 +100,20 @@ class GenerationConfig:
         check(cost is None or 0 < cost < math.inf, f"draft_cost {cost} should be a finite number, more than 0")
         confidence = self.min_draft_confidence
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
-        self.cache_config  # noqa: B018  raises InputError for what is no cache
+
+    def _check_specache(self, check: Callable[[bool, str], None]) -> None:
+        """Its cache and its draft go together: what a pass reads is chosen by the pass before, which no draft may decide."""
+        cache = self.cache_config
+        if self.draft == SPECACHE:
+            check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
+            check(self.num_speculative_tokens == 1, f"draft {SPECACHE} makes one guess a round: num_speculative_tokens (gamma) should be 1")
+            check(
+                not self.adaptive and not self.min_draft_confidence,
+                f"draft {SPECACHE} is never adaptive: its guess is no draft",
+            )
+            check(cache.settings.fetch == "ahead", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
+        elif cache.kind == SPECACHE:
+            check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")
 
     @property
     def logprobs(self) -> int | None:

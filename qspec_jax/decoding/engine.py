@@ -22,13 +22,14 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.processors import seen_in, seen_since
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -203,7 +204,7 @@ class Engine:
     logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. view: what the target
     reads of its cache, anything but all of it for measurements alone. on_compile: called
     with None when a program is needed that the engine does not hold, and then with the seconds that it took to make, 0 where another engine
-    has made it before. Raises InputError for a cache in host memory where the model is divided over several devices.
+    has made it before. Raises InputError for a cache that does not go with the draft, or with how the model is divided over devices.
     """
 
     def __init__(
@@ -219,8 +220,8 @@ class Engine:
         view: View = BOTH_PLANES,
         on_compile: Callable[[float | None], None] = lambda seconds: None,
     ):
-        if model.axis is not None and isinstance(cache, CacheConfig) and cache.in_host_memory:
-            raise InputError(f"cache {cache.kind} is for one device, and the model is divided over several")
+        if isinstance(cache, CacheConfig):
+            _check_cache(cache, model, draft if gamma else None)
         self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
         self.gamma = gamma = gamma if draft is not None else 0
@@ -461,6 +462,15 @@ class Engine:
             self._on_compile(seconds)
             self.compile_s += seconds
         return self._executables[name, shape]
+
+
+def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:
+    if cache.in_host_memory and model.axis is not None:
+        raise InputError(f"cache {cache.kind} is for one device, and the model is divided over several")
+    if cache.kind == SPECACHE and model.kv_copies > 1:  # the copies of a KV head would choose different tokens
+        raise InputError(f"cache {SPECACHE} is for no more devices than there are KV heads")
+    if cache.kind == SPECACHE and not isinstance(draft, SpeCacheDraft | None):
+        raise InputError(f"cache {SPECACHE} goes with draft {SPECACHE}, or with none")
 
 
 def most_drafts(model: Llama, config: GenerationConfig) -> int:

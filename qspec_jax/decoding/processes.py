@@ -115,13 +115,13 @@ def is_first() -> bool:
 
 
 def all_or_none(make: Callable[[], T]) -> T:
-    """What each process makes for itself. Where one raises InputError, all do."""
+    """What each process makes for itself. Where one raises an exception, the others raise InputError."""
     if count() == 1:
         return make()
     made, failed = None, None
     try:
         made = make()
-    except InputError as error:
+    except Exception as error:
         failed = error
     others = np.flatnonzero(multihost_utils.process_allgather(np.int32(failed is not None)))
     if failed is not None:

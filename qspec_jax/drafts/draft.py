@@ -73,8 +73,8 @@ class RoundResult:
     tokens[b, :count[b]] were emitted: the accepted drafts and the target's own token after them, up to what ends a row; none in a row that
     had ended before. drafted: how many drafts were put to the target. accepted: how many of them it took. flushed: 1 where a group left the
     buffer. masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first is
-    the pending token; 0 for queries that were rejected. Empty where the draft does not observe. likeliest: what the verifying model holds
-    to be likeliest after the pending token and after each draft; behind a rejected one, after what was rejected.
+    the pending token; 0 for queries that were rejected. Empty where the draft does not observe. likeliest: the verifying model's argmax
+    after the pending token and after each draft; what stands behind a rejected one rests on it.
     """
 
     tokens: Int[Array, "B gamma+1"]

@@ -21,7 +21,7 @@ from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.drafts.snapkv import SnapKVSettings
 from qspec_jax.drafts.sparse import SparseSettings
-from qspec_jax.drafts.specache import SpeCacheSettings
+from qspec_jax.drafts.specache import GuessSettings
 from qspec_jax.drafts.streaming_llm import StreamingSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
@@ -43,7 +43,7 @@ DRAFTS: dict[str, type[DraftSettings]] = {
     "exact-topk": ExactTopKSettings,
     "h2o": H2OSettings,
     "chunk-means": ChunkMeansSettings,
-    "specache": SpeCacheSettings,
+    "specache": GuessSettings,
 }
 
 

@@ -1,6 +1,6 @@
 """SpeCache's guess at the next token, which goes through every pass of the target behind the token that is output.
 
-It is never put to the target as a draft: it is there so that its queries choose what the next pass reads in full precision
+The guess is fed to the target but never accepted as output; its queries choose what the next pass reads in full precision
 (`qspec_jax.caches.specache`). The pass that outputs a token also makes the guess at the one after that. What is output is therefore the
 target's own, one token a round; it is the cache that is lossy.
 
@@ -26,7 +26,8 @@ from qspec_jax.models.viewed import ViewedModel
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCacheState:
-    """guess: at the token behind the pending one. begun: False until there is one."""
+    """guess: at the token behind the pending one. begun: whether the row has had the pass before its first round, which makes the first
+    guess."""
 
     guess: Int[Array, "B"]
     begun: Bool[Array, "B"]
@@ -35,8 +36,10 @@ class SpeCacheState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCacheDraft(Draft):
-    """Proposes a guess that no row may use. step: the target's model, for the one pass of the pending token alone that comes before a row's
-    first round (the paper's pre-decoding step)."""
+    """Proposes its guess with eligible 0, so that it is fed to the target and never emitted.
+
+    step: the target's model, for the one pass of the pending token alone that comes before a row's first round (the paper's pre-decoding).
+    """
 
     step: ViewedModel
 
@@ -70,7 +73,7 @@ class SpeCacheDraft(Draft):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeCacheSettings:
+class GuessSettings:
     """There are none: those of the cache say what is read."""
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SpeCacheDraft:

@@ -258,13 +258,14 @@ def _walk(
         # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
         cache = cache.rollback(round.lengths)
         cache = cache if choice is None else WatchedCache(cache, choice)
-        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
+        logits, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
         if choice is not None:
             covered += jnp.where(jnp.arange(width) < moved[:, None], cache.shares, 0).sum(1)
             cache = cache.cache
         cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
         drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
-        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen_by_accepted(masses, moved))
+        seen = seen_by_accepted(masses, moved)
+        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen, logits.argmax(-1))
         counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
         emitted = state.emitted + moved
         state = dataclasses.replace(

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
-from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
@@ -110,9 +110,9 @@ class QspecLM(TemplateLM):
         self.chat_template_args, self.seed, self.progress = chat_template_args or {}, seed, progress
         self.config = GenerationConfig(
             max_new_tokens=max_gen_toks,
-            draft="none" if cache == "int4" else draft,
+            draft="none" if cache == "int4" else SPECACHE if cache_view(cache).guesses else draft,
             cache=CACHE_VIEWS[cache][0],
-            num_speculative_tokens=gamma,
+            num_speculative_tokens=1 if cache_view(cache).guesses else gamma,
         )
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
             config_and_dtype(checkpoint)  # which may be refused, before hours of work

@@ -28,7 +28,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
@@ -48,6 +48,7 @@ CACHE_VIEWS: dict[str, tuple[str, View]] = {
     "specache1": ("specache:bits=1", BOTH_PLANES),
 }
 DEFAULT_VIEWS = FULL, "int8", "int4"  # of which decoding is made; the others are to compare with
+_OTHER_GROUPS = ["kivi and specache: groups of 32 tokens, unless --group-size says otherwise."]
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # the most texts of a batch
 BUCKETS = 8  # the most parts that distances behind the prompt are cut into
@@ -62,8 +63,13 @@ class CacheView:
 
     @property
     def guesses(self) -> bool:
-        """Whether each pass also has the model's guess at the token behind it (`qspec_jax.drafts.specache`)."""
-        return isinstance(self.cache, CacheConfig) and self.cache.kind == "specache" and self.cache.settings.fetch == "ahead"
+        """Whether every pass is also fed the model's guess at the next token, which chooses what the next pass reads."""
+        return self.one_by_one and self.cache.settings.fetch == "ahead"
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether what a token reads depends on which others are in its pass, so that each has to have one of its own."""
+        return isinstance(self.cache, CacheConfig) and self.cache.kind == SPECACHE
 
 
 @jax.tree_util.register_dataclass
@@ -171,7 +177,7 @@ def score(
 ) -> Scores:
     """Feeds each continuation after its prompt, all as one batch, through several caches side by side; N is the longest continuation.
 
-    width: tokens fed at once; 1 where a cache wants a guess with each. prompt_of: the index of each continuation's prompt, so that a prompt
+    width: tokens fed at once; 1 if that matters to any of the caches. prompt_of: the index of each continuation's prompt, so that a prompt
     that several continue is read once; None: there are as many of each, in the same order. room: the program has room for continuations of
     so many tokens at least, and then serves for others too. The scores behind the end of a shorter one have no meaning. Raises InputError
     as `token_logprobs` does.
@@ -179,7 +185,7 @@ def score(
     if width < 1:
         raise InputError(f"width {width} should be at least 1")
     guesses = tuple(view.guesses for view in views)
-    width = 1 if any(guesses) else width
+    width = 1 if any(view.one_by_one for view in views) else width
     if prompt_of is None and len(prompts) != len(continuations):
         raise InputError(f"{len(prompts)} prompts and {len(continuations)} continuations; there should be as many of each")
     for i, continuation in enumerate(continuations):
@@ -403,7 +409,7 @@ def run(
         dtype=model.dtype.name,
         scheme=scheme,
         group_size=config.group_size_for(model.config.head_dim),
-        width=WIDTH,
+        width=1 if any(view.one_by_one for view in views) else WIDTH,
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
         texts=len(chosen),
@@ -439,6 +445,7 @@ def table(report: PerplexityReport) -> Group:
     notes = [
         scored_text(report),
         f"Groups of {report.group_size} tokens, scheme {report.scheme}. change, KL, agreement: from a cache in the model's own precision.",
+        *(_OTHER_GROUPS if any(row.cache not in DEFAULT_VIEWS for row in report.results) else []),
         *left_out(report.too_short),
     ]
     return Group(heading("Perplexity through decode", report), grid, *(Text(note, "dim") for note in notes))
