@@ -23,7 +23,7 @@ from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
-DRAFTS = ("quantspec", "retrieval:budget=48,chunk=4", "none")  # test_tensor_parallel.py has others, on several copies too
+DRAFTS = ("retrieval:budget=48,chunk=4", "none")  # test_tensor_parallel.py has others, on several copies too
 
 
 def some_requests(count: int, draft: str = "quantspec") -> list[Request]:
