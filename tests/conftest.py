@@ -1,5 +1,6 @@
 """Running the command line within a test, and a model for it."""
 
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from qspec_jax.decoding.compiled import Compiled
 
 def pytest_configure(config):
     sharing.begin(config)
+    gc.set_threshold(50_000, 20, 100)  # JAX traces into so many small objects that looking for cycles among them took a seventh of the time
     # On a CPU these older emitters of XLA compile in two thirds of the time. Newer XLA has them no more, and ends a process over flags that
     # it does not know.
     if jax.__version_info__ < (0, 11):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 LANES = np.arange(32)
-PATIENCE_S, STEP_S = 20.0, 0.02  # until waiting fails, while no warp runs an instruction
+PATIENCE_S, STEP_S = 8.0, 0.02  # until waiting fails, while no warp runs an instruction
 LAUNCH_S = 300.0  # of a launch at most
 SHARED_START = 1024
 WRITTEN, COPIED, BULK = -1, 0, 1  # who writes shared memory: lanes, their copies, or copies of whole lines

@@ -1,5 +1,6 @@
 """The model in lm-evaluation-harness: what transformers answers there, whatever the batch, and each context read once."""
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from harness_samples import NAMES, TASKS, answers
+from lm_eval.tasks._index import TaskIndex
 
 from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
@@ -64,7 +66,7 @@ def test_scores_through_the_cache(loaded, monkeypatch):
         harness, "score", lambda model, prompts, *args, **more: contexts.append(len(prompts)) or score(model, prompts, *args, **more)
     )
     found = {}
-    for cache in perplexity.CACHE_VIEWS:
+    for cache in perplexity.DEFAULT_VIEWS:
         lm = of(loaded, cache=cache, batch_size=4)
         found[cache] = [x for x, _ in lm.loglikelihood([asked(*pair) for pair in pairs])]
         assert contexts == [4]  # of the five pairs four differ, in three contexts, rounded up
@@ -161,6 +163,9 @@ def test_command(run, fails, tmp_path, monkeypatch):
     (broken / "mine.yaml").write_text('task: mine\ndoc_to_text: "{{code\\}}"\n')
     last = (TASKS / "qspec_last.yaml").read_text()
     (wrong / "yours.yaml").write_text(last.replace("qspec_last", "yours").replace("{{code}}", "{{cod.e}}"))
+    # It reads some 16,000 files, and there are eleven commands.
+    build = functools.cache(lambda *paths: TaskIndex.build(paths))
+    monkeypatch.setattr("lm_eval.tasks.manager.TaskIndex", lambda: SimpleNamespace(build=lambda paths: build(*paths)))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     code, said, err = run("eval", "harness", "qspec_last", "--include-path", TASKS, "--limit", 4, "--json")

@@ -142,11 +142,11 @@ def test_who_reads_the_needle_drafts_the_answer(tokenizer):
     assert len(found.texts) == 10 and found.right >= needle.LEAST_RIGHT * 10 and not found.void
     int4, rates = int4_model(model), {}
     config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32)
-    for draft in ("quantspec", "sparse:budget=0.25", "snapkv:budget=0.5", "streaming-llm:budget=0.5"):
+    for draft in ("sparse:budget=0.25", "streaming-llm:budget=0.5"):
         name, made = draft.partition(":")[0], make_draft(draft, model, int4=int4)
         rates[name] = teacher_forced(model, made, found.texts, config, jax.random.key(0)).conditional_rate
     assert rates["streaming-llm"] < 0.5, rates
-    assert min(rates["quantspec"], rates["sparse"], rates["snapkv"]) > 0.9, rates
+    assert rates["sparse"] > 0.9, rates
 
 
 def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):
