@@ -134,7 +134,7 @@ def test_bytes_of_a_step(model):
 
 def test_a_draft_that_says_nothing_of_its_steps_has_no_byte_limit():
     """Its speed is measured all the same."""
-    step = decode_rows.StepTiming(None, 100, 0.5)
+    step = decode_rows.StepTiming(timing.Timing(10.0, 9.0, 11.0, 1, 1, 1, ""), 100, 0.5)
     baseline = decode_rows.DecodeRow("autoregressive", 64, 0, "measured", ms_per_token=2.0, new_tokens=8, rounds=8, steps={"target": step})
     row = decode_rows.DecodeRow("bigram", 64, 3, "measured", ms_per_token=1.0, new_tokens=8, rounds=4, steps={"target": step})
     _, found = decode_rows.compared([baseline, row])
@@ -236,7 +236,7 @@ def decoded_batches(small_model):
         patch.setattr(decode._Measured, "_decoded", recorded)
         patch.setattr(timing, "LOOP_TRIPS", (2, 2))
         patch.setattr(timing, "BATCH_SECONDS", 1e-3)
-        settings = dict(batch_sizes=(1, 4), rate=0.5, bandwidth=20.0, repeats=1)
+        settings = dict(batch_sizes=(1, 4), rate=0.5, bandwidth=decode.Bandwidth(20.0), repeats=1)
         rows = decode.measure(small_model, lambda: small_model, cases, [list(range(100))], 100, **settings)
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
 
@@ -439,7 +439,7 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, 
     monkeypatch.setattr(decode, "loop_trips", lambda seconds: 2)
     cases = [decode_rows.Case(decode_rows.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
     held = lambda: sum(array.nbytes for array in jax.live_arrays())
-    rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=20.0, repeats=1)
+    rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=decode.Bandwidth(20.0), repeats=1)
     gc.disable()
     try:
         before = held()
@@ -495,6 +495,35 @@ def test_transformers_tokens_are_timed():
     model = transformers_decode.load(ARCHITECTURES["tiny"], "float32")
     prefill_s, intervals, tokens = transformers_decode.decode_times(model, [1, 2, 3], 5, static=True)
     assert prefill_s > 0 and len(intervals) == 4 and min(intervals) > 0 and len(tokens) == 5
+
+
+def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
+    flags = ["--method", "autoregressive", "--baseline-cache", "full:host"]
+    reports, table = [], decode.table
+    monkeypatch.setattr(decode, "table", lambda report: reports.append(report) or table(report))
+    code, out, err = run(*FAST, *flags)
+    (report,) = reports
+    (row,) = report.rows
+    assert (code, row.status, row.speedup) == (0, "measured", 1.0), err
+    held, step = (200 + 150 + 1) * 2 * 2 * 64 * 2, row.steps["target"]
+    assert step.host_bytes == row.cache_bytes >= held
+    floor_us = max(step.bytes / report.read_bandwidth_gb_per_s, step.host_bytes / report.copy_bandwidth_gb_per_s) / 1e3
+    assert step.floor_us == pytest.approx(floor_us)
+    assert "GB/s of host memory" in " ".join(out.split()) and "MB copied" in out
+
+
+def test_methods_over_other_caches(fails):
+    found = decode_rows.select_methods([], ["quantspec", "none"], ["int8:lower=host", "int8"], baseline_cache="full:host")
+    assert [(method.name, method.cache, method.draft) for method in found] == [
+        ("autoregressive", "full:host", "none"),
+        ("quantspec, int8:lower=host", "int8:lower=host", "quantspec"),
+        ("quantspec, int8", "int8", "quantspec"),
+        ("none, int8:lower=host", "int8:lower=host", "none"),
+        ("none, int8", "int8", "none"),
+    ]
+    fails([*FAST, "--cache", "int8"], "--cache is the cache of drafts; give one with --draft")
+    fails([*FAST, "--draft", "quantspec", "--cache", "int9"], "cache 'int9' should be full or")
+    fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be left out")
 
 
 def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):

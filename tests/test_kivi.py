@@ -163,7 +163,7 @@ def test_a_flush_writes_what_prefill_would():
         ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., each once"),
         ("kivi:bits=2,bits=1", "each once"),
         ("int8:bits=2", "'bits=2' should be left out; int8 has no settings"),
-        ("kivy", "cache 'kivy' should be full or int8 or int8:lower=host or kivi"),
+        ("kivy", "cache 'kivy' should be full or full:host or int8 or int8:lower=host or kivi"),
     ],
 )
 def test_wrong_settings(text, words):

@@ -1,4 +1,4 @@
-"""The hierarchical cache whose lower plane is in host memory: every token, and every code, as with all of it on the device."""
+"""Caches with a part in host memory: every token, and every code, as with all of it on the device."""
 
 import dataclasses
 import json
@@ -9,6 +9,9 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds
 
+from qspec_jax.bench.decode import in_host_memory
+from qspec_jax.caches.host_memory import HostSettings
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -59,6 +62,35 @@ def test_tokens_and_codes_are_those_on_the_device(tmp_path):
                         np.testing.assert_array_equal(*pair)
 
 
+@pytest.mark.parametrize(
+    ("cache", "draft"),
+    [
+        ("full:host", "quantspec:weight_bits=16"),  # whose steps read the target's cache
+        ("full:host,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
+        ("int8:lower=host,resident=0.5", "none"),
+    ],
+)
+def test_others_and_layers_that_are_resident(cache, draft):
+    with jax.enable_x64(True):
+        model = random_model("float64")
+        config = dataclasses.replace(CONFIG, draft=draft, num_speculative_tokens=0 if draft == "none" else 3)
+        here, there = (run_rounds(model, PROMPTS, dataclasses.replace(config, cache=c)) for c in (cache.partition(":")[0], cache))
+    assert here.tokens == there.tokens
+    assert [each.accepted.tolist() for each in here.rounds] == [each.accepted.tolist() for each in there.rounds]
+
+
+def test_resident_layers_are_spread():
+    assert HostSettings(0).streamed(3) == (True,) * 3 and HostSettings(1).streamed(3) == (False,) * 3
+    assert HostSettings(0.5).streamed(6) == (False, True) * 3
+    assert HostSettings(0.25).streamed(8) == (False, True, True, True) * 2
+    model = random_model("float32")
+    cache = CacheConfig.parse("full:host,resident=0.5").empty(
+        model.config, batch=1, capacity=8, num_speculative_tokens=0, dtype=model.dtype
+    )
+    assert [layer.keys.sharding.memory_kind == "pinned_host" for layer in cache.layers] == [False, True]
+    assert in_host_memory(cache) == cache.num_bytes / 2
+
+
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
     model = random_model("float32")
@@ -70,7 +102,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
 
 def test_batches_and_several_devices_are_refused(directory):
     config = offloaded(dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
-    with pytest.raises(InputError, match="cache int8:lower=host is for one device"):
+    with pytest.raises(InputError, match="cache int8:lower=host with a part in host memory is for one device"):
         generate(load_model(directory, mesh=model_mesh(jax.devices()[:1])), [[1, 2, 3]], config=config)
     with pytest.raises(InputError, match="cache int8:lower=host is for generate"):
         list(run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))]))
@@ -82,4 +114,9 @@ def test_by_its_name(run, fails, directory):
     assert [code for code, *_ in outs] == [0, 0], outs
     tokens = [json.loads(out)["token_ids"] for _, out, _ in outs]
     assert tokens[0] == tokens[1]
-    fails([*command, "--cache", "int8:lower=disk"], "'lower=disk' should be left out")
+    for cache, words in (
+        ("int8:lower=disk", "'lower=disk' should be left out"),
+        ("int8:lower=host,resident=1.5", "resident 1.5 should be from 0 to 1"),
+        ("full:host,resident=half", "resident should be a number, not 'half'"),
+    ):
+        fails([*command, "--cache", cache], words)

@@ -125,12 +125,13 @@ def test_scores_of_real_text_go_by_guesses_too():
 
 
 def test_what_is_generated_is_what_is_scored():
-    """With few tokens fetched the guess decides which: decoding, by the draft, and scoring, by a loop of its own, come to the same."""
+    """With few tokens fetched the guess decides which: decoding, by the draft, the others in host memory, and scoring, by a loop of its
+    own, come to the same."""
     with jax.enable_x64(True):
         model = random_model("float64")
-        config = dataclasses.replace(specache(k=3), max_new_tokens=30, output_logprobs=True)
+        config = dataclasses.replace(specache(k=3, store="host"), max_new_tokens=30, output_logprobs=True)
         out = generate(model, PROMPTS, config=config, draft=make_draft("specache", model))
-        scores = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config)
+        scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3).cache_config)
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
 
 
@@ -179,6 +180,7 @@ def test_a_row_depends_on_nothing_but_itself():
     [
         (dict(cache="specache:k=0"), "specache k 0 should be from 1"),
         (dict(cache="specache:fetch=later"), "specache fetch 'later' should be ahead or now"),
+        (dict(cache="specache:store=disk"), "specache store 'disk' should be device or host"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), "makes one guess a round"),
         (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),

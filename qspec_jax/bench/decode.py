@@ -29,7 +29,7 @@ from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
-from qspec_jax.bench.timing import loop, loop_trips, read_bandwidth, time_loop
+from qspec_jax.bench.timing import copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
@@ -49,7 +49,19 @@ from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
 
-# What jax's errors say where the device has too little memory, which a launch may be the first to meet.
+PLANES = {"full": None, "int8": BOTH_PLANES.planes}  # that verification reads, by the kind of cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """GB/s (1e9) at which the device reads its own memory, and copies host memory to it (None: not measured)."""
+
+    read: float
+    copy: float | None = None
+
+    def seconds(self, size: int, host_bytes: int = 0) -> float:
+        """That reading so many bytes and copying so many others take at least, side by side."""
+        return max(size / self.read, host_bytes / self.copy if host_bytes else 0) / 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +73,7 @@ class DecodeReport(Run):
     max_new_tokens: int
     rows: list[DecodeRow]
     devices: int = 1  # that the model is divided over
+    copy_bandwidth_gb_per_s: float | None = None  # from host memory to the device; None where no cache is in host memory
 
 
 def run(
@@ -94,7 +107,8 @@ def run(
         total=1 + len(contexts) * len(batch_sizes) * len(cases), leave=False, disable=None if progress is None else not progress
     ) as bar:
         bar.set_description("read bandwidth")
-        bandwidth = read_bandwidth(repeats=repeats)
+        copies = any(CacheConfig.parse(method.cache).in_host_memory for method in methods)
+        bandwidth = Bandwidth(read_bandwidth(repeats=repeats), copy_bandwidth(repeats=repeats) if copies else None)
         bar.update()
         for context in contexts:
             prompt = jax.random.randint(jax.random.key(seed), (1, bucket(context)), 0, model.config.vocab_size)[:, :context]
@@ -111,7 +125,8 @@ def run(
             rows += compared(found + [row for row in beside if row.context == context])
     return DecodeReport(
         **this_run(),
-        read_bandwidth_gb_per_s=bandwidth,
+        read_bandwidth_gb_per_s=bandwidth.read,
+        copy_bandwidth_gb_per_s=bandwidth.copy,
         model=name,
         max_new_tokens=max_new_tokens,
         rows=rows,
@@ -136,7 +151,7 @@ def measure(
     rate: float | None = None,
     inner_rate: float | None = None,
     seed: int = 0,
-    bandwidth: float | None = None,
+    bandwidth: Bandwidth | None = None,
     repeats: int = 20,
     directory: str | Path | None = None,
 ) -> Iterator[DecodeRow]:
@@ -145,7 +160,7 @@ def measure(
 
     First the drafts are made, which all stay; then, for one batch size after the other, all programs are compiled, side by side.
     batch_sizes: ascending; a prompt is read once and its row repeated. Where a case does not fit the memory, it is skipped with more rows.
-    rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: GB/s, with which the steps are measured too,
+    rate, inner_rate: simulated acceptance, see `run`; None verifies for real. bandwidth: with which the steps are measured too,
     `repeats` times. directory: where the model was loaded from, see `make_draft`. Raises InputError for an inner rate that no draft uses.
     """
 
@@ -190,7 +205,7 @@ def _results(
     rate: float | None,
     inner_rate: float | None,
     seed: int,
-    bandwidth: float | None,
+    bandwidth: Bandwidth | None,
     repeats: int,
 ) -> Iterator[DecodeRow | Exception]:
     """The row of each case with its draft, or why there is none; see `measure`."""
@@ -286,7 +301,7 @@ class _Measured:
         """Makes the batch of a prompt's row. Rows of one key would draw alike, and accept in lockstep."""
         return self.engine.fork_call(row, prompt_keys(self.keys[prompt], self.batch_size))
 
-    def with_steps(self, pool: Executor, bandwidth: float, loop: Callable) -> Self:
+    def with_steps(self, pool: Executor, bandwidth: Bandwidth, loop: Callable) -> Self:
         """Begins to compile the loops of its steps. loop: as in timing.py, and the same object for the same arguments."""
         state, draft = self.shapes
         tokens = jax.ShapeDtypeStruct((self.batch_size, self.gamma + 1), jnp.int32)
@@ -295,8 +310,8 @@ class _Measured:
             self.loops[step.name] = pool.submit(call.compile), step.trips
         return self
 
-    def row(self, bandwidth: float | None, repeats: int) -> DecodeRow:
-        """Decodes every prompt; where the read bandwidth (GB/s) is given, also times the steps, `repeats` times each."""
+    def row(self, bandwidth: Bandwidth | None, repeats: int) -> DecodeRow:
+        """Decodes every prompt; where the bandwidth is given, also times the steps, `repeats` times each."""
         # Waits for all of them first: what cannot be compiled fails before minutes of decoding.
         (prepare, prepare_s), (decode, decode_s) = self.prepare.result(), self.decode.result()
         fork, fork_s = (None, 0.0) if self.fork is None else self.fork.result()
@@ -337,10 +352,10 @@ class _Measured:
         lengths, drafting = prepared
         state = dataclasses.replace(state, cache=state.cache.rollback(lengths), draft=drafting)
         row = dataclasses.replace(row, steps=self._measured_steps(loops, state, bandwidth, repeats))
-        if row.round_bytes is None:
+        if row.round_floor_us is None:
             return row
         # In a round every row emits so many tokens in the mean.
-        limit = self.batch_size * (row.new_tokens / row.rounds) * bandwidth * 1e9 / row.round_bytes
+        limit = self.batch_size * (row.new_tokens / row.rounds) * 1e6 / row.round_floor_us
         return dataclasses.replace(row, tokens_per_second_limit=limit)
 
     def _peak_bytes(
@@ -361,7 +376,8 @@ class _Measured:
 
     def _large(self, cache: Cache) -> int:
         """The bytes from which an operation counts as large: the cache's smallest array of codes, keys or values, or two sets of logits."""
-        arrays = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 5 or self.method.cache == "full"]
+        leaves = jax.tree.leaves(cache.layers)
+        arrays = [leaf for leaf in leaves if leaf.ndim == 5] or leaves
         logits = 4 * self.batch_size * (self.gamma + 1) * self.model.config.vocab_size
         return max(2 * logits, min(leaf.size * leaf.dtype.itemsize for leaf in arrays) // self.devices)
 
@@ -377,7 +393,7 @@ class _Measured:
         tokens = [row[:count].tolist() for row, count in zip(np.asarray(state.tokens), after[0])]
         return _Decode(prefill_s, decode_s, emitted, counts, tokens), state
 
-    def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: float) -> list["_Work"]:
+    def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: Bandwidth) -> list["_Work"]:
         """The steps of a round, each to be timed alone on a filled cache. state: the one after prefill, or of several rows after `fork`."""
         lengths, B = state.cache.lengths, self.batch_size
         width, vocabulary = self.gamma + 1, self.model.config.vocab_size
@@ -387,26 +403,26 @@ class _Measured:
         _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
 
-        def work_of(name: str, function: Callable, model: Any, size: int) -> _Work:
-            return _Work(name, function, (lengths, model), size / bandwidth / 1e9, size)
+        def work_of(name: str, function: Callable, model: Any, size: int, host_bytes: int = 0) -> _Work:
+            return _Work(name, function, (lengths, model), bandwidth.seconds(size, host_bytes), size, host_bytes)
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
-        work = [work_of("target", verified, self.engine.target, self.target_bytes(width))]
+        work = [work_of("target", verified, self.engine.target, self.target_bytes(width), in_host_memory(self.shapes[0].cache))]
         if isinstance(draft, StepwiseDraft):
             work.append(
                 work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True))
             )
         # Goes through the logits a few times.
-        seconds = max(5e-5, 4 * logits.nbytes / bandwidth / 1e9)
+        seconds = max(5e-5, bandwidth.seconds(4 * logits.nbytes))
         work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
-        if self.method.cache == "int8":
+        if self.config.cache_config.schedule_for(self.model.config.head_dim).group_size is not None:
             group = self.config.cache_config.group_size_for(self.model.config.head_dim)
             for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
                 work.append(_Work(name, _flushed, (at,), seconds))
         return work
 
-    def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: float, repeats: int) -> dict[str, StepTiming]:
+    def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: Bandwidth, repeats: int) -> dict[str, StepTiming]:
         """Times every step. loops: the program of each step and its trips. The state's cache and its draft's state are spent: a step
         overwrites what the one before wrote, and flushes move its buffer."""
         tokens, cache = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache
@@ -415,12 +431,17 @@ class _Measured:
         for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
             carry = tokens, cache, work.kept(state.draft)
             timing, (tokens, cache, _) = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
-            steps[work.name] = StepTiming(timing, work.bytes, work.bytes / bandwidth / 1e3 / timing.median_us)
+            share = bandwidth.seconds(work.bytes, work.host_bytes) * 1e6 / timing.median_us
+            steps[work.name] = StepTiming(timing, work.bytes, share, work.host_bytes)
         return steps
 
     def target_bytes(self, width: int) -> int:
-        """The bytes that each device must read to verify: its weights, and the cache of every row with the tokens that it appends."""
-        planes = None if self.method.cache == "full" else BOTH_PLANES.planes
+        """The bytes that each device must read to verify: its weights, and the cache of every row with the tokens that it appends. 0 for a
+        cache of which nobody has counted them."""
+        kind = self.config.cache_config.kind.partition(":")[0]
+        if kind not in PLANES:
+            return 0
+        planes = PLANES[kind]
         layers = self.model.config.num_layers
         of_cache = self.batch_size * layers * layer_bytes_read(self.model, self.context + width, width, planes)
         return weight_bytes(self.model, on_device=True) + of_cache // self.devices
@@ -429,13 +450,14 @@ class _Measured:
 @dataclasses.dataclass(frozen=True)
 class _Work:
     """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
-    draft. seconds: about how long it takes. bytes: what it must read (0: not counted)."""
+    draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it."""
 
     name: str
     function: Callable
     inputs: tuple
     seconds: float
     bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def trips(self) -> int:
@@ -509,6 +531,12 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
     )
 
 
+def in_host_memory(cache: Cache) -> int:
+    """Bytes of a cache, or of its shapes, that are in host memory."""
+    there = lambda leaf: getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+    return bytes_of([leaf for leaf in jax.tree.leaves(cache.layers) if there(leaf)])
+
+
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
     """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
     c = model.config
@@ -533,9 +561,12 @@ def table(report: DecodeReport) -> Group:
     """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
     batches = any(row.batch_size > 1 for row in report.rows)
     simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
+    of_host = [] if report.copy_bandwidth_gb_per_s is None else ["MB copied", "GB/s"]
     head = Text.assemble(
         (f"Decode of {report.model} on {f'{report.devices} x ' if report.devices > 1 else ''}{report.device}", "bold"),
-        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
+        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s",
+        "" if of_host == [] else f", copies {report.copy_bandwidth_gb_per_s:.1f} GB/s of host memory",
+        "\n",
         simulated,
     )
     columns = _columns(batches)
@@ -545,7 +576,7 @@ def table(report: DecodeReport) -> Group:
         whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=not wraps)
     names = [label for label in ("context", "rows", "method") if label in columns]
     steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in (*names, "step", "us", "quartiles", "MB", "of its floor"):
+    for label in (*names, "step", "us", "quartiles", "MB", *of_host, "of its floor"):
         steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
     missing = ""
     for row in report.rows:
@@ -556,6 +587,9 @@ def table(report: DecodeReport) -> Group:
         for step, found in row.steps.items():
             t = found.timing
             floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
+            if report.copy_bandwidth_gb_per_s is not None:
+                rate = found.host_bytes / t.median_us / 1e3
+                floor[1:1] = [f"{found.host_bytes / 1e6:,.1f}", f"{rate:.1f}"] if found.host_bytes else ["-", "-"]
             name = [columns[label](row) for label in names]
             steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
     of_batches = [
@@ -571,7 +605,12 @@ def table(report: DecodeReport) -> Group:
     ]
     notes = [
         *(of_batches if batches else of_one_row),
-        "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes.",
+        "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes"
+        + (
+            ", or of copying those of the cache that are in host memory where that takes longer; what drafts copy is not counted."
+            if of_host
+            else "."
+        ),
         *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
     ]
     return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
 
@@ -13,7 +14,7 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of decoding. cache: the target's, "full" or "int8". draft: the text of its draft, or "none"."""
+    """A method of decoding. cache: the text of the target's, such as "full" or "int8:lower=host". draft: that of its draft, or "none"."""
 
     name: str
     cache: str
@@ -46,12 +47,17 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTiming:
-    """Time of one step, the bytes that it must read on each device (0: not counted), and what share of the read bandwidth it reaches with
-    them."""
+    """Time of one step; the bytes that it must read on each device (0: not counted), and those that it must copy from host memory
+    meanwhile; and its floor, the longer of what the two take at the bandwidths measured in the same run, as a share of the time."""
 
     timing: Timing
     bytes: int
     share: float
+    host_bytes: int = 0
+
+    @property
+    def floor_us(self) -> float:
+        return self.share * self.timing.median_us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,29 +112,41 @@ class DecodeRow:
     large_operations: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def round_bytes(self) -> int | None:
-        """The bytes that the steps of a round must read; None where they were not measured, or nobody knows what the draft reads."""
-        if "target" not in self.steps or (self.gamma and "draft" not in self.steps):
+    def round_floor_us(self) -> float | None:
+        """What the steps of a round take at least; None where they were not measured, or nobody knows what the draft reads."""
+        if "target" not in self.steps or not self.steps["target"].bytes or (self.gamma and "draft" not in self.steps):
             return None
-        return self.steps["target"].bytes + (self.gamma * self.steps["draft"].bytes if self.gamma else 0)
+        return self.steps["target"].floor_us + (self.gamma * self.steps["draft"].floor_us if self.gamma else 0)
 
 
-def select_methods(names: Iterable[str], drafts: Iterable[str] = ()) -> list[Method]:
-    """These methods, and one for each text of a draft, beside the baseline; without any, the baseline and quantspec.
+def select_methods(
+    names: Iterable[str], drafts: Iterable[str] = (), caches: Iterable[str] = (), *, baseline_cache: str = "full"
+) -> list[Method]:
+    """These methods, and one for each text of a draft over each of these caches ("int8", if there are none), beside the baseline; without
+    any, the baseline and quantspec. Draft "none" decodes one by one.
 
-    Raises InputError for an unknown method or draft.
+    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, and for caches without drafts.
     """
+    caches = list(caches)
+    for cache in (*caches, baseline_cache):
+        CacheConfig.parse(cache)
     names, drafts = list(names), list(drafts)
     for name in names:
         if name not in METHODS:
             raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}")
     if drafts and not names:
         names = [AUTOREGRESSIVE]
-    chosen = {name: METHODS[name] for name in names}
+    if caches and not drafts:
+        raise InputError("--cache is the cache of drafts; give one with --draft, or --draft none")
+    chosen = {name: METHODS[name] for name in names or ([] if drafts else [AUTOREGRESSIVE, "quantspec"])}
+    if AUTOREGRESSIVE in chosen:
+        chosen[AUTOREGRESSIVE] = Method(AUTOREGRESSIVE, baseline_cache)
     for text in drafts:
-        if parse_draft(text) is not None:
-            chosen[text] = Method(text, "int8", text)
-    return list(chosen.values()) or [METHODS[AUTOREGRESSIVE], METHODS["quantspec"]]
+        drafted = parse_draft(text) is not None
+        for cache in caches or (["int8"] if drafted else []):
+            name = f"{text}, {cache}" if caches else text
+            chosen[name] = Method(name, cache, text)
+    return list(chosen.values())
 
 
 def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
@@ -142,9 +160,9 @@ def compared(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
         if baseline is None or row.ms_per_token is None:
             return row
         row = dataclasses.replace(row, speedup=baseline.ms_per_token / row.ms_per_token)
-        if row.round_bytes is None or baseline.round_bytes is None:
+        if row.round_floor_us is None or baseline.round_floor_us is None:
             return row
-        limit = baseline.round_bytes * (row.new_tokens / row.rounds) / row.round_bytes
+        limit = baseline.round_floor_us * (row.new_tokens / row.rounds) / row.round_floor_us
         return dataclasses.replace(row, byte_limit=limit, share_of_limit=row.speedup / limit)
 
     return [with_baseline(row) for row in rows]

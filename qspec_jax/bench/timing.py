@@ -27,6 +27,9 @@ MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
 
+COPIED_BYTES = 1 << 29  # of each of the arrays that are copied to the device
+COPIES = 4
+
 BATCHES = "programs enqueued in batches, one block_until_ready, a batch of one subtracted"
 JAX_METHOD = f"chained calls in laps over rotated inputs in one jitted program, {BATCHES}"
 LOOP_METHOD = f"calls in a compiled loop that keeps its arrays in place, {BATCHES}"
@@ -262,3 +265,13 @@ def read_bandwidth(*, repeats: int) -> float:
         timing = time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats)
         best = max(best, size / timing.median_us / 1e3)
     return best
+
+
+def copy_bandwidth(*, repeats: int) -> float:
+    """GB/s (1e9) at which arrays of 512 MB are copied from host memory to the default device, one after the other: what its copy engine
+    reaches. On a CPU arrays of 16 MB are."""
+    size = COPIED_BYTES >> (5 if jax.default_backend() == "cpu" else 0)
+    held = [jax.device_put(jnp.full(size, i, jnp.uint8), jax.memory.Space.Host) for i in range(COPIES)]
+    program = jax.jit(lambda held: [jax.device_put(x, jax.memory.Space.Device) for x in held])
+    timing = _measure(_enqueued(program, held), COPIES, repeats, "copies one after the other in one jitted program")
+    return size / timing.median_us / 1e3

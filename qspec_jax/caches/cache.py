@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ class AppendedCache(abc.ABC):
 
     layers: tuple[Any, ...]
     lengths: Lengths
-    in_host_memory: ClassVar[bool] = False  # a part of it
 
     @abc.abstractmethod
     def attend(

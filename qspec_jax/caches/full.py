@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
@@ -40,8 +41,11 @@ class FullCache(Cache):
 
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
-        keep = lambda cache, new: lax.dynamic_update_slice_in_dim(cache, new[:, :, : cache.shape[2]], 0, axis=2)
-        return FullLayer(keep(old.keys, keys), keep(old.values, values))
+        return FullLayer(self._put(old.keys, keys), self._put(old.values, values))
+
+    def _put(self, held: Float[Array, "B K C H"], new: Float[Array, "B K S H"]) -> Float[Array, "B K C H"]:
+        """What is held with the new tokens that it has room for in place of the first."""
+        return lax.dynamic_update_slice_in_dim(held, new[:, :, : held.shape[2]], 0, axis=2)
 
     def tokens(self, layer, positions, batch_rows=None):
         return self.layers[layer].read(positions, batch_rows)

@@ -1,8 +1,9 @@
-"""The hierarchical cache with its lower plane in host memory, which verifications copy to the device layer by layer.
+"""Caches with a part in host memory, which each pass that reads it copies to the device layer by layer: for contexts that do not fit.
 
-On the device are the upper plane, scales, zero points and the buffers. Drafts that read no more than that are as fast as ever (all but
-those with `cache=int8` or `sensitive_layers`), and the target still reads all 8 bits: it says bit for bit what it says with everything on
-the device.
+`OffloadedCache` is the hierarchical cache with its lower plane there. On the device are the upper plane, scales, zero points and the
+buffers. Drafts that read no more than that are as fast as ever (all but those with `cache=int8` or `sensitive_layers`), and the target
+still reads all 8 bits. `OffloadedFullCache` is the full-precision cache, all of it there. With either the target says bit for bit what it
+says with everything on the device.
 """
 
 import dataclasses
@@ -14,44 +15,54 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from pallas_kernels.append_attend import append_and_attend
+from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
+from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.host_memory import HostSettings, in_host, to_device, to_host, written
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+ON_DEVICE = "upper", "scale", "zero"  # arrays of `Planes`
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadedCache(HierarchicalCache):
-    """A `HierarchicalCache` whose `lower` arrays are in host memory: they are copied to the device whole, and groups are written into them,
-    and nothing else is done with them.
+    """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers: they are copied to the device whole,
+    and groups are written into them, and nothing else is done with them.
 
     A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
     """
 
-    in_host_memory: ClassVar[bool] = True
+    Settings: ClassVar[type] = HostSettings
 
     @classmethod
-    def make(cls, model, *, capacity, group_size, **settings):
-        cache = super().make(model, capacity=capacity + group_size, group_size=group_size, **settings)
-        offloaded = lambda planes: dataclasses.replace(planes, lower=jax.device_put(planes.lower, HOST))
-        layers = (dataclasses.replace(each, keys=offloaded(each.keys), values=offloaded(each.values)) for each in cache.layers)
-        return dataclasses.replace(cache, layers=tuple(layers))
+    def schedule_of(cls, group_size, settings):
+        return super().schedule_of(group_size)
+
+    @classmethod
+    def make(cls, model, *, capacity, group_size, settings, **sizes):
+        cache = super().make(model, capacity=capacity + group_size, group_size=group_size, **sizes)
+        offloaded = lambda planes: dataclasses.replace(planes, lower=to_host(planes.lower))
+        there = lambda layer: dataclasses.replace(layer, keys=offloaded(layer.keys), values=offloaded(layer.values))
+        streamed = settings.streamed(model.num_layers)
+        return dataclasses.replace(cache, layers=tuple(there(layer) if far else layer for layer, far in zip(cache.layers, streamed)))
 
     @property
     def capacity(self):
         return super().capacity - self.group_size
 
     def whole_layer(self, layer):
-        copied = lambda planes: dataclasses.replace(planes, lower=jax.device_put(planes.lower, DEVICE))
         held = self.layers[layer]
-        return dataclasses.replace(held, keys=copied(held.keys), values=copied(held.values))
+        copied = lambda planes: dataclasses.replace(planes, lower=to_device(planes.lower))
+        return dataclasses.replace(held, keys=copied(held.keys), values=copied(held.values)) if _streams(held) else held
 
-    def _put(self, held: Planes, new: Planes) -> Planes:
+    def _put(self, held, new):
+        if not in_host(held.lower):
+            return super()._put(held, new)
         write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
-        on_device = {name: write(getattr(held, name), getattr(new, name)) for name in ("upper", "scale", "zero")}
-        return Planes(lower=write(held.lower, jax.device_put(new.lower, HOST)), **on_device)
+        on_device = {name: write(getattr(held, name), getattr(new, name)) for name in ON_DEVICE}
+        return Planes(lower=write(held.lower, to_host(new.lower)), **on_device)
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         held = self.layers[layer]
@@ -64,6 +75,8 @@ class OffloadedCache(HierarchicalCache):
 
     def flushed_layers(self, due):
         def flushed(layer: HierarchicalLayer) -> HierarchicalLayer:
+            if not _streams(layer):
+                return flush(layer, self.lengths, due, scheme=self.scheme)
             G, buffer = self.group_size, layer.buffer
             oldest = lambda x: x[:, :, None, :G]
             codes = quantize_groups(oldest(buffer.keys), oldest(buffer.values), scheme=self.scheme, dtype=layer.keys.scale.dtype)
@@ -75,12 +88,51 @@ class OffloadedCache(HierarchicalCache):
         return lax.while_loop(lambda carry: carry[1], once, (self.layers, due.any()))[0]
 
 
+def _streams(layer: HierarchicalLayer) -> bool:
+    return in_host(layer.keys.lower)
+
+
 def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
     """The planes with a new group in this place of each row. No row has read what was there: it is the place behind its last group."""
     row = jnp.arange(group.shape[0])
-    on_device = {name: getattr(held, name).at[row, :, group].set(getattr(new, name)[:, :, 0]) for name in ("upper", "scale", "zero")}
-    lower, zero = held.lower, jnp.zeros_like(group[0])
-    for b in range(group.shape[0]):  # for a scatter into host memory goes wrong on a GPU (openxla/xla#34565)
-        start = (zero + b, zero, group[b], *(zero,) * (lower.ndim - 3))
-        lower = lax.dynamic_update_slice(lower, jax.device_put(new.lower[b : b + 1], HOST), start)
-    return Planes(lower=lower, **on_device)
+    on_device = {name: getattr(held, name).at[row, :, group].set(getattr(new, name)[:, :, 0]) for name in ON_DEVICE}
+    return Planes(lower=written(held.lower, new.lower, group), **on_device)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OffloadedFullCache(FullCache):
+    """A `FullCache` whose keys and values are in host memory, but for those of resident layers. Each pass copies a layer's to the device
+    whole, drafts' passes too, and writes the new tokens through."""
+
+    Settings: ClassVar[type] = HostSettings
+
+    @classmethod
+    def schedule_of(cls, group_size, settings):
+        return super().schedule_of(group_size)
+
+    @classmethod
+    def make(cls, model, *, settings, **sizes):
+        cache = super().make(model, **sizes)
+        streamed = settings.streamed(model.num_layers)
+        layers = (jax.tree.map(to_host, layer) if far else layer for layer, far in zip(cache.layers, streamed))
+        return dataclasses.replace(cache, layers=tuple(layers))
+
+    def _whole_layer(self, layer: int) -> FullLayer:
+        return jax.tree.map(lambda x: to_device(x) if in_host(x) else x, self.layers[layer])
+
+    def _put(self, held, new):
+        return super()._put(held, to_host(new) if in_host(held) else new)
+
+    def tokens(self, layer, positions, batch_rows=None):
+        return self._whole_layer(layer).read(positions, batch_rows)
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        held = self.layers[layer]
+        if not in_host(held.keys):
+            return super().attend(layer, qkv, cos, sin, view=view, observe=observe)
+        at, T = self.lengths.buffered, qkv.shape[1]
+        read = dataclasses.replace(self, layers=(self._whole_layer(layer),))
+        attended, new, mass = FullCache.attend(read, 0, qkv, cos, sin, view=view, observe=observe)
+        newest = lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, T, axis=1))(x, at)
+        return attended, jax.tree.map(lambda held, new: written(held, newest(new), at), held, new), mass

@@ -10,7 +10,7 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.kivi import KiviCache
-from qspec_jax.caches.offloaded import OffloadedCache
+from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.errors import InputError
@@ -21,8 +21,8 @@ class RegisteredCache(Protocol):
     """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
 
     One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
-    for what is out of range. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128
-    for a class that does not say.
+    for what is out of range; its `in_host_memory` says whether a part of the cache is in host memory, if ever. `make` and `schedule_of` are
+    then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that does not say.
     """
 
     def schedule_of(self, group_size: int) -> Schedule:
@@ -49,6 +49,7 @@ class RegisteredCache(Protocol):
 
 CACHES: dict[str, RegisteredCache] = {
     "full": FullCache,
+    "full:host": OffloadedFullCache,
     "int8": HierarchicalCache,
     "int8:lower=host": OffloadedCache,
     "kivi": KiviCache,
@@ -84,9 +85,12 @@ class CacheConfig:
 
     @classmethod
     def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
-        """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64. Raises InputError for an unknown name or
-        setting, and for a value that is no such setting's."""
-        kind, colon, rest = (text, "", "") if text in CACHES else text.partition(":")
+        """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64; behind a name that has a colon itself a comma
+        comes before the settings, as in int8:lower=host,resident=0.5. Raises InputError for an unknown name or setting, and for a value
+        that is no such setting's."""
+        separator = lambda name: "," if ":" in name else ":"
+        found = max((name for name in CACHES if text == name or text.startswith(name + separator(name))), key=len, default=None)
+        kind, colon, rest = text.partition(":") if found is None else (found, *text.removeprefix(found).partition(separator(found))[1:])
         plain = cls(kind, group_size, scheme)
         if not colon:
             return plain
@@ -100,13 +104,14 @@ class CacheConfig:
             try:
                 given[name] = kinds[name](value)
             except ValueError:
-                raise InputError(f"cache {text!r}: {name} should be a whole number, not {value!r}") from None
+                number = "a whole number" if kinds[name] is int else "a number"
+                raise InputError(f"cache {text!r}: {name} should be {number}, not {value!r}") from None
         return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
 
     @property
     def in_host_memory(self) -> bool:
         """Whether a part of the cache is in host memory."""
-        return CACHES[self.kind].in_host_memory
+        return getattr(self.settings, "in_host_memory", False)
 
     @property
     def _class_of_settings(self) -> type | None:

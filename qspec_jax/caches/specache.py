@@ -6,7 +6,7 @@ the last token of that pass attended to most, for each KV head its own. With `fe
 twice.
 
 Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
-(`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here it lies beside the codes.
+(`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here that is so with `store=host`.
 """
 
 import dataclasses
@@ -23,21 +23,25 @@ from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.host_memory import in_host, taken, to_host, written
 from qspec_jax.caches.kivi import MOST_TOKENS, KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
 FETCH = ("ahead", "now")
+STORE = ("device", "host")
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
     """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones. fetch:
-    "ahead" reads what the pass before has chosen, "now" what the pass itself chooses."""
+    "ahead" reads what the pass before has chosen, "now" what the pass itself chooses. store: where the whole cache in full precision is,
+    "host" or "device" memory."""
 
     residual: int = 64
     k: int = 64
     fetch: str = "ahead"
+    store: str = "device"
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,12 +49,18 @@ class SpeCacheSettings(KiviSettings):
             raise InputError(f"specache k {self.k} should be from 1 to {MOST_TOKENS} tokens")
         if self.fetch not in FETCH:
             raise InputError(f"specache fetch {self.fetch!r} should be {' or '.join(FETCH)}")
+        if self.store not in STORE:
+            raise InputError(f"specache store {self.store!r} should be {' or '.join(STORE)}")
+
+    @property
+    def in_host_memory(self) -> bool:
+        return self.store == "host"
 
 
 @pytree()
 class SpeCacheLayer:
-    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision. fetched: those that the next pass reads
-    from there."""
+    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision, and room for those of one flush more.
+    fetched: those that the next pass reads from there."""
 
     codes: TokenCodesLayer
     store: FullLayer
@@ -96,13 +106,16 @@ class SpeCache(Cache):
             k = min(settings.k, layer.keys.tokens)
             read = FullLayer.zeros(rows=k, **shape)
             none = Replaced(jnp.full((batch, model.num_kv_heads, k), -1, jnp.int32), read.keys, read.values)
-            layers.append(SpeCacheLayer(layer, FullLayer.zeros(rows=layer.keys.tokens, **shape), none))
+            rows = layer.keys.tokens and layer.keys.tokens + settings.residual
+            store = FullLayer.zeros(rows=rows, **shape)
+            layers.append(SpeCacheLayer(layer, jax.tree.map(to_host, store) if settings.store == "host" else store, none))
         return cls(tuple(layers), no_tokens(batch), settings)
 
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
         rows = min(old.store.keys.shape[2], keys.shape[2])
-        put = lambda held, x: lax.dynamic_update_slice_in_dim(held, x[:, :, :rows], 0, axis=2)
+        there = to_host if in_host(old.store.keys) else lambda x: x
+        put = lambda held, x: lax.dynamic_update_slice_in_dim(held, there(x[:, :, :rows]), 0, axis=2)
         store = FullLayer(put(old.store.keys, keys), put(old.store.values, values))
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
 
@@ -131,6 +144,8 @@ class SpeCache(Cache):
         """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""
         found, positions = lax.top_k(share, min(self.settings.k, share.shape[2]))
         positions = jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
+        if in_host(store.keys):
+            return Replaced(positions, taken(store.keys, positions), taken(store.values, positions))
         return Replaced(positions, *store.read(positions))
 
     def flushed_layers(self, due):
@@ -139,8 +154,9 @@ class SpeCache(Cache):
             return self.layers
 
         def stored(layer: SpeCacheLayer, store: FullLayer) -> FullLayer:
-            at = jnp.where(due, self.lengths.quantized, store.keys.shape[2])[:, None] + jnp.arange(size)
-            put = jax.vmap(lambda held, new, at: held.at[:, at].set(new, mode="drop"))
+            # Also of rows that are not due: what is written behind a row's last quantized token is not read until it is written again.
+            at = self.lengths.quantized
+            put = written if in_host(store.keys) else jax.vmap(lambda held, new, at: lax.dynamic_update_slice_in_dim(held, new, at, axis=1))
             return jax.tree.map(lambda held, new: put(held, new[:, :, :size], at), store, layer.codes.buffer)
 
         # Behind what the round has fetched, or XLA would write first and copy the store for it.

@@ -199,6 +199,16 @@ def bench_decode(
             help=f"One of {', '.join(decode_rows.METHODS)}, or several with commas between them: the baseline and quantspec, if not given.",
         ),
     ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache", metavar="NAME[:SETTING=VALUE,...]", help="The cache of --draft; several times: each draft with each. int8."
+        ),
+    ] = None,
+    baseline_cache: Annotated[
+        str,
+        typer.Option("--baseline-cache", metavar="NAME[:SETTING=VALUE,...]", help="That of the baseline, such as full:host,resident=0.4."),
+    ] = "full",
     num_speculative_tokens: Gammas = None,
     batch_size: Annotated[
         list[int] | None,
@@ -241,7 +251,8 @@ def bench_decode(
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
     if simulate_inner_acceptance is not None and not (simulate_acceptance or simulate_ratio):
         raise InputError("--simulate-inner-acceptance goes with --simulate-acceptance or --simulate-ratio")
-    methods = decode_rows.select_methods((name for names in method or [] for name in names.split(",")), draft or [])
+    named = (name for names in method or [] for name in names.split(","))
+    methods = decode_rows.select_methods(named, draft or [], cache or [], baseline_cache=baseline_cache)
     gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
     if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio goes with one --gamma; with several give --simulate-acceptance")

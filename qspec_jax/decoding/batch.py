@@ -262,7 +262,7 @@ class _Slots:
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
         cache = configs[0].cache_config
         if cache.in_host_memory:
-            raise InputError(f"cache {cache.kind} is for generate; a batch replaces rows, and takes int8")
+            raise InputError(f"cache {configs[0].cache} is for generate; a batch replaces rows, which are all on the device")
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
         if issubclass(CACHES[cache.kind], PooledCache) and jax.default_backend() in PAGED:

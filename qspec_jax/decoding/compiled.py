@@ -143,27 +143,37 @@ class Compiled:
         mesh = mesh_of(args)
         with dispatch.on(None if mesh is None else mesh.devices.flat[0]):
             if mesh is None:
-                program.traced = self._jitted(self._function).trace(*jax.tree.map(_traceable, args), **static)
+                program.traced = self._traced_with_host_memory(args, static) or self._jitted(self._function).trace(*args, **static)
                 program.shapes = _with_memory_kinds(program.traced)
             else:
                 run, program.shapes = on_each_device(functools.partial(self._function, **static), mesh, args)
                 program.traced = self._jitted(lambda *args, **static: run(*args)).trace(*args, **static)
         return program.traced
 
-    def _jitted(self, function: Callable):
+    def _traced_with_host_memory(self, args: tuple, static: dict[str, Any]) -> jax.stages.Traced | None:
+        """The function traced for arguments among which are shapes of arrays in host memory; None where there are none.
+
+        JAX does not look at the memory kind of a `ShapeDtypeStruct` (jax 0.11), so that it is told twice: as a memory space for tracing,
+        and as a sharding for compiling.
+        """
+        far = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        if not any(map(far, jax.tree.leaves(args))):
+            return None
+        in_space = lambda leaf: jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=jax.memory.Space.Host) if far(leaf) else leaf
+        of_leaf = lambda leaf: leaf.sharding if far(leaf) else None
+        # None for a whole argument without any: trees of nnx modules are not equal once their leaves are other than arrays.
+        shardings = tuple(jax.tree.map(of_leaf, arg) if any(map(far, jax.tree.leaves(arg))) else None for arg in args)
+        # With shardings JAX takes no arguments by name.
+        jitted = self._jitted(functools.partial(self._function, **static), in_shardings=shardings, static_argnames=())
+        return jitted.trace(*jax.tree.map(in_space, args))
+
+    def _jitted(self, function: Callable, **more: Any):
         # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.
         @functools.wraps(self._function)
         def own(*args, **static):
             return function(*args, **static)
 
-        return jax.jit(own, **self._jit_options)
-
-
-def _traceable(leaf: Any) -> Any:
-    """An argument as JAX has to be given it to trace: it does not look at the memory kind of a `ShapeDtypeStruct` (jax 0.11)."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.sharding.memory_kind == "pinned_host":
-        return jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=jax.memory.Space.Host)
-    return leaf
+        return jax.jit(own, **self._jit_options | more)
 
 
 def _with_memory_kinds(traced: jax.stages.Traced) -> Any:

@@ -466,7 +466,7 @@ class Engine:
 
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:
     if cache.in_host_memory and model.axis is not None:
-        raise InputError(f"cache {cache.kind} is for one device, and the model is divided over several")
+        raise InputError(f"cache {cache.kind} with a part in host memory is for one device, and the model is divided over several")
     if cache.kind == SPECACHE and model.kv_copies > 1:  # the copies of a KV head would choose different tokens
         raise InputError(f"cache {SPECACHE} is for no more devices than there are KV heads")
     if cache.kind == SPECACHE and not isinstance(draft, SpeCacheDraft | None):
