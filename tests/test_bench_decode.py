@@ -512,6 +512,14 @@ def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
     assert "GB/s of host memory" in " ".join(out.split()) and "MB copied" in out
 
 
+def test_a_cache_whose_bytes_nobody_has_counted(run, one_layer):
+    code, out, err = run(*FAST, "--draft", "none", "--cache", "kivi:residual=64", "--json")
+    _, row = json.loads(out)["rows"]
+    assert (code, row["status"], row["cache"], row["byte_limit"]) == (0, "measured", "kivi:residual=64", None), err
+    due, other = (row["steps"][name]["timing"]["median_us"] for name in ("flush due", "flush not due"))
+    assert due > 2 * other
+
+
 def test_methods_over_other_caches(fails):
     found = decode_rows.select_methods([], ["quantspec", "none"], ["int8:lower=host", "int8"], baseline_cache="full:host")
     assert [(method.name, method.cache, method.draft) for method in found] == [
@@ -524,6 +532,7 @@ def test_methods_over_other_caches(fails):
     fails([*FAST, "--cache", "int8"], "--cache is the cache of drafts; give one with --draft")
     fails([*FAST, "--draft", "quantspec", "--cache", "int9"], "cache 'int9' should be full or")
     fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be left out")
+    fails([*FAST, "--method", "quantspec", "--baseline-cache", "full:host"], "--baseline-cache is of the method autoregressive")
 
 
 def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):

@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds
 
-from qspec_jax.bench.decode import in_host_memory
-from qspec_jax.caches.host_memory import HostSettings
+from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import Request, run_batch
@@ -88,7 +88,6 @@ def test_resident_layers_are_spread():
         model.config, batch=1, capacity=8, num_speculative_tokens=0, dtype=model.dtype
     )
     assert [layer.keys.sharding.memory_kind == "pinned_host" for layer in cache.layers] == [False, True]
-    assert in_host_memory(cache) == cache.num_bytes / 2
 
 
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
@@ -98,6 +97,30 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     prompts = random_prompts([64, 38])
     config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, max_new_tokens=64, group_size=24)
     assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
+
+
+def test_a_cache_without_room_for_a_group():
+    model = random_model("float32")
+    config = dataclasses.replace(CONFIG, draft="quantspec:weight_bits=16", group_size=512)
+    prompts = [prompt[:12] for prompt in PROMPTS]
+    assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
+
+
+@pytest.mark.parametrize(("resident", "at_once"), [(0, 2), (0.34, 0)])  # the first layer of six is resident, or not
+def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
+    """Or XLA would begin with all of them, and hold as much on the device."""
+    model, tokens = random_model("float32", num_hidden_layers=6), jnp.zeros((1, 1), jnp.int32)
+    sizes = dict(batch=1, capacity=8, num_speculative_tokens=0, dtype=model.dtype)
+    cache = CacheConfig.parse(f"full:host,resident={resident}").empty(model.config, **sizes)
+    equations = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(cache).eqns
+    made_by = {out: equation for equation in equations for out in equation.outvars}
+    copied = [e.invars[0] for e in equations if e.primitive.name == "device_put" and in_host(e.invars[0].aval)]
+    assert len(copied) == 2 * sum(in_host(layer.keys) for layer in cache.layers)
+    waiting = [made_by[x] for x in copied if x in made_by]
+    assert len(copied) - len(waiting) == at_once
+    assert {each.primitive.name for each in waiting} == {"optimization_barrier"}
+    queries = [each.invars[0] for each in waiting]
+    assert len(set(queries)) == len(queries) / 2 and all(x.aval.shape == (1, 1, 128) for x in queries)
 
 
 def test_batches_and_several_devices_are_refused(directory):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
 
 from pallas_kernels.attention import decode_attention
@@ -173,6 +173,18 @@ def test_a_row_depends_on_nothing_but_itself():
         for i, request in enumerate(requests):
             (alone,) = run_batch(model, [request], batch_size=1, draft=draft)
             assert together[i] == alone.token_ids
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
+    """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
+    with jax.enable_x64(True):
+        model, prompts = random_model("float64"), random_prompts([64, 38])
+        config = dataclasses.replace(without_guess(k=128, fetch="now", store=store, residual=24), max_new_tokens=64)
+        full = dataclasses.replace(FULL, max_new_tokens=64)
+        assert run_rounds(model, prompts, config).tokens == run_rounds(model, prompts, full).tokens
+        state, *_ = prepared(model, prompts, config)
+        assert (state.cache.layers[0].store.keys.sharding.memory_kind == "pinned_host") == (store == "host")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
@@ -38,9 +39,9 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
-from qspec_jax.drafts.draft import Draft, StepwiseDraft
+from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
-from qspec_jax.drafts.step_bytes import bytes_of, devices_of, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, step_bytes, weight_bytes
 from qspec_jax.errors import InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -49,7 +50,9 @@ from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
 
-PLANES = {"full": None, "int8": BOTH_PLANES.planes}  # that verification reads, by the kind of cache
+# How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
+# counted.
+PLANES = {"full": None, "int8": BOTH_PLANES.planes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +327,7 @@ class _Measured:
             self.context,
             self.gamma,
             "measured",
+            cache=self.method.cache,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,
@@ -404,19 +408,17 @@ class _Measured:
         proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
 
         def work_of(name: str, function: Callable, model: Any, size: int, host_bytes: int = 0) -> _Work:
-            return _Work(name, function, (lengths, model), bandwidth.seconds(size, host_bytes), size, host_bytes)
+            return _Work(name, function, (lengths, model), max(5e-5, bandwidth.seconds(size, host_bytes)), size, host_bytes)
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
-        work = [work_of("target", verified, self.engine.target, self.target_bytes(width), in_host_memory(self.shapes[0].cache))]
+        work = [work_of("target", verified, self.engine.target, self.target_bytes(width), _copied_bytes(self.shapes[0].cache))]
         if isinstance(draft, StepwiseDraft):
-            work.append(
-                work_of("draft", _drafted, draft, step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True))
-            )
+            size = step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True)
+            work.append(work_of("draft", _drafted, draft, 0 if self._draft_copies(draft) else size))
         # Goes through the logits a few times.
         seconds = max(5e-5, bandwidth.seconds(4 * logits.nbytes))
         work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
-        if self.config.cache_config.schedule_for(self.model.config.head_dim).group_size is not None:
-            group = self.config.cache_config.group_size_for(self.model.config.head_dim)
+        if (group := self.config.cache_config.schedule_for(self.model.config.head_dim).group_size) is not None:
             for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
                 work.append(_Work(name, _flushed, (at,), seconds))
@@ -434,6 +436,14 @@ class _Measured:
             share = bandwidth.seconds(work.bytes, work.host_bytes) * 1e6 / timing.median_us
             steps[work.name] = StepTiming(timing, work.bytes, share, work.host_bytes)
         return steps
+
+    def _draft_copies(self, draft: StepwiseDraft) -> bool:
+        """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""
+        if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes[0].cache, StreamedCache):
+            return False
+        if self.config.cache_config.kind.startswith("full"):
+            return True
+        return any(reads.planes == 2 for reads in reads_of_step(draft, self.config.cache_config, self.context + 1))
 
     def target_bytes(self, width: int) -> int:
         """The bytes that each device must read to verify: its weights, and the cache of every row with the tokens that it appends. 0 for a
@@ -531,10 +541,11 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
     )
 
 
-def in_host_memory(cache: Cache) -> int:
-    """Bytes of a cache, or of its shapes, that are in host memory."""
-    there = lambda leaf: getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
-    return bytes_of([leaf for leaf in jax.tree.leaves(cache.layers) if there(leaf)])
+def _copied_bytes(cache: Cache) -> int:
+    """Bytes that a verification copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single tokens."""
+    if not isinstance(cache, StreamedCache):
+        return 0
+    return bytes_of([cache.host_part(layer, BOTH_PLANES) for layer in range(len(cache.layers))])
 
 
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
@@ -592,25 +603,22 @@ def table(report: DecodeReport) -> Group:
                 floor[1:1] = [f"{found.host_bytes / 1e6:,.1f}", f"{rate:.1f}"] if found.host_bytes else ["-", "-"]
             name = [columns[label](row) for label in names]
             steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
+    baseline = next((row.cache for row in report.rows if row.method == AUTOREGRESSIVE and row.cache), "full")
     of_batches = [
         "Greedy, random prompts. rows: decoded together after the same prompt, with random draws of their own, until the first one ends.",
         "tokens/s: of all rows. by bytes: these, if every step took as long as reading its weights and every row's cache.",
-        "ms/token: of each row. speed-up: over autoregressive decoding with a bfloat16 cache at the same context and as many rows.",
+        f"ms/token: of each row. speed-up: over autoregressive decoding with a {baseline} cache at the same context and as many rows.",
         "peak: weights, cache and what prefill, repeating its row or decode need besides.",
     ]
     of_one_row = [
-        "Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a bfloat16 cache at the same context.",
+        f"Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a {baseline} cache at the same context.",
         "byte limit: the speed-up if every step took as long as reading its weights and cache.",
         "peak: weights, cache and what prefill or decode need besides.",
     ]
     notes = [
         *(of_batches if batches else of_one_row),
         "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes"
-        + (
-            ", or of copying those of the cache that are in host memory where that takes longer; what drafts copy is not counted."
-            if of_host
-            else "."
-        ),
+        + (", or of copying those of the cache that are in host memory where that takes longer." if of_host else "."),
         *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
     ]
     return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))
@@ -696,7 +704,7 @@ def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> 
                 speed.plot(*zip(*limits), color=color, linestyle=":")
         if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
             memory.plot(*zip(*peaks), **style)
-    speed.set(ylabel="speed-up over autoregressive, bf16 cache", title="Speed-up (dotted: by the bytes alone)")
+    speed.set(ylabel="speed-up over autoregressive", title="Speed-up (dotted: by the bytes alone)")
     memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
     _, rounds = lines.get("quantspec", ("", []))
     bottom = [0.0] * len(rounds)

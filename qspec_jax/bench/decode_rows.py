@@ -64,7 +64,8 @@ class StepTiming:
 class DecodeRow:
     """Figures of one method at one context, over one prompt or several that were decoded one after the other.
 
-    batch_size: rows that decode each prompt together, alike but for their random draws. status: "measured", "failed", or "skipped" where
+    cache: the text of the target's; None where it was not measured. batch_size: rows that decode each prompt together, alike but for their
+    random draws. status: "measured", "failed", or "skipped" where
     fewer rows did not fit the memory.
     decode_s: seconds of all prompts together, for `new_tokens`, after a warm-up; prefill_s: seconds for one prompt. compile_s: seconds from
     when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
@@ -87,6 +88,7 @@ class DecodeRow:
     gamma: int
     status: str
     note: str = ""
+    cache: str | None = None
     temperature: float = 0.0
     batch_size: int = 1
     simulated_rate: float | None = None
@@ -114,9 +116,10 @@ class DecodeRow:
     @property
     def round_floor_us(self) -> float | None:
         """What the steps of a round take at least; None where they were not measured, or nobody knows what the draft reads."""
-        if "target" not in self.steps or not self.steps["target"].bytes or (self.gamma and "draft" not in self.steps):
+        needed = {"target": 1, **({"draft": self.gamma} if self.gamma else {})}
+        if not all(name in self.steps and self.steps[name].bytes for name in needed):
             return None
-        return self.steps["target"].floor_us + (self.gamma * self.steps["draft"].floor_us if self.gamma else 0)
+        return sum(times * self.steps[name].floor_us for name, times in needed.items())
 
 
 def select_methods(
@@ -141,6 +144,8 @@ def select_methods(
     chosen = {name: METHODS[name] for name in names or ([] if drafts else [AUTOREGRESSIVE, "quantspec"])}
     if AUTOREGRESSIVE in chosen:
         chosen[AUTOREGRESSIVE] = Method(AUTOREGRESSIVE, baseline_cache)
+    elif baseline_cache != "full":
+        raise InputError(f"--baseline-cache is of the method {AUTOREGRESSIVE}, which is not among those asked for")
     for text in drafts:
         drafted = parse_draft(text) is not None
         for cache in caches or (["int8"] if drafted else []):

@@ -8,6 +8,7 @@ INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\w+\[[\d,]*\]\S*) 
 # NOTHING_NEW only names memory that exists already. IN_PLACE writes part of the first operand in place (where XLA cannot, it puts a
 # copy before, which is found). What a kernel makes besides counts among the temporaries.
 NOTHING_NEW = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier"}
+HOST = "S(5)"  # how a layout says that an array is in host memory
 IN_PLACE = {"dynamic-update-slice", "scatter", "custom-call"}
 
 
@@ -30,6 +31,8 @@ def large_operations(hlo: str, least: int) -> list[str]:
         for operation, shape in made:
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
             sizes = [math.prod(map(int, filter(None, d.split(",")))) * BITS.get(t, 0) // 8 for t, d in arrays]
+            if operation.startswith("copy-") and HOST in shape:
+                continue  # to or from host memory, as is meant
             if in_loop and max(sizes, default=0) >= least and operation not in NOTHING_NEW | IN_PLACE:
                 large.append(f"{operation} {shape}")
 

@@ -23,6 +23,11 @@ class AppendedCache(abc.ABC):
     layers: tuple[Any, ...]
     lengths: Lengths
 
+    def for_pass(self, views: tuple[View | None, ...]) -> Any:
+        """What one pass of a model, which reads each layer through its view (None: not at all), calls `attend` of: something that may begin
+        with a layer before that layer's turn. Here the cache itself."""
+        return self
+
     @abc.abstractmethod
     def attend(
         self,
@@ -83,6 +88,10 @@ class Cache(AppendedCache):
 
         batch_rows: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
+
+    def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
+        """`tokens`, where all are among the last T of their row."""
+        return self.tokens(layer, positions)
 
     def flushed_layers(self, due: Bool[Array, "B"]) -> tuple[Any, ...]:
         """The layers once the oldest G buffered tokens of the rows that are due are quantized."""

@@ -125,6 +125,11 @@ class HierarchicalCache(PooledCache):
         choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
         return tuple(map(choose, old, recent))
 
+    def recent_tokens(self, layer, positions):
+        if positions.shape[-1] > self.group_size:  # which the buffer may have no more, just after a flush
+            return self.tokens(layer, positions)
+        return self.layers[layer].buffer.read(positions - self.lengths.quantized[:, None, None])
+
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view, observe=observe)
         return attended, dataclasses.replace(new, pages=None), mass

@@ -1,17 +1,20 @@
-"""Arrays in host memory: what is done with them, and which layers' arrays are there.
+"""Arrays in host memory: what is done with them, which layers' arrays are there, and how a pass reads them.
 
-XLA copies such an array to the device and back behind computation. Whatever else is done with it becomes, on a GPU, a kernel that reads or
-writes host memory where it lies, at the speed of the bus; on a CPU it is as anywhere.
+XLA copies such an array to the device behind computation. Whatever else is done with it becomes, on a GPU, a kernel that reads or writes
+host memory where it lies, at the speed of the bus; on a CPU it is as anywhere.
 """
 
+import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.formats.views import View
+from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -24,11 +27,13 @@ class HostSettings:
 
     resident: float = 0.0
 
-    in_host_memory: ClassVar[bool] = True
-
     def __post_init__(self):
         if not 0 <= self.resident <= 1:
             raise InputError(f"cache resident {self.resident:g} should be from 0 to 1, a share of the layers")
+
+    @property
+    def in_host_memory(self) -> bool:
+        return self.resident < 1
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
         """Of each of so many layers, whether a part of it is in host memory."""
@@ -36,8 +41,11 @@ class HostSettings:
         return tuple((i + 1) * others // layers > i * others // layers for i in range(layers))
 
 
-def in_host(x: Array) -> bool:
-    return jax.typeof(x).memory_space == HOST
+def in_host(x: Array | jax.ShapeDtypeStruct | jax.core.ShapedArray) -> bool:
+    """Whether an array, or one of this shape, is in host memory."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None and x.sharding.memory_kind == "pinned_host"
+    return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).memory_space == HOST
 
 
 def to_host(x: Array) -> Array:
@@ -50,14 +58,59 @@ def to_device(x: Array) -> Array:
 
 def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
     """The array, which is in host memory, with new[b] in place of as many entries of axis 2 from at[b] on. new: on the device."""
-    zero = at[0] * 0
+    zero = jnp.zeros_like(at[0])
     for b in range(at.shape[0]):  # for a scatter into host memory goes wrong on a GPU (openxla/xla#34565)
         held = lax.dynamic_update_slice(held, to_host(new[b : b + 1]), (zero + b, zero, at[b], *(zero,) * (held.ndim - 3)))
     return held
 
 
-def taken(held: Float[Array, "B K S H"], rows: Int[Array, "B K T"]) -> Float[Array, "B K T H"]:
-    """These rows of each head, on the device, of an array in host memory; a number beyond either end stands for the row at that end."""
-    at = to_host(jnp.clip(rows, 0, held.shape[2] - 1))
-    take = jax.vmap(jax.vmap(lambda held, at: held.at[at].get(mode="promise_in_bounds")))
-    return to_device(take(held, at))
+def taken(held: Float[Array, "B K S H"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> Float[Array, "R K T H"]:
+    """Rows of an array in host memory, on the device; see `FullLayer.read`."""
+    B, K = held.shape[:2]
+    of_batch = jnp.arange(B) if batch_rows is None else batch_rows
+    places = of_batch[:, None, None], jnp.arange(K)[:, None], jnp.clip(rows, 0, held.shape[2] - 1)
+    at = tuple(to_host(x.astype(jnp.int32)) for x in jnp.broadcast_arrays(*places))
+    return to_device(held.at[at].get(mode="promise_in_bounds"))
+
+
+class StreamedCache(AppendedCache):
+    """A cache of which a part may be in host memory, copied to the device by each pass that reads it."""
+
+    @abc.abstractmethod
+    def host_part(self, layer: int, view: View) -> Any:
+        """A pytree of the arrays in host memory that a pass reads of a layer through this view; an empty one for nothing."""
+
+    @abc.abstractmethod
+    def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View, observe: bool) -> tuple[Array, Any, Array | None]:
+        """`attend`, where the layer's host part is copied to the device already."""
+
+    def for_pass(self, views):
+        return StreamedPass(self, views)
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        copied = jax.tree.map(to_device, self.host_part(layer, view))
+        return self.attend_to(layer, copied, qkv, cos, sin, view=view, observe=observe)
+
+
+class StreamedPass:
+    """One pass over a `StreamedCache`: while a layer is computed, the next that has a part in host memory is copied.
+
+    XLA would begin with all of the copies, none of which needs anything, so that every layer's was on the device at once, and nothing was
+    computed meanwhile (seen in jax 0.11). So a copy is made to wait for the queries of an earlier layer, and no more than two layers' are
+    there at a time.
+    """
+
+    def __init__(self, cache: StreamedCache, views: tuple[View | None, ...]):
+        self._cache = cache
+        parts = {layer: cache.host_part(layer, view) for layer, view in enumerate(views) if view is not None}
+        self._waiting = {layer: part for layer, part in parts.items() if jax.tree.leaves(part)}
+        self._copied: dict[int, Any] = {}
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        if layer in self._waiting:  # the first
+            self._copied[layer] = jax.tree.map(to_device, self._waiting.pop(layer))
+        following = min(self._waiting, default=None)
+        if following is not None and not any(other > layer for other in self._copied):
+            qkv, part = lax.optimization_barrier((qkv, self._waiting.pop(following)))
+            self._copied[following] = jax.tree.map(to_device, part)
+        return self._cache.attend_to(layer, self._copied.pop(layer, ()), qkv, cos, sin, view=view, observe=observe)

@@ -1,9 +1,9 @@
 """Caches with a part in host memory, which each pass that reads it copies to the device layer by layer: for contexts that do not fit.
 
 `OffloadedCache` is the hierarchical cache with its lower plane there. On the device are the upper plane, scales, zero points and the
-buffers. Drafts that read no more than that are as fast as ever (all but those with `cache=int8` or `sensitive_layers`), and the target
-still reads all 8 bits. `OffloadedFullCache` is the full-precision cache, all of it there. With either the target says bit for bit what it
-says with everything on the device.
+buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor those that look
+older tokens up in the target's cache, as `streaming-llm` does in every round. The target still reads all 8 bits. `OffloadedFullCache` is
+the full-precision cache, all of it there. With either the target says bit for bit what it says with everything on the device.
 """
 
 import dataclasses
@@ -17,16 +17,17 @@ from jaxtyping import Array, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.host_memory import HostSettings, in_host, to_device, to_host, written
+from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, taken, to_device, to_host, written
 
 ON_DEVICE = "upper", "scale", "zero"  # arrays of `Planes`
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OffloadedCache(HierarchicalCache):
+class OffloadedCache(StreamedCache, HierarchicalCache):
     """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers: they are copied to the device whole,
     and groups are written into them, and nothing else is done with them.
 
@@ -52,10 +53,12 @@ class OffloadedCache(HierarchicalCache):
     def capacity(self):
         return super().capacity - self.group_size
 
-    def whole_layer(self, layer):
+    def host_part(self, layer, view):
         held = self.layers[layer]
-        copied = lambda planes: dataclasses.replace(planes, lower=to_device(planes.lower))
-        return dataclasses.replace(held, keys=copied(held.keys), values=copied(held.values)) if _streams(held) else held
+        return (held.keys.lower, held.values.lower) if view.planes == 2 and _streams(held) else ()
+
+    def whole_layer(self, layer):
+        return _with_lower(self.layers[layer], jax.tree.map(to_device, self.host_part(layer, BOTH_PLANES)))
 
     def _put(self, held, new):
         if not in_host(held.lower):
@@ -64,16 +67,17 @@ class OffloadedCache(HierarchicalCache):
         on_device = {name: write(getattr(held, name), getattr(new, name)) for name in ON_DEVICE}
         return Planes(lower=write(held.lower, to_host(new.lower)), **on_device)
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+    def attend_to(self, layer, copied, qkv, cos, sin, *, view, observe):
         held = self.layers[layer]
         # A pass that reads the upper plane alone gets it in place of the lower one too, which then is not copied.
-        half = lambda planes: dataclasses.replace(planes, lower=planes.upper)
-        upper = dataclasses.replace(held, keys=half(held.keys), values=half(held.values))
-        read = self.whole_layer(layer) if view.planes == 2 else upper
+        read = held if not _streams(held) else _with_lower(held, copied or (held.keys.upper, held.values.upper))
         attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view, observe=observe)
         return attended, dataclasses.replace(held, buffer=new.buffer), mass
 
     def flushed_layers(self, due):
+        if self.groups == 0:
+            return self.layers
+
         def flushed(layer: HierarchicalLayer) -> HierarchicalLayer:
             if not _streams(layer):
                 return flush(layer, self.lengths, due, scheme=self.scheme)
@@ -92,6 +96,12 @@ def _streams(layer: HierarchicalLayer) -> bool:
     return in_host(layer.keys.lower)
 
 
+def _with_lower(layer: HierarchicalLayer, lower: tuple[Array, ...]) -> HierarchicalLayer:
+    """The layer with the lower planes of its keys and of its values; without any, as it is."""
+    put = lambda planes, lower: dataclasses.replace(planes, lower=lower)
+    return dataclasses.replace(layer, keys=put(layer.keys, lower[0]), values=put(layer.values, lower[1])) if lower else layer
+
+
 def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
     """The planes with a new group in this place of each row. No row has read what was there: it is the place behind its last group."""
     row = jnp.arange(group.shape[0])
@@ -101,7 +111,7 @@ def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OffloadedFullCache(FullCache):
+class OffloadedFullCache(StreamedCache, FullCache):
     """A `FullCache` whose keys and values are in host memory, but for those of resident layers. Each pass copies a layer's to the device
     whole, drafts' passes too, and writes the new tokens through."""
 
@@ -118,21 +128,26 @@ class OffloadedFullCache(FullCache):
         layers = (jax.tree.map(to_host, layer) if far else layer for layer, far in zip(cache.layers, streamed))
         return dataclasses.replace(cache, layers=tuple(layers))
 
-    def _whole_layer(self, layer: int) -> FullLayer:
-        return jax.tree.map(lambda x: to_device(x) if in_host(x) else x, self.layers[layer])
+    def host_part(self, layer, view):
+        held = self.layers[layer]
+        return held if in_host(held.keys) else ()
 
     def _put(self, held, new):
         return super()._put(held, to_host(new) if in_host(held) else new)
 
     def tokens(self, layer, positions, batch_rows=None):
-        return self._whole_layer(layer).read(positions, batch_rows)
-
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         held = self.layers[layer]
         if not in_host(held.keys):
-            return super().attend(layer, qkv, cos, sin, view=view, observe=observe)
-        at, T = self.lengths.buffered, qkv.shape[1]
-        read = dataclasses.replace(self, layers=(self._whole_layer(layer),))
+            return super().tokens(layer, positions, batch_rows)
+        return taken(held.keys, positions, batch_rows), taken(held.values, positions, batch_rows)
+
+    def attend_to(self, layer, copied, qkv, cos, sin, *, view, observe):
+        held, at, T = self.layers[layer], self.lengths.buffered, qkv.shape[1]
+        read = dataclasses.replace(self, layers=(copied or held,))
         attended, new, mass = FullCache.attend(read, 0, qkv, cos, sin, view=view, observe=observe)
+        if not copied:
+            return attended, new, mass
         newest = lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, T, axis=1))(x, at)
-        return attended, jax.tree.map(lambda held, new: written(held, newest(new), at), held, new), mass
+        # Together, or XLA may keep the whole copy until it writes what is new, after other layers.
+        attended, *new = lax.optimization_barrier((attended, newest(new.keys), newest(new.values)))
+        return attended, jax.tree.map(lambda held, new: written(held, new, at), held, FullLayer(*new)), mass

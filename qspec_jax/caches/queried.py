@@ -32,6 +32,9 @@ class QueriedCache(AppendedCache):
     def lengths(self) -> Lengths:
         return self.cache.lengths
 
+    def for_pass(self, views):
+        return dataclasses.replace(self, cache=self.cache.for_pass(views))
+
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         attended, new, mass = self.cache.attend(layer, qkv, cos, sin, view=view, observe=observe)
         B, T, N, H = attended.shape

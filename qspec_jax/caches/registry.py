@@ -21,8 +21,8 @@ class RegisteredCache(Protocol):
     """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
 
     One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
-    for what is out of range; its `in_host_memory` says whether a part of the cache is in host memory, if ever. `make` and `schedule_of` are
-    then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that does not say.
+    for what is out of range. Its `in_host_memory`, if it has one, says whether a part of the cache is in host memory. `make` and
+    `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that does not say.
     """
 
     def schedule_of(self, group_size: int) -> Schedule:
@@ -88,11 +88,14 @@ class CacheConfig:
         """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64; behind a name that has a colon itself a comma
         comes before the settings, as in int8:lower=host,resident=0.5. Raises InputError for an unknown name or setting, and for a value
         that is no such setting's."""
-        separator = lambda name: "," if ":" in name else ":"
-        found = max((name for name in CACHES if text == name or text.startswith(name + separator(name))), key=len, default=None)
-        kind, colon, rest = text.partition(":") if found is None else (found, *text.removeprefix(found).partition(separator(found))[1:])
+        kind, mark, rest = text.partition(":")
+        for name in CACHES:
+            if ":" in name and text.startswith(name):
+                kind, (before, mark, rest) = name, text.removeprefix(name).partition(",")
+                if before:
+                    raise InputError(f"cache {text!r}: behind {name} there should be nothing, or a comma and settings, not {before!r}")
         plain = cls(kind, group_size, scheme)
-        if not colon:
+        if not mark:
             return plain
         kinds = {} if plain.settings is None else {field.name: field.type for field in dataclasses.fields(plain.settings)}
         given: dict[str, Any] = {}

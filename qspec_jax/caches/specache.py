@@ -106,8 +106,8 @@ class SpeCache(Cache):
             k = min(settings.k, layer.keys.tokens)
             read = FullLayer.zeros(rows=k, **shape)
             none = Replaced(jnp.full((batch, model.num_kv_heads, k), -1, jnp.int32), read.keys, read.values)
-            rows = layer.keys.tokens and layer.keys.tokens + settings.residual
-            store = FullLayer.zeros(rows=rows, **shape)
+            room = settings.residual if layer.keys.tokens else 0
+            store = FullLayer.zeros(rows=layer.keys.tokens + room, **shape)
             layers.append(SpeCacheLayer(layer, jax.tree.map(to_host, store) if settings.store == "host" else store, none))
         return cls(tuple(layers), no_tokens(batch), settings)
 

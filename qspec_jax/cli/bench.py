@@ -202,12 +202,14 @@ def bench_decode(
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            "--cache", metavar="NAME[:SETTING=VALUE,...]", help="The cache of --draft; several times: each draft with each. int8."
+            "--cache",
+            metavar="NAME[:SETTING=VALUE,...]",
+            help="A cache that every --draft decodes over; may be given several times: int8, if not given.",
         ),
     ] = None,
     baseline_cache: Annotated[
         str,
-        typer.Option("--baseline-cache", metavar="NAME[:SETTING=VALUE,...]", help="That of the baseline, such as full:host,resident=0.4."),
+        typer.Option("--baseline-cache", metavar="NAME[:SETTING=VALUE,...]", help="The cache of the autoregressive baseline."),
     ] = "full",
     num_speculative_tokens: Gammas = None,
     batch_size: Annotated[

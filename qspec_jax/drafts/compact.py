@@ -55,7 +55,7 @@ class CompactDraft(SelfSpeculativeDraft):
         missing where all drafts were accepted."""
         came = jnp.where(result.count > 0, result.accepted + 1, 0)
         positions = (cache.lengths.total - came)[:, None] + jnp.arange(result.tokens.shape[1])
-        return state.take_in([cache.tokens(i, positions[:, None]) for i in range(len(cache.layers))], came)
+        return state.take_in([cache.recent_tokens(i, positions[:, None]) for i in range(len(cache.layers))], came)
 
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that

@@ -26,7 +26,7 @@ def step_bytes(
         return None
     model = draft.step.model
     of_weights = weight_bytes(model, skipped=skipped_by(draft), most_item_bytes=most_item_bytes, on_device=on_device)
-    of_cache = batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in _reads(draft, cache, tokens))
+    of_cache = batch * sum(bytes_of_tokens(reads, **_shape(draft, cache)) for reads in reads_of_step(draft, cache, tokens))
     return of_weights + of_cache // (devices_of(model) if on_device else 1)
 
 
@@ -44,7 +44,7 @@ def cache_share(draft: Draft, cache: CacheConfig, tokens: int) -> float | None:
     shape = _shape(draft, cache)
     quantized = int(cache.schedule_for(draft.step.model.config.head_dim).quantized_length(tokens))
     everything = bytes_of_tokens(Reads(1, quantized, tokens - quantized), **shape)
-    read = [bytes_of_tokens(reads, **shape) for reads in _reads(draft, cache, tokens)]
+    read = [bytes_of_tokens(reads, **shape) for reads in reads_of_step(draft, cache, tokens)]
     return sum(read) / (everything * len(read))
 
 
@@ -56,7 +56,7 @@ def raised_groups(draft: Draft, cache: CacheConfig, tokens: int) -> int | None:
     return draft.raised_to(int(cache.schedule_for(head_dim).quantized_length(tokens)), cache.group_size_for(head_dim))
 
 
-def _reads(draft: ModelDraft, cache: CacheConfig, tokens: int) -> list[Reads]:
+def reads_of_step(draft: ModelDraft, cache: CacheConfig, tokens: int) -> list[Reads]:
     """What a step reads of each layer."""
     c = draft.step.model.config
     G, quantized = cache.group_size_for(c.head_dim), int(cache.schedule_for(c.head_dim).quantized_length(tokens))

@@ -237,6 +237,8 @@ def _score(
 ) -> Scores:
     """The columns of the scores behind wanted[b] are scratch. kinds: the cache of each view. guesses: whether it wants them, see
     `CacheView`."""
+    if any(kind.in_host_memory for kind in kinds if isinstance(kind, CacheConfig)):
+        raise InputError("texts are not scored with a cache in host memory, which scores the same as on the device")
     drafts = width - 1 + any(guesses)
     sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=drafts, dtype=model.dtype)
     logits, caches = prefill(model, tokens, n, _Several(tuple(kind.empty(model.config, **sizes) for kind in kinds)))

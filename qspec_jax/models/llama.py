@@ -32,6 +32,11 @@ MakeWeight = Callable[[str, tuple[int, ...]], Weight]
 class AttendingCache(Protocol):
     """What the model asks of a cache."""
 
+    def for_pass(self, views: tuple[Any | None, ...]) -> Self:
+        """What one pass, which reads each layer through its view (None: not at all), attends to in the cache's place. It may begin with a
+        layer before that layer's turn."""
+        ...
+
     def attend(
         self,
         layer: int,
@@ -206,9 +211,9 @@ class Llama(nnx.Module):
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
-        layers, masses, carry = [], [], None
+        layers, masses, carry, reading = [], [], None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer, mass = cache.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
+            attended, layer, mass = reading.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))

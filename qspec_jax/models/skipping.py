@@ -116,14 +116,15 @@ class SkippingModel(ViewedModel):
         # Between two attentions one kernel does all, where nothing is skipped there. qkv: what it made for the next; added: what the last
         # MLP adds to x.
         qkv = added = carry = None
+        views = self.view if isinstance(self.view, tuple) else (self.view,) * len(layers)
+        reading = cache.for_pass(tuple(None if i in skipped.attention else view for i, view in enumerate(views)))
         for i, following in zip(kept, [*kept[1:], None]):
             block = model.layers[i]
             if i in skipped.attention:
                 x += block.down_proj(block.mlp_hidden(block.post_attention_norm(x)))
                 continue
             qkv = block.qkv(block.input_norm(x)) if qkv is None else qkv
-            view = self.view[i] if isinstance(self.view, tuple) else self.view
-            attended, layers[i], _ = cache.attend(i, qkv, *model.angles_of(i, cos, sin), view=view, observe=False)
+            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i], observe=False)
             qkv = None
             if i in skipped.mlp:
                 x, carry = block.add_attention(x, attended)[0], None
