@@ -234,7 +234,7 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--group-size", "0"], "0"),
         (["--method", "magic"], "magic"),
         (["--dtype", "int8"], "int8"),
-        (["--cache", "int2"], "cache 'int2' should be full or int8"),
+        (["--cache", "int2"], "cache 'int2' should be full or full:host or int8"),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--draft", "streaming-llm:sinks=99999999999999999999"], "sinks 99999999999999999999 should be less than the model's 128"),
         (["--no-such-flag"], "--no-such-flag"),
