@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.formats.kv_cache import dequantize_groups, quantize_groups
 from pallas_kernels.formats.rounding import parameter_dtype
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import AttendingCache, Llama
 
 
 def one_bit(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Array, Array]:
@@ -21,7 +21,7 @@ def one_bit(x: Array, low: Array, high: Array, dtype) -> tuple[Array, Array, Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePass:
+class OnePass(AttendingCache):
     """Stands for a cache. The query at position t has t tokens before it: in a prompt of n[b] tokens it reads them all as they are,
     behind the prompt the oldest `max(0, t // G - 1) * G` of them quantized. scheme None: never quantized."""
 

@@ -34,14 +34,14 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.errors import InputError
 from qspec_jax.models import prompts
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import AttendingCache, Llama
 from qspec_jax.models.prompts import attend_prompt
 from qspec_jax.quantization import calibration
 from qspec_jax.quantization.weights import quantize_linears
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePass:
+class OnePass(AttendingCache):
     """The least that the model takes for a cache: one call holds the whole sequence, and nothing is kept."""
 
     kv_heads: int

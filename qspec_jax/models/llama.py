@@ -35,7 +35,7 @@ class AttendingCache(Protocol):
     def for_pass(self, views: tuple[Any | None, ...]) -> Self:
         """What one pass, which reads each layer through its view (None: not at all), attends to in the cache's place. It may begin with a
         layer before that layer's turn."""
-        ...
+        return self
 
     def attend(
         self,

@@ -25,7 +25,7 @@ from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.checkpoints.tensor_names import places
 from qspec_jax.files import whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import AttendingCache, Llama
 from qspec_jax.quantization.weights import is_linear
 from qspec_jax.training import corpus
 from qspec_jax.training.tokenizer import encode, token_bytes
@@ -67,7 +67,7 @@ class _Trunk(Llama):
 
 
 @dataclasses.dataclass(frozen=True)
-class CausalAttention:
+class CausalAttention(AttendingCache):
     """A cache that keeps nothing: causal attention within the tokens of the call."""
 
     kv_heads: int
