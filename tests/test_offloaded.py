@@ -99,6 +99,23 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     assert run_rounds(model, prompts, offloaded(config)).tokens == run_rounds(model, prompts, config).tokens
 
 
+def test_recent_tokens_are_those_that_the_cache_holds():
+    """At every place of a group, just after a flush too, and for more tokens than the buffer is sure to hold."""
+    with jax.enable_x64(True):
+        model = random_model("float64")
+        state, step, _ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
+        flushes = 0
+        while (np.asarray(state.status) == 0).all():
+            for T in (1, 8, 12):
+                positions = (jnp.maximum(state.cache.lengths.total, T) - T)[:, None, None] + jnp.arange(T)
+                there = np.asarray(positions < state.cache.lengths.total[:, None, None])[:, 0]
+                for found, expected in zip(state.cache.recent_tokens(1, positions), state.cache.tokens(1, positions)):
+                    np.testing.assert_array_equal(np.swapaxes(found, 1, 2)[there], np.swapaxes(expected, 1, 2)[there])
+            state = step(state)
+            flushes += int(np.asarray(state.cache.lengths.buffered == 8).any())
+        assert flushes > 3
+
+
 def test_a_cache_without_room_for_a_group():
     model = random_model("float32")
     config = dataclasses.replace(CONFIG, draft="quantspec:weight_bits=16", group_size=512)

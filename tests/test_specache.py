@@ -77,7 +77,7 @@ def test_attention_by_hand():
 
 
 def test_several_chunks():
-    """Of which the last is pulled back, with replaced tokens in it: all of them replaced is attention in full precision."""
+    """The last chunk is pulled back, with replaced tokens in it; all tokens replaced is attention in full precision."""
     with jax.enable_x64(True):
         r, size = np.random.default_rng(0), 2400
         keys, values = (jnp.asarray(r.standard_normal((1, 1, size, 8))) for _ in range(2))

@@ -29,7 +29,7 @@ from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
-from qspec_jax.bench.timing import copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
+from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CacheConfig
@@ -53,18 +53,6 @@ log = logging.getLogger(__name__)
 # How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
 # counted.
 PLANES = {"full": None, "int8": BOTH_PLANES.planes}
-
-
-@dataclasses.dataclass(frozen=True)
-class Bandwidth:
-    """GB/s (1e9) at which the device reads its own memory, and copies host memory to it (None: not measured)."""
-
-    read: float
-    copy: float | None = None
-
-    def seconds(self, size: int, host_bytes: int = 0) -> float:
-        """That reading so many bytes and copying so many others take at least, side by side."""
-        return max(size / self.read, host_bytes / self.copy if host_bytes else 0) / 1e9
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,18 @@ class Timing:
     method: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """GB/s (1e9) at which the device reads its own memory, and copies host memory to it (None: not measured)."""
+
+    read: float
+    copy: float | None = None
+
+    def seconds(self, size: int, host_bytes: int = 0) -> float:
+        """That reading so many bytes and copying so many others take at least, side by side."""
+        return max(size / self.read, host_bytes / self.copy if host_bytes else 0) / 1e9
+
+
 def input_count(size: int) -> int:
     """The number of inputs of `size` bytes to rotate over: 2 to 64."""
     if jax.default_backend() == "cpu":

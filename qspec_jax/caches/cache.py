@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.models.llama import AttendingCache
 
 
-class AppendedCache(abc.ABC):
+class AppendedCache(AttendingCache, abc.ABC):
     """What passes of a model append to and read, and what forgets it again: `attend` in each layer, `advance`, `rollback`.
 
     A subclass is a frozen dataclass registered as a pytree; it says what a layer is, and how it is read.
@@ -22,11 +23,6 @@ class AppendedCache(abc.ABC):
 
     layers: tuple[Any, ...]
     lengths: Lengths
-
-    def for_pass(self, views: tuple[View | None, ...]) -> Any:
-        """What one pass of a model, which reads each layer through its view (None: not at all), calls `attend` of: something that may begin
-        with a layer before that layer's turn. Here the cache itself."""
-        return self
 
     @abc.abstractmethod
     def attend(

@@ -36,7 +36,7 @@ class HostSettings:
         return self.resident < 1
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
-        """Of each of so many layers, whether a part of it is in host memory."""
+        """Whether a part of each layer, of so many, is in host memory."""
         others = layers - round(self.resident * layers)
         return tuple((i + 1) * others // layers > i * others // layers for i in range(layers))
 

@@ -159,11 +159,11 @@ class GatedModel(ViewedModel):
             raise ValueError("a model that skips layers is no target")
         model, layers = self.model, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
+        views = self.view if isinstance(self.view, tuple) else (self.view,) * len(layers)
+        reading = cache.for_pass(views)
         for i, block in enumerate(model.layers):
-            view = self.view[i] if isinstance(self.view, tuple) else self.view
-            attended, layers[i], _ = cache.attend(
-                i, block.qkv(block.input_norm(x)), *model.angles_of(i, cos, sin), view=view, observe=False
-            )
+            qkv = block.qkv(block.input_norm(x))
+            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i], observe=False)
             x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
             x = jnp.where(self.keep[i, 1], x + block.down_proj(block.mlp_hidden(block.post_attention_norm(x))), x)
         return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])
