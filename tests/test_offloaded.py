@@ -10,6 +10,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds
 
+from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
@@ -138,6 +139,44 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
     assert {each.primitive.name for each in waiting} == {"optimization_barrier"}
     queries = [each.invars[0] for each in waiting]
     assert len(set(queries)) == len(queries) / 2 and all(x.aval.shape == (1, 1, 128) for x in queries)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    ("cache", "draft"),
+    [
+        ("int8:lower=host", "quantspec"),
+        ("int8:lower=host,resident=0.5", "sparse:budget=0.2"),
+        ("full:host", "none"),
+        ("full:host,resident=0.5", "retrieval:budget=256"),
+        ("specache:store=host", "specache"),
+    ],
+)
+def test_host_memory_of_a_gpu(cache, draft):
+    """The same kernels read the same bits, over several flushes of rows that are due at different times."""
+    shape = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    model = random_model("bfloat16", vocab_size=4096, spread=0.03, tie_word_embeddings=False, **shape)
+    prompts = random_prompts([900, 701], vocab_size=4096)
+    gamma = {"none": 0, "specache": 1}.get(draft, 3)
+    found = []
+    for each in (cache.partition(":")[0], cache):
+        config = GenerationConfig(max_new_tokens=400, cache=each, draft=draft, ignore_eos=True, num_speculative_tokens=gamma)
+        state, step, _ = prepared(model, prompts, config, draft=make_draft(draft, model, int4=random_int4(model)) if gamma else None)
+        while (np.asarray(state.status) == 0).any():
+            state = step(state)
+        found.append(state)
+    one, other = found
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.counts.accepted, other.counts.accepted)
+    assert any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(other.cache.layers))
+    if draft != "specache":
+        total = int(np.asarray(one.cache.lengths.total).min())
+        positions = jnp.broadcast_to(jnp.arange(total), (2, 4, total))
+        for layer in range(4):
+            pairs = zip(*(jax.jit(lambda cache: cache.tokens(layer, positions))(state.cache) for state in found))
+            for here, there in pairs:
+                np.testing.assert_array_equal(here, there)
 
 
 def test_batches_and_several_devices_are_refused(directory):

@@ -42,7 +42,7 @@ triforce-ablations) # TriForce, figure 6: acceptance by budget and by chunk
     budgets=() chunks=()
     for budget in 512 1024 2048 4096 8192; do budgets+=(--draft "retrieval:budget=$budget,weight_bits=16"); done
     for chunk in 1 2 4 16 32; do chunks+=(--draft "retrieval:chunk=$chunk,weight_bits=16"); done
-    qspec eval acceptance --model "$model" --joined --texts 4 --context 65536 --max-new-tokens 256 --gamma 6 --mode teacher-forced \
+    qspec eval acceptance --model "$model" --joined --texts 2 --context 65536 --max-new-tokens 256 --gamma 6 --mode teacher-forced \
         --no-calibrate "${budgets[@]}" "${chunks[@]}" --json > "$out/triforce-ablations.json"
     ;;
 quantspec-table3) # QuantSpec, table 3: its baselines read a quarter of the context in bfloat16
