@@ -202,12 +202,11 @@ def acceptance_command(
                 results.append(of_run | dataclasses.asdict(measured) | of_walk)
             measured_in_turn.close()  # which lets go of drafts before others take as much memory
             del chosen
-    here = {name: value for name, value in this_run().items() if name != "versions"}
     report = acceptance.AcceptanceReport(
         len(walks[0].texts),
         walks[0].skipped,
         results,
-        **here,
+        **this_run(),
         model=str(model or "the embedded model"),
         dtype=network.dtype.name,
         seed=seed,

@@ -321,7 +321,8 @@ class Walk:
 @dataclasses.dataclass(frozen=True)
 class AcceptanceReport:
     """What `qspec eval acceptance` reports. texts: how many were measured, at the first context; skipped: files too short for it; device,
-    date: of the run; scheme, group_size: of the target's cache; calibration: whether INT4 weights were calibrated for the texts.
+    date, versions: of the run, as in `provenance.Run`; scheme, group_size: of the target's cache; calibration: whether INT4 weights were
+    calibrated for the texts.
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what
     one step of the draft reads behind that context, each number as two bytes at most; cache_share: what share its keys and values are of
@@ -335,6 +336,7 @@ class AcceptanceReport:
     results: list[dict[str, Any]]
     device: str = ""
     date: str = ""
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     model: str = ""
     dtype: str = ""
     seed: int = 0
