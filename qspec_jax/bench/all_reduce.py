@@ -17,12 +17,12 @@ from qspec_jax.errors import named
 from qspec_jax.models.sharding import MODEL
 from qspec_jax.provenance import Run, this_run
 
-# What adds up, and the options of XLA that choose it; on a CPU there is but one.
-WAYS: Mapping[str, dict[str, bool]] = {
-    "NCCL": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False},
-    "XLA's one-shot kernel": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+# What adds up, and the options of XLA that choose it; on a CPU there is but one. By itself XLA takes its own for small arrays (jax 0.11).
+WAYS: Mapping[str, dict[str, str]] = {
+    "NCCL": {"xla_gpu_experimental_use_collective_kernels": ""},
+    "XLA's own kernel": {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"},
 }
-CPU_WAYS: Mapping[str, dict[str, bool]] = {"XLA": {}}
+CPU_WAYS: Mapping[str, dict[str, str]] = {"XLA": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def run(mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, progr
     return AllReduceReport(**this_run(), devices=mesh.size, rows=found)
 
 
-def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, bool], repeats: int) -> AllReduceRow:
+def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, str], repeats: int) -> AllReduceRow:
     x = jax.device_put(jnp.ones((row.rows, row.width), jnp.bfloat16), NamedSharding(mesh, PartitionSpec()))
     trip = lambda x: (lax.psum(x, MODEL) * (1 / mesh.size),)
     trips = loop_trips(1e-5)
