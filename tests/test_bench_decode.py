@@ -512,6 +512,20 @@ def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
     assert "GB/s of host memory" in " ".join(out.split()) and "MB copied" in out
 
 
+def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
+    """Its step copies as many bytes as that of one that is there."""
+    flags = [*FAST, "--draft", "none", "--cache", "full:host", "--baseline-cache", "full:host,resident=0", "--json"]
+    monkeypatch.setattr(decode, "free_host_bytes", lambda: 1000)
+    code, out, err = run(*flags)
+    step, there = json.loads(out)["rows"]
+    assert (code, step["status"], there["status"]) == (0, "measured", "measured"), err
+    assert "host memory cannot hold its cache" in step["note"] and "of 1 layers, again" in step["note"] and not there["note"]
+    for name in ("bytes", "host_bytes"):
+        assert step["steps"]["target"][name] == there["steps"]["target"][name] > 0
+    assert step["cache_bytes"] == there["cache_bytes"] and step["ms_per_token"] == step["steps"]["target"]["timing"]["median_us"] / 1e3
+    assert there["speedup"] == pytest.approx(step["ms_per_token"] / there["ms_per_token"])
+
+
 def test_a_cache_whose_bytes_nobody_has_counted(run, one_layer):
     code, out, err = run(*FAST, "--draft", "none", "--cache", "kivi:residual=64", "--json")
     _, row = json.loads(out)["rows"]

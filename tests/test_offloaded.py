@@ -14,9 +14,12 @@ from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding import residence as residence_module
+from qspec_jax.decoding import room
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.residence import residence
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.sharding import model_mesh
@@ -91,6 +94,48 @@ def test_resident_layers_are_spread():
     assert [layer.keys.sharding.memory_kind == "pinned_host" for layer in cache.layers] == [False, True]
 
 
+def test_as_many_layers_are_resident_as_fit(monkeypatch):
+    """Where the device says how much is free; of tokens nothing changes."""
+    model, config = random_model("float32", num_hidden_layers=4), dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
+    expected = run_rounds(model, PROMPTS, config).tokens
+    for name in ("full:host", "int8:lower=host"):
+        cache, sizes = CacheConfig.parse(name, group_size=8), dict(batch=3, capacity=128, num_speculative_tokens=0)
+        least, found = (residence(cache, model, **sizes, free=free) for free in (0, 1 << 40))
+        made = least.cache.empty(model.config, **sizes, dtype=model.dtype)
+        of_layer = [sum(leaf.nbytes for leaf in jax.tree.leaves(layer) if in_host(leaf)) for layer in made.layers]
+        assert of_layer == [least.layer_bytes] * 4 and least.host_bytes == 4 * least.layer_bytes
+        assert (found.cache.settings.resident, found.host_bytes, found.layer_bytes) == (1, 0, least.layer_bytes)
+        free, shares = 0, []
+        while not shares or shares[-1] < 1:  # a layer more each time that there is so much more room
+            each = residence(cache, model, **sizes, free=free)
+            assert each.host_bytes == (1 - each.cache.settings.resident) * 4 * each.layer_bytes
+            shares.append(each.cache.settings.resident)
+            free += found.layer_bytes
+        assert sorted(set(shares)) == [0, 0.25, 0.5, 0.75, 1] and len(shares) - shares.index(0.25) == 4
+        monkeypatch.setattr(residence_module, "free_bytes", lambda free=free - 3 * found.layer_bytes: free)
+        state, *_ = prepared(model, PROMPTS, dataclasses.replace(config, cache=name, max_new_tokens=64))
+        kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
+        assert kinds == [False, True] * 2, kinds
+    assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
+    monkeypatch.setattr(residence_module, "free_host_bytes", lambda: 1000)
+    with pytest.raises(InputError, match=r"cache int8:lower=host needs 0.0 GB of host memory for these prompts, and 0.0 GB are free"):
+        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host,resident=0"))
+
+
+def test_host_memory_that_is_left(monkeypatch, tmp_path):
+    """The larger of what Linux and the control group say: a virtual machine may grow."""
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(room, "CGROUP", tmp_path)
+    assert room.free_host_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    3 kB\n")
+    assert room.free_host_bytes() == 3072
+    (tmp_path / "memory.max").write_text("8000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert room.free_host_bytes() == 7000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert room.free_host_bytes() == 3072
+
+
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
     """What is written for a row that is not due goes behind its last group, also where it has no room for another."""
     model = random_model("float32")
@@ -146,9 +191,9 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        ("int8:lower=host", "quantspec"),
+        ("int8:lower=host,resident=0", "quantspec"),
         ("int8:lower=host,resident=0.5", "sparse:budget=0.2"),
-        ("full:host", "none"),
+        ("full:host,resident=0", "none"),
         ("full:host,resident=0.5", "retrieval:budget=256"),
         ("specache:store=host", "specache"),
     ],
@@ -194,7 +239,7 @@ def test_by_its_name(run, fails, directory):
     assert tokens[0] == tokens[1]
     for cache, words in (
         ("int8:lower=disk", "'lower=disk' should be left out"),
-        ("int8:lower=host,resident=1.5", "resident 1.5 should be from 0 to 1"),
+        ("int8:lower=host,resident=1.5", "resident 1.5 should be auto, or from 0 to 1"),
         ("full:host,resident=half", "resident should be a number, not 'half'"),
     ):
         fails([*command, "--cache", cache], words)

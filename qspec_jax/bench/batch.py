@@ -16,14 +16,13 @@ from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import SHORT, TOGETHER, BatchStats, layers_at_once, run_batch
-from qspec_jax.decoding.capacity import bytes_in_loop
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket

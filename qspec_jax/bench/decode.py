@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import plots
+from qspec_jax.bench import streamed_step
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
 from qspec_jax.bench.hlo import large_operations
@@ -36,6 +37,8 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.residence import Residence, residence
+from qspec_jax.decoding.room import free_host_bytes
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
@@ -203,13 +206,15 @@ def _results(
     settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
-        begun = [
-            draft if isinstance(draft, Exception) else _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
-            for case, draft in made
-        ]
+        begun = []
+        for case, draft in made:
+            if not isinstance(draft, Exception):
+                step = bandwidth and _Step.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)
+                draft = step or _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
+            begun.append(draft)
         if bandwidth is not None:  # behind what takes longest to compile
             loops = functools.cache(loop)  # which methods share
-            begun = [one if isinstance(one, Exception) else _attempt(one.with_steps, pool, bandwidth, loops) for one in begun]
+            begun = [_attempt(one.with_steps, pool, bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
             del loops  # or no program of a step would be freed before the last row
         pool.shutdown()
     except BaseException:  # such as an interrupt
@@ -240,6 +245,34 @@ def config_of(case: Case, max_new_tokens: int) -> GenerationConfig:
         temperature=case.temperature,
         ignore_eos=True,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The baseline over a cache that host memory cannot hold: a step alone. capacity: of the cache, in tokens."""
+
+    model: Llama
+    place: DecodeRow
+    found: Residence
+    capacity: int
+    host_bytes: int
+
+    @classmethod
+    def needed(cls, model: Llama, case: Case, context: int, max_new_tokens: int, batch_size: int) -> Self | None:
+        """None for another method, and where there is memory enough."""
+        cache, free = CacheConfig.parse(case.method.cache), free_host_bytes()
+        if case.method.name != AUTOREGRESSIVE or cache.kind != "full:host" or free is None:
+            return None
+        capacity = bucket(context) + bucket(max_new_tokens)
+        found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)
+        row = DecodeRow(case.method.name, context, 0, "", cache=case.method.cache, temperature=case.temperature, batch_size=batch_size)
+        return cls(model, row, found, capacity, free) if found.host_bytes > free else None
+
+    def row(self, bandwidth: Bandwidth, repeats: int) -> DecodeRow:
+        """Times it."""
+        sizes = dict(capacity=self.capacity, host_bytes=self.host_bytes, bandwidth=bandwidth, repeats=repeats)
+        read = target_bytes(self.model, "full", self.place.context, 1, self.place.batch_size)
+        return streamed_step.measured(self.place, self.model, self.found, **sizes, read_bytes=read)
 
 
 class _Measured:
@@ -399,7 +432,8 @@ class _Measured:
             return _Work(name, function, (lengths, model), max(5e-5, bandwidth.seconds(size, host_bytes)), size, host_bytes)
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
-        work = [work_of("target", verified, self.engine.target, self.target_bytes(width), _copied_bytes(self.shapes[0].cache))]
+        size = target_bytes(self.model, self.config.cache_config.kind, self.context, width, B)
+        work = [work_of("target", verified, self.engine.target, size, _copied_bytes(self.shapes[0].cache))]
         if isinstance(draft, StepwiseDraft):
             size = step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True)
             work.append(work_of("draft", _drafted, draft, 0 if self._draft_copies(draft) else size))
@@ -432,17 +466,6 @@ class _Measured:
         if self.config.cache_config.kind.startswith("full"):
             return True
         return any(reads.planes == 2 for reads in reads_of_step(draft, self.config.cache_config, self.context + 1))
-
-    def target_bytes(self, width: int) -> int:
-        """The bytes that each device must read to verify: its weights, and the cache of every row with the tokens that it appends. 0 for a
-        cache of which nobody has counted them."""
-        kind = self.config.cache_config.kind.partition(":")[0]
-        if kind not in PLANES:
-            return 0
-        planes = PLANES[kind]
-        layers = self.model.config.num_layers
-        of_cache = self.batch_size * layers * layer_bytes_read(self.model, self.context + width, width, planes)
-        return weight_bytes(self.model, on_device=True) + of_cache // self.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,6 +550,16 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
         tokens_per_second=new / decode_s,
         ms_per_token=1e3 * decode_s * row.batch_size / new,
     )
+
+
+def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
+    """The bytes that each device must read to verify so many tokens a row: its weights, and the cache of every row with the tokens that it
+    appends. 0 for a kind of cache of which nobody has counted them."""
+    kind = kind.partition(":")[0]
+    if kind not in PLANES:
+        return 0
+    of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])
+    return weight_bytes(model, on_device=True) + of_cache // devices_of(model)
 
 
 def _copied_bytes(cache: Cache) -> int:

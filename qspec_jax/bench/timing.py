@@ -26,6 +26,7 @@ LAPPED_BYTES, MAX_LAPS = 2e10, 256
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
 LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
+LONG_SECONDS = 1.0  # a loop of fewer trips than the least takes about so long
 
 COPIED_BYTES = 1 << 29  # of each of the arrays that are copied to the device
 COPIES = 4
@@ -188,7 +189,7 @@ def loop(function: Callable, trips: int, *, one_by_one: bool = False, options: d
 def loop_trips(seconds: float) -> int:
     """How many trips a loop should make, each of which takes about so many seconds."""
     least, most = LOOP_TRIPS
-    return min(most, max(least, math.ceil(LOOP_SECONDS / seconds)))
+    return min(most, max(min(least, math.ceil(LONG_SECONDS / seconds)), math.ceil(LOOP_SECONDS / seconds)))
 
 
 def time_loop(program: Callable, trips: int, carry, inputs: tuple, *, repeats: int) -> tuple[Timing, object]:

@@ -17,6 +17,10 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.models.prompts import by_chunks
+
+# Of a prompt's keys that are quantized at a time, some heads', about: on the way to their codes each number takes several times the room.
+QUANTIZED_BYTES = 1 << 27
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +84,8 @@ class HierarchicalCache(PooledCache):
         if groups == 0:
             return old
         split = lambda x: x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
-        codes = quantize_groups(split(keys), split(values), scheme=self.scheme, dtype=old.keys.scale.dtype)
+        quantized = lambda *both: quantize_groups(*map(split, both), scheme=self.scheme, dtype=old.keys.scale.dtype)
+        codes = by_chunks(quantized, keys, values, most=max(1, QUANTIZED_BYTES * keys.shape[1] // keys.nbytes))
         return dataclasses.replace(old, keys=self._put(old.keys, codes[0]), values=self._put(old.values, codes[1]))
 
     def _put(self, held: Planes, new: Planes) -> Planes:

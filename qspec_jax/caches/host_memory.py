@@ -20,24 +20,29 @@ from qspec_jax.errors import InputError
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
+def _share(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """resident: the share of the layers, from 0 to 1, of which all is on the device. They are spread evenly, so that others are copied
-    while these are computed."""
+    """resident: the share of the layers, from 0 to 1, of which all is on the device; None, or "auto" in a text: as many as fit
+    (`qspec_jax.decoding.residence`), and none where nobody has said how many do. They are spread evenly, so that others are copied while
+    these are computed."""
 
-    resident: float = 0.0
+    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share})
 
     def __post_init__(self):
-        if not 0 <= self.resident <= 1:
-            raise InputError(f"cache resident {self.resident:g} should be from 0 to 1, a share of the layers")
+        if self.resident is not None and not 0 <= self.resident <= 1:
+            raise InputError(f"cache resident {self.resident:g} should be auto, or from 0 to 1, a share of the layers")
 
     @property
     def in_host_memory(self) -> bool:
-        return self.resident < 1
+        return self.resident is None or self.resident < 1
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
         """Whether a part of each layer, of so many, is in host memory."""
-        others = layers - round(self.resident * layers)
+        others = layers - round((self.resident or 0) * layers)
         return tuple((i + 1) * others // layers > i * others // layers for i in range(layers))
 
 
@@ -78,6 +83,10 @@ def taken(held: Float[Array, "B K S H"], rows: Int[Array, "#R #K T"], batch_rows
 
 class StreamedCache(AppendedCache):
     """A cache of which a part may be in host memory, copied to the device by each pass that reads it."""
+
+    @abc.abstractmethod
+    def streamed_of(self, held: Any) -> Any:
+        """A pytree of the arrays of a layer that are in host memory, unless it is resident."""
 
     @abc.abstractmethod
     def host_part(self, layer: int, view: View) -> Any:

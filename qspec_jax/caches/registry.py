@@ -21,7 +21,8 @@ class RegisteredCache(Protocol):
     """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
 
     One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
-    for what is out of range. Its `in_host_memory`, if it has one, says whether a part of the cache is in host memory. `make` and
+    for what is out of range. A field whose type does not make its value of a text has a function that does in its metadata, as "parse". Its
+    `in_host_memory`, if it has one, says whether a part of the cache is in host memory. `make` and
     `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that does not say.
     """
 
@@ -97,7 +98,8 @@ class CacheConfig:
         plain = cls(kind, group_size, scheme)
         if not mark:
             return plain
-        kinds = {} if plain.settings is None else {field.name: field.type for field in dataclasses.fields(plain.settings)}
+        fields = () if plain.settings is None else dataclasses.fields(plain.settings)
+        kinds = {field.name: field.metadata.get("parse", field.type) for field in fields}
         given: dict[str, Any] = {}
         for part in rest.split(","):
             name, equals, value = part.partition("=")

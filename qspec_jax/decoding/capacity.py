@@ -2,25 +2,20 @@
 
 import dataclasses
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.room import free_bytes
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.sharding import mesh_of
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_ROWS = 8  # where a device does not say how much memory it has
-KEPT_BACK = 0.03  # of a device's memory, for what nobody counts
 # What a round is taken to hold for each of its tokens besides the batch, an assumption on the safe side: so many float32 arrays as wide as
 # the logits, and as gate and up of an MLP.
 ARRAYS = 8
@@ -32,17 +27,6 @@ class Capacity:
 
     rows: int
     pages: int | None
-
-
-def free_bytes(mesh: Mesh | None = None) -> int | None:
-    """Bytes that are not in use on each of a mesh's devices, or on this thread's default one, less what is kept back; None where a device
-    does not say, as a CPU does not."""
-    default = jax.config.jax_default_device
-    devices = [default if isinstance(default, jax.Device) else jax.local_devices()[0]]  # it may be a platform's name
-    found = [device.memory_stats() or {} for device in (devices if mesh is None else mesh.local_devices)]
-    if not all("bytes_limit" in stats for stats in found):
-        return None
-    return min(int(stats["bytes_limit"] * (1 - KEPT_BACK)) - stats["bytes_in_use"] for stats in found)
 
 
 def enough_for(rows: int, groups: Sequence[int] | None) -> Capacity:
@@ -98,14 +82,3 @@ def divided(free: float, of_row: float, of_page: float, groups: Sequence[int] | 
         if pages > max(groups):  # or there is no room for the largest, beside page 0
             return Capacity(rows, pages)
     return None
-
-
-def bytes_in_loop(draft: Draft | None) -> int:
-    """Bytes of the arrays that `Draft.in_loop` makes anew, such as the INT8 head. The draft itself stays.
-
-    They are told by their shapes and dtypes, for that is all that is known of what is not made yet; where the model is divided, each
-    counts as if it were whole on every device.
-    """
-    count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
-    made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in made.elements())

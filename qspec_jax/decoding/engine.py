@@ -19,17 +19,20 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.processors import seen_in, seen_since
+from qspec_jax.decoding.residence import settled
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.drafts.specache import SpeCacheDraft
+from qspec_jax.drafts.step_bytes import bytes_in_loop
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -231,6 +234,7 @@ class Engine:
         self.compile_s = 0.0
         self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
+        self._caches: dict[int, CacheChoice] = {}
         self._unseen = 0  # the most new tokens of any row since the last look
 
     @classmethod
@@ -264,8 +268,22 @@ class Engine:
         # A draft that does nothing there is left out: drafts then share the program.
         begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
         return Call(
-            PREFILL, (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits), self.static
+            PREFILL,
+            (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits),
+            self.static | {"cache": self.cache_for(len(prompts))},
         )
+
+    def cache_for(self, batch: int) -> CacheChoice:
+        """The cache of so many rows: of one in host memory, with what stays on the device settled when it is first asked for."""
+        cache, static = self.static["cache"], self.static
+        if not isinstance(cache, CacheConfig) or not isinstance(cache.settings, HostSettings):
+            return cache
+        if batch not in self._caches:
+            jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
+            sizes = dict(capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
+            of_draft = 0 if self.draft is None else bytes_in_loop(self.draft)
+            self._caches[batch] = settled(cache, self.target.model, batch=batch, **sizes, besides=of_draft)
+        return self._caches[batch]
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
         """Makes a batch of rows that go on from this one, each with a key of its own; returns a `DecodeState`."""

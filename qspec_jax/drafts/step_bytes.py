@@ -1,6 +1,7 @@
 """The bytes that a step of a draft must read: its weights, and what it reads of the context."""
 
 import math
+from collections import Counter
 
 import jax
 
@@ -106,3 +107,14 @@ def bytes_of(tree, *, most_item_bytes: int = 8, on_device: bool = False) -> int:
     divided = lambda leaf: on_device and getattr(leaf, "sharding", None) is not None
     held = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
     return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, most_item_bytes) for leaf in arrays)
+
+
+def bytes_in_loop(draft: Draft | None) -> int:
+    """Bytes of the arrays that `Draft.in_loop` makes anew, such as the INT8 head. The draft itself stays.
+
+    They are told by their shapes and dtypes, for that is all that is known of what is not made yet; where the model is divided, each
+    counts as if it were whole on every device.
+    """
+    count = lambda draft: Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(draft))
+    made = count(jax.eval_shape(lambda draft: draft and draft.in_loop(), draft)) - count(draft)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in made.elements())

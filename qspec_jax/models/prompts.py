@@ -69,10 +69,12 @@ def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int =
     return lax.fori_loop(0, parts, step, x)
 
 
-def by_chunks(function: Callable, *args: Array):
-    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S at a time."""
+def by_chunks(function: Callable, *args: Array, most: int = CHUNK_TOKENS):
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S, of that size at most, at a time."""
     S = args[0].shape[1]
-    parts = equal_parts(S, CHUNK_TOKENS)
+    parts = equal_parts(S, most)
+    if parts == 1:
+        return function(*args)
     chunk = S // parts
     # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))

@@ -9,8 +9,9 @@ from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_by
 from qspec_jax.planning.steps import OutlinedDraft
 
 # What prefill holds for each token besides the cache, fitted on two measured rows of docs/results.md: so many arrays as wide as the hidden
-# state, and so many of a layer's keys and values. Filling a quantized cache keeps more of the latter.
-PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (1.72, 1.91)}
+# state, and so many of a layer's keys and values. Filling a quantized cache keeps more of the latter. Those of caches in host memory are
+# fitted on programs compiled for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens).
+PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (1.72, 1.91), "full:host": (2.4, 1.96), "int8:lower=host": (2.31, 2.32)}
 MOST = 1 << 26  # tokens or rows that are looked for
 
 
@@ -33,9 +34,6 @@ def memory_of(
     config: LlamaConfig, cache: CacheConfig, drafts: Sequence[OutlinedDraft], *, batch: int, context: int, new_tokens: int, gamma: int
 ) -> Memory:
     """The memory that decoding takes, all prompts prefilled at once, in bfloat16. drafts: all that a round may ask."""
-    wide, pairs = PREFILL_ARRAYS["int8" if cache.kind != "full" else "full"]
-    keys = 2 * config.num_kv_heads * config.head_dim
-    prefill = 2 * batch * context * (wide * max(config.hidden_size, config.num_heads * config.head_dim) + pairs * keys)
     steps = [each for each in drafts if each.model is not None]
     shared = [each for each in steps if not each.model.own_model]
     # Drafts of the target's own model have its INT4 weights in common, and those that step the same layers their head too.
@@ -50,7 +48,14 @@ def memory_of(
             held = (each.model.holds(i, context, context + new_tokens, gamma) for i in range(own.num_layers))
             draft += batch * sum(cache_bytes_read(own, layer, cache.group_size_for(config.head_dim)) for layer in held)
     kept = cache_bytes(config, cache, batch=batch, capacity=context + new_tokens, gamma=gamma)
-    return Memory(model_bytes(config), draft, kept, max(prefill, decoding))
+    return Memory(model_bytes(config), draft, kept, max(prefill_bytes(config, cache.kind, batch=batch, context=context), decoding))
+
+
+def prefill_bytes(config: LlamaConfig, kind: str, *, batch: int, context: int) -> float:
+    """What prefill holds besides weights and cache. kind: of the cache."""
+    wide, pairs = PREFILL_ARRAYS.get(kind, PREFILL_ARRAYS["int8"])
+    keys = 2 * config.num_kv_heads * config.head_dim
+    return 2 * batch * context * (wide * max(config.hidden_size, config.num_heads * config.head_dim) + pairs * keys)
 
 
 def largest(fits: Callable[[int], bool]) -> int:
