@@ -201,11 +201,11 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     table = tmp_path / "table.txt"
-    only = ["--cache", "int4", "--cache", "int8"]
+    only = ["--cache", "int4", "--cache", "int8", "--cache", "kivi:bits=1,residual=32"]
     code, out, _ = run("eval", "perplexity", *files, "--model", directory, *SIZES, *only, "--output", table)
     assert (code, out) == (0, "")
     shown = table.read_text()
-    for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}"):
+    for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}", "kivi:bits=1,residual=32"):
         assert words in shown
     assert "full" not in shown
 
@@ -214,6 +214,8 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     ("flags", "word"),
     [
         (["--cache", "int2"], "int2"),
+        (["--cache", "kivi:bits=1", "--cache", "kivi:bytes=1"], "'bytes=1' should be one of"),
+        (["--cache", "full:host"], "not scored with a cache in host memory"),
         (["--scheme", "magic"], "magic"),
         (["--group-size", "7"], "7"),
         (["--prompt-tokens", "0"], "prompt_tokens 0"),

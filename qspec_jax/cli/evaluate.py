@@ -16,7 +16,7 @@ import typer
 from tqdm import tqdm
 
 from qspec_jax import demo, plots
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
     CacheOption,
@@ -59,7 +59,6 @@ evaluations = typer.Typer(no_args_is_help=True, help="Measurements of a model.")
 
 Mode = enum.StrEnum("Mode", {mode.replace("-", "_"): mode for mode in acceptance.MODES})
 Style = enum.StrEnum("Style", list(needle.FORMATS))
-Reading = enum.StrEnum("Reading", list(perplexity.CACHE_VIEWS))
 Drafts = Annotated[
     list[str] | None,
     typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help=f"{', '.join(DRAFTS)}; may be given several times: quantspec."),
@@ -277,18 +276,16 @@ def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensi
     return chosen
 
 
-# bf16: the name of the full cache before version 0.2.
-CacheName = enum.StrEnum("CacheName", {name: name for name in (*perplexity.CACHE_VIEWS, "bf16")})
 VariantName = enum.StrEnum("VariantName", {name: name for name in quantizers.VARIANTS})
 Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="Texts: the demo's held-out files, if not given.")]
 PromptTokens = Annotated[int, typer.Option(help="Context before the first token that is scored.")]
 Scored = Annotated[int, typer.Option(help="Tokens to score of each text.")]
 
 
-def _cache_names(names: list[CacheName] | None) -> list[str]:
-    if names and CacheName.bf16 in names:
+def _cache_names(names: list[str] | None) -> list[str]:
+    if names and "bf16" in names:  # its name before version 0.2
         log.warning("--cache bf16 is now called --cache full")
-    return [perplexity.FULL if name is CacheName.bf16 else name.value for name in names or []] or list(perplexity.DEFAULT_VIEWS)
+    return [perplexity.FULL if name == "bf16" else name for name in names or perplexity.DEFAULT_VIEWS]
 
 
 @evaluations.command("perplexity")
@@ -296,8 +293,11 @@ def perplexity_command(
     file: Files = None,
     model: EvaluatedModel = None,
     cache: Annotated[
-        list[CacheName] | None,
-        typer.Option(help="The model's own precision, both planes, or the upper one; may be given several times: all three, if not given."),
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:SETTING=VALUE,...]",
+            help=f"{', '.join(CACHES)}, or int4, the upper plane of int8 alone; may be given several times: full, int8, int4.",
+        ),
     ] = None,
     prompt_tokens: PromptTokens = 4096,
     max_new_tokens: Scored = 512,
@@ -311,6 +311,9 @@ def perplexity_command(
     """Perplexity of real text through decode, with each KV cache, and how far its predictions are from the full cache's."""
     if plot:
         plots.check(plot, output)
+    names = _cache_names(cache)
+    for name in names:  # before the model is read
+        perplexity.cache_view(name, scheme=scheme, group_size=group_size)
     network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
     with output_to(output) as write:
         report = perplexity.run(
@@ -318,7 +321,7 @@ def perplexity_command(
             network,
             tokenizer,
             texts,
-            _cache_names(cache),
+            names,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
             scheme=scheme,
@@ -437,7 +440,9 @@ def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, 
 def harness_command(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Names of tasks, groups or tags.", show_default=False)],
     model: EvaluatedModel = None,
-    cache: Annotated[Reading, typer.Option(help="How the model reads its cache; int4 is the upper plane alone.")] = Reading.int8,
+    cache: Annotated[
+        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="The model's cache; int4 is the upper plane of int8 alone.")
+    ] = "int8",
     draft: Annotated[
         str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="For generation: speed, never what comes out.")
     ] = GenerationConfig.draft,
@@ -466,9 +471,7 @@ def harness_command(
     with output_to(output) as write:
         directory = hub.local(model or demo.MODEL, progress=False if as_json else None)
         network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
-        settings = dict(
-            cache=cache.value, draft=draft, gamma=num_speculative_tokens, batch_size=batch_size, max_length=max_length, seed=seed
-        )
+        settings = dict(cache=cache, draft=draft, gamma=num_speculative_tokens, batch_size=batch_size, max_length=max_length, seed=seed)
         lm = harness.QspecLM(directory, **settings, progress=False if as_json else None, model=network, tokenizer=tokenizer)
         chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)
         report = harness.run(lm, tasks, include_path=include_path or [], metadata=given, **chosen)

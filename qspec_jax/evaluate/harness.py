@@ -44,7 +44,7 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError, named, one_line, with_type
-from qspec_jax.evaluate.perplexity import CACHE_VIEWS, WIDTH, CacheView, cache_view, score
+from qspec_jax.evaluate.perplexity import UPPER, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,12 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a context, and of
 class QspecLM(TemplateLM):
     """A model for tasks of the harness.
 
-    pretrained: a checkpoint's directory, or its name at a hub. cache: how the target reads its cache, a key of `CACHE_VIEWS`; int4 reads
-    the upper plane alone, to measure what it is worth. draft, gamma: for generation, whose output does not depend on them; none where the
-    target reads int4. batch_size: rows at a time. max_length: the most tokens that are read for one prediction; None: as many as the model
-    takes. max_gen_toks: new tokens where a task does not say. add_bos_token: None leaves that to the tokenizer. chat_template_args: for the
-    tokenizer's template. seed: of sampling. progress: bars on standard error. model, tokenizer: loaded already, in place of `pretrained`.
+    pretrained: a checkpoint's directory, or its name at a hub. cache: how the target reads its cache, as `perplexity.cache_view` takes it;
+    int4 reads the upper plane alone, to measure what it is worth. draft, gamma: for generation, whose output does not depend on them; none
+    where the target reads int4. batch_size: rows at a time. max_length: the most tokens that are read for one prediction; None: as many as
+    the model takes. max_gen_toks: new tokens where a task does not say. add_bos_token: None leaves that to the tokenizer.
+    chat_template_args: for the tokenizer's template. seed: of sampling. progress: bars on standard error. model, tokenizer: loaded already,
+    in place of `pretrained`.
 
     Raises InputError for a setting that is out of range, and as `load_model`, `load_tokenizer` and `make_draft` do.
     """
@@ -90,8 +91,7 @@ class QspecLM(TemplateLM):
         tokenizer: Any = None,
     ):
         super().__init__()
-        if cache not in CACHE_VIEWS:
-            raise InputError(f"cache {cache!r} should be {', '.join(CACHE_VIEWS)}")
+        reading = cache_view(cache)
         if draft == AUTO:
             raise InputError(f"draft {AUTO} chooses for one run of prompts; name a draft for the tasks of a harness")
         if not (str(batch_size).isdecimal() and int(batch_size) > 0):
@@ -110,9 +110,9 @@ class QspecLM(TemplateLM):
         self.chat_template_args, self.seed, self.progress = chat_template_args or {}, seed, progress
         self.config = GenerationConfig(
             max_new_tokens=max_gen_toks,
-            draft="none" if cache == "int4" else SPECACHE if cache_view(cache).guesses else draft,
-            cache=CACHE_VIEWS[cache][0],
-            num_speculative_tokens=1 if cache_view(cache).guesses else gamma,
+            draft="none" if cache == UPPER else SPECACHE if reading.guesses else draft,
+            cache="int8" if cache == UPPER else cache,
+            num_speculative_tokens=1 if reading.guesses else gamma,
         )
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
             config_and_dtype(checkpoint)  # which may be refused, before hours of work
@@ -238,7 +238,7 @@ class QspecLM(TemplateLM):
         draft = self._draft if self.config.speculative else None
         texts: dict[int, str] = {}
         run = run_batch(
-            self.model, asked, batch_size=self.batch_size, draft=draft, tokenizer=self.tokenizer, view=CACHE_VIEWS[self.read][1]
+            self.model, asked, batch_size=self.batch_size, draft=draft, tokenizer=self.tokenizer, view=cache_view(self.read).view
         )
         with self._bar("generation", len(asked), disable_tqdm) as bar:
             for result in run:

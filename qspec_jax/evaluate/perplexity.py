@@ -37,17 +37,8 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
 FULL = "full"  # in the model's own precision
-# Each way to read a cache: which cache it is, and the view.
-CACHE_VIEWS: dict[str, tuple[str, View]] = {
-    FULL: ("full", FULL_PRECISION),
-    "int8": ("int8", BOTH_PLANES),
-    "int4": ("int8", UPPER_PLANE),
-    "kivi2": ("kivi:bits=2", BOTH_PLANES),
-    "kivi1": ("kivi:bits=1", BOTH_PLANES),
-    "specache2": ("specache:bits=2", BOTH_PLANES),
-    "specache1": ("specache:bits=1", BOTH_PLANES),
-}
-DEFAULT_VIEWS = FULL, "int8", "int4"  # of which decoding is made; the others are to compare with
+UPPER = "int4"  # the upper plane of the int8 cache alone, which is what a draft reads
+DEFAULT_VIEWS = FULL, "int8", UPPER  # of which decoding is made; the others are to compare with
 _OTHER_GROUPS = ["kivi and specache: groups of 32 tokens, unless --group-size says otherwise."]
 WIDTH = 16  # tokens of a block: the most that the GPU kernels of attention take
 ROWS = 8  # the most texts of a batch
@@ -111,7 +102,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFigures(Figures):
-    """The figures of one cache, a key of `CACHE_VIEWS`, over all tokens and by distance from the prompt."""
+    """The figures of one cache, as `cache_view` takes it, over all tokens and by distance from the prompt."""
 
     cache: str
     by_distance: list[Part]
@@ -341,9 +332,9 @@ def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> 
 
 
 def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> CacheView:
-    """The way to read a cache by its name, a key of `CACHE_VIEWS`."""
-    kind, view = CACHE_VIEWS[cache]
-    return CacheView(CacheConfig.parse(kind, group_size, scheme), view)
+    """The way to read a cache: what the target reads of that of a text, see `CacheConfig.parse`; or `UPPER`."""
+    view = {FULL: FULL_PRECISION, UPPER: UPPER_PLANE}.get(cache, BOTH_PLANES)
+    return CacheView(CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme), view)
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
@@ -389,14 +380,14 @@ def run(
     group_size: int | None = None,
     progress: bool | None = None,
 ) -> PerplexityReport:
-    """Perplexity and divergence through each of these caches, keys of `CACHE_VIEWS`, after prompts of `prompt_tokens` tokens.
+    """Perplexity and divergence through each of these caches, as `cache_view` takes them, after prompts of `prompt_tokens` tokens.
 
     texts: token ids by name; those that are too short are left out, and named in the report. Raises InputError where all are, and as
     `measure` does.
     """
     chosen, too_short = long_enough(texts, prompt_tokens, max_new_tokens)
     config = CacheConfig(group_size=group_size, scheme=scheme)
-    names = [FULL, *(cache for cache in CACHE_VIEWS if cache in caches and cache != FULL)]
+    names = list(dict.fromkeys([FULL, *caches]))
     views = [cache_view(cache, scheme=scheme, group_size=group_size) for cache in names]
     scores = measure(model, chosen, views, max_new_tokens=max_new_tokens, progress=progress)
     scored_bytes = count_bytes(tokenizer, chosen, max_new_tokens)
