@@ -57,12 +57,11 @@ class Lanes:
         return constant(other, self.raw.dtype)
 
     def binary(self, other, function: Callable) -> "Lanes":
-        with np.errstate(all="ignore"):
-            return Lanes(function(self.raw, self.like(other)).astype(self.raw.dtype))
+        return Lanes(function(self.raw, self.like(other)).astype(self.raw.dtype, copy=False))
 
     def unsigned(self, other, function: Callable) -> "Lanes":
         kind = np.uint64 if self.raw.dtype == np.int64 else np.uint32
-        return Lanes(function(self.raw.view(kind), self.like(other).view(kind)).astype(kind).view(self.raw.dtype))
+        return Lanes(function(self.raw.view(kind), self.like(other).view(kind)).astype(kind, copy=False).view(self.raw.dtype))
 
     __add__ = __radd__ = lambda self, other: self.binary(other, np.add)
     __mul__ = __rmul__ = lambda self, other: self.binary(other, np.multiply)
@@ -82,9 +81,16 @@ class Lanes:
 
 
 def constant(x, dtype) -> np.ndarray:
-    if np.issubdtype(dtype, np.integer):
-        return np.full(32, int(x) & (2 ** (8 * np.dtype(dtype).itemsize) - 1), np.dtype(f"u{np.dtype(dtype).itemsize}")).view(dtype)
-    return np.full(32, x, dtype)
+    return whole(int(x), dtype) if np.dtype(dtype).kind in "iu" else np.full(32, x, dtype)
+
+
+@functools.lru_cache(1 << 14)
+def whole(x: int, dtype) -> np.ndarray:
+    """Made once of each number, as half of what the warps compute is with one; nobody can write to it."""
+    size = np.dtype(dtype).itemsize
+    out = np.full(32, x & (2 ** (8 * size) - 1), f"u{size}").view(dtype)
+    out.flags.writeable = False
+    return out
 
 
 def scalar(x: Lanes) -> int:
@@ -423,7 +429,8 @@ def launch(
     def run(block: Block, warp: int, past: Past) -> None:
         here.block, here.warp, here.mask, here.copies, here.products, here.past = block, warp, np.ones(32, bool), [[]], [], past
         try:
-            with device.turn:
+            # Lanes that do not run compute too, with whatever they have.
+            with device.turn, np.errstate(all="ignore"):
                 emit(dict(refs))
                 assert not here.products, "products that nobody waits for"
         except BaseException as error:

@@ -208,14 +208,13 @@ def _multiplied(args: tuple, entries_a: Callable, entries_b: Callable, kind) -> 
     each = a[0].shape[1]
     within = each * T[:, None] + np.arange(each)
     left, right, sums = np.zeros((16, 8 * each)), np.zeros((8 * each, 8)), np.zeros((16, 8))
-    with np.errstate(all="ignore"):
-        for i in range(4):
-            left[(G + 8 * (i & 1))[:, None], 4 * each * (i >> 1) + within] = a[i]
-            sums[G + 8 * (i >> 1), 2 * T + (i & 1)] = acc[i]
-        for i in range(2):
-            right[4 * each * i + within, G[:, None]] = b[i]
-        sums += np.einsum("ik,kj", left, right)  # not BLAS, whose calls let go of Python's lock
-        return tuple(sums[G + 8 * (i >> 1), 2 * T + (i & 1)].astype(kind) for i in range(4))
+    for i in range(4):
+        left[(G + 8 * (i & 1))[:, None], 4 * each * (i >> 1) + within] = a[i]
+        sums[G + 8 * (i >> 1), 2 * T + (i & 1)] = acc[i]
+    for i in range(2):
+        right[4 * each * i + within, G[:, None]] = b[i]
+    sums += np.einsum("ik,kj", left, right)  # not BLAS, whose calls let go of Python's lock
+    return tuple(sums[G + 8 * (i >> 1), 2 * T + (i & 1)].astype(kind) for i in range(4))
 
 
 def _mma_bytes(found, code, *args):
@@ -226,8 +225,7 @@ def _mma_bytes(found, code, *args):
 def halves(x: np.ndarray, kind: str) -> np.ndarray:
     """[lane, 2] float32 of pairs of 16-bit floats."""
     entries = np.ascontiguousarray(x).view({"bf16": ml_dtypes.bfloat16, "f16": np.float16}[kind]).reshape(32, 2)
-    with np.errstate(invalid="ignore"):  # a NaN of any kind
-        return entries.astype(np.float32)
+    return entries.astype(np.float32)
 
 
 def _mma(found, code, *args):
@@ -311,9 +309,8 @@ def _prmt(found, code, a, b):
 
 
 def _pair(found, code, high, low):
-    with np.errstate(over="ignore"):
-        bits = bf16_bits if found[1] == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
-        return (bits(low).astype(np.uint32) | bits(high).astype(np.uint32) << 16).view(np.int32)
+    bits = bf16_bits if found[1] == "bf16" else lambda x: x.astype(np.float16).view(np.uint16)
+    return (bits(low).astype(np.uint32) | bits(high).astype(np.uint32) << 16).view(np.int32)
 
 
 def _max_bf16(found, code, a, b):
@@ -323,15 +320,13 @@ def _max_bf16(found, code, a, b):
 
 def _multiply_pairs(found, code, a, b):
     kind = found[1]
-    with np.errstate(all="ignore"):
-        products = halves(a, kind) * halves(b, kind)
-        return np.ascontiguousarray(products.astype(np.float16) if kind == "f16" else bf16_bits(products)).view(np.int32)[:, 0]
+    products = halves(a, kind) * halves(b, kind)
+    return np.ascontiguousarray(products.astype(np.float16) if kind == "f16" else bf16_bits(products)).view(np.int32)[:, 0]
 
 
 def _fma_bf16(found, code, a, b, c):
     a, b, c = (halves(x, "bf16").astype(np.float64) for x in (a, b, c))
-    with np.errstate(all="ignore"):
-        return bf16_bits(a * b + c).reshape(64).view(np.int32)
+    return bf16_bits(a * b + c).reshape(64).view(np.int32)
 
 
 def _max_u16(found, code, a, b):
@@ -340,15 +335,13 @@ def _max_u16(found, code, a, b):
 
 def _approximate(function: Callable) -> Callable:
     def run(found, code, x):
-        with np.errstate(all="ignore"):
-            return function(x.astype(np.float64)).astype(np.float32)
+        return function(x.astype(np.float64)).astype(np.float32)
 
     return run
 
 
 def _fma(found, code, a, b, c):
-    with np.errstate(all="ignore"):
-        return (a.astype(np.float64) * b + c).astype(np.float32)
+    return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 INSTRUCTIONS = {
