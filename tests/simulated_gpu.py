@@ -40,7 +40,7 @@ class Here(threading.local):
 here = Here()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Lanes:
     """As `ptx.Value`, one number for each lane."""
 
@@ -136,30 +136,32 @@ class Memory:
 
     def __init__(self, start: int, size: int, touched: "Touched | None" = None):
         self.start, self.bytes, self.allowed, self.touched = start, np.zeros(size, np.uint8), np.zeros(size, bool), touched
+        self.words = self.bytes.view(np.int32)
 
     def places(self, at: np.ndarray, size: int) -> np.ndarray:
-        """Indices of so many bytes from each address of the lanes that run, all of which must be allowed and aligned."""
+        """Indices of the words of so many bytes from each address of the lanes that run, all of which must be allowed and aligned."""
         at = at[here.mask].astype(np.int64)
         assert not (at % size).any(), f"addresses {at} are no multiples of {size}"
-        places = (at - self.start)[:, None] + np.arange(size)
-        assert places.size == 0 or (places.min() >= 0 and places.max() < len(self.bytes)), f"addresses {at} are nowhere"
-        assert self.allowed[places].all(), f"addresses {at} are of no array"
-        return places
+        first = at - self.start
+        assert not at.size or (first.min() >= 0 and first.max() + size <= len(self.bytes)), f"addresses {at} are nowhere"
+        # Nothing that may be touched ends and begins again in so few bytes.
+        assert size <= GUARD and self.allowed[first].all() and self.allowed[first + (size - 1)].all(), f"addresses {at} are of no array"
+        return (first >> 2)[:, None] + np.arange(size // 4)
 
     def load(self, at: np.ndarray, words: int, dtype) -> tuple[Lanes, ...]:
         out, places = np.zeros((32, words), np.int32), self.places(at, 4 * words)
         if self.touched:
-            self.touched.reads(places[:, ::4] // 4, LANES[here.mask])
-        out[here.mask] = self.bytes[places].view(np.int32)
+            self.touched.reads(places, LANES[here.mask])
+        out[here.mask] = self.words[places]
         return tuple(Lanes(np.ascontiguousarray(column).view(dtype)) for column in out.T)
 
     def store(self, at: np.ndarray, values: np.ndarray) -> None:
         """values: [lane, any]"""
-        data = np.ascontiguousarray(values).view(np.uint8)
-        places = self.places(at, data.shape[1])
+        data = np.ascontiguousarray(values).view(np.int32)
+        places = self.places(at, 4 * data.shape[1])
         if self.touched:
-            self.touched.writes(places[:, ::4] // 4, LANES[here.mask])
-        self.bytes[places] = data[here.mask]
+            self.touched.writes(places, LANES[here.mask])
+        self.words[places] = data[here.mask]
 
 
 class Past:
@@ -224,35 +226,35 @@ class Touched:
 
     def reads(self, words: np.ndarray, lanes: np.ndarray) -> None:
         """words: [lane, any]; lanes: the lanes' numbers."""
-        past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
+        past, lanes = here.past, lanes[:, None]
         own = self.copied[words, past.warp]
         ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
         self._assert(ordered, words, "reads what is written")
         mine = self.reader[:, past.warp]
-        unmet = (self.read[words, past.warp] >= past.met) & (mine[words] != lanes)
-        found, first, counts = np.unique(words, return_index=True, return_counts=True)
-        mine[found] = np.where(counts > 1, SEVERAL, np.where(unmet, SEVERAL, lanes).reshape(-1)[first])
-        self.read[found, past.warp] = past.step
+        readers = np.where((self.read[words, past.warp] >= past.met) & (mine[words] != lanes), SEVERAL, lanes)
+        mine[words] = readers
+        mine[words[mine[words] != readers]] = SEVERAL  # of one word now
+        self.read[words, past.warp] = past.step
 
     def writes(self, words: np.ndarray, lanes: np.ndarray, kind: int = WRITTEN, source: np.ndarray | int = 0) -> None:
         """As `reads`. kind: who writes. source: the global address [lane, any] of each word that is copied."""
-        past, lanes = here.past, np.broadcast_to(lanes[:, None], words.shape)
+        past, lanes = here.past, lanes[:, None]
         step = past.step if kind == WRITTEN else past.copy_steps[kind]
-        again = (kind == COPIED) & (self.kind[words] == COPIED) & (self.source[words] == source)
         ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
-        self._assert(ordered | again, words, "writes what is written")
-        of_others = again[..., None]
-        read = np.where(of_others, self.read_before[words], self.read[words])
-        reader = np.where(of_others, self.reader_before[words], self.reader[words])
+        read, reader, again = self.read[words], self.reader[words], None
+        if kind == COPIED and ((self.kind[words] == COPIED) & (self.source[words] == source)).any():
+            again = (self.kind[words] == COPIED) & (self.source[words] == source)
+            ordered |= again
+            read = np.where(again[..., None], self.read_before[words], read)
+            reader = np.where(again[..., None], self.reader_before[words], reader)
+        self._assert(ordered, words, "writes what is written")
         known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
         known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
         self._assert((read <= known).all(-1), words, "writes what is read")
-        new = (self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)
-        for array, value in new:
-            array[words] = np.where(again, array[words], value)
         self.read_before[words], self.reader_before[words] = read, reader
-        self.hidden[words] = np.where(again, self.hidden[words], kind != BULK)
-        self.copied[words] = np.where(of_others, self.copied[words], 0)
+        new = [(self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)]
+        for array, value in [*new, (self.hidden, kind != BULK), (self.copied, 0)]:
+            array[words] = value if again is None else np.where(again if array.ndim == 1 else again[..., None], array[words], value)
         self.copied[words, past.warp] = step if kind == COPIED else 0
 
     def _after_write(self, words: np.ndarray, lanes: np.ndarray) -> np.ndarray:

@@ -292,8 +292,8 @@ def _of_matrix(rows: np.ndarray, transposed: bool) -> np.ndarray:
 
 def _load_matrices(found, code, at):
     places = here.block.shared.places(at, 16)
-    here.block.shared.touched.reads(places[:, ::4] // 4, LANES)
-    rows = here.block.shared.bytes[places].view(np.uint16).reshape(4, 8, 8)
+    here.block.shared.touched.reads(places, LANES)
+    rows = here.block.shared.words[places].view(np.uint16).reshape(4, 8, 8)
     return tuple(_of_matrix(matrix, bool(found[1])) for matrix in rows)
 
 
