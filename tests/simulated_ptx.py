@@ -23,8 +23,8 @@ def inline(code: str, *args: Lanes, results: str = "", effects: bool = True, col
     run, found = instruction(code)
     out = run(found, code, *[x.raw for x in args])
     out = () if out is None else out if isinstance(out, tuple) else (out,)
-    out = tuple(x if isinstance(x, Lanes) else Lanes(x) for x in out)
-    assert "".join("f" if x.is_float else "r" for x in out) == results, code
+    out = tuple([x if isinstance(x, Lanes) else Lanes(x) for x in out])
+    assert "".join(["f" if x.raw.dtype == np.float32 else "r" for x in out]) == results, code
     here.block.device.instructions += 1
     return out
 

@@ -32,7 +32,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import padded
 
 G = 4
-SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.2}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
+SAMPLERS = [{"temperature": 1.0}, {"temperature": 1.2}, {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
 SPARSE = "sparse:budget=0.2,least_groups=2"
 CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True, draft=SPARSE)
 
@@ -63,7 +63,7 @@ def test_two_levels_have_the_targets_distribution(options, middle, small):
     assert p_value(counts, p[0][:, None, None] * p[:, :, None] * p) > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["keys", "distributions", None])
+@pytest.mark.parametrize("fault", ["keys", "distributions"])
 def test_what_two_levels_get_wrong_is_seen(fault, monkeypatch):
     """Draws of both levels with the same keys, and the distributions of another model handed on."""
     if fault == "keys":
@@ -74,7 +74,7 @@ def test_what_two_levels_get_wrong_is_seen(fault, monkeypatch):
     p, sampler = filtered(TABLE), make_sampler(GenerationConfig(temperature=1.0))
     counts = counted(TABLE, two_levels("another table", "uniform"), sampler, loop=loop_of_its_own(), draft_state=NO_STATE)
     chance = p_value(counts, p[0][:, None] * p)
-    assert chance > 1e-3 if fault is None else chance < 1e-6
+    assert chance < 1e-6  # without a fault: test_two_levels_have_the_targets_distribution
 
 
 def test_two_levels_are_greedy():
@@ -235,7 +235,6 @@ def small(tmp_path_factory):
         ("triforce:model={directory},gamma1=2,sinks=2,window=9,middle=(retrieval:budget=44,chunk=2,rebuild=5)", ALL),
         ("triforce:model={directory},gamma1=3,sinks=2,window=9,middle=(sparse:budget=0.2,least_groups=2)", {}),
         (f"{SECOND},reads=window,sinks=2,window=9", ALL),
-        (f"combine:prompt-lookup+{SECOND}", {}),
         (f"combine:prompt-lookup+{SECOND}", ALL),
     ],
     ids=str,
