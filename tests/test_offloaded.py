@@ -113,9 +113,12 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
             free += found.layer_bytes
         assert sorted(set(shares)) == [0, 0.25, 0.5, 0.75, 1] and len(shares) - shares.index(0.25) == 4
         monkeypatch.setattr(residence_module, "free_bytes", lambda free=free - 3 * found.layer_bytes: free)
-        state, *_ = prepared(model, PROMPTS, dataclasses.replace(config, cache=name, max_new_tokens=64))
-        kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
-        assert kinds == [False, True] * 2, kinds
+        # A draft with a cache of its own leaves less room.
+        for draft, expected_kinds in (("none", [False, True] * 2), ("retrieval:budget=44,chunk=2", [True] * 4)):
+            own = dataclasses.replace(CONFIG, draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
+            state, *_ = prepared(model, PROMPTS, own, draft=make_draft(draft, model))
+            kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
+            assert kinds == expected_kinds, (draft, kinds)
     assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
     monkeypatch.setattr(residence_module, "free_host_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"cache int8:lower=host needs 0.0 GB of host memory for these prompts, and 0.0 GB are free"):

@@ -56,8 +56,23 @@ quantspec-shapes) # the same for large shapes, at the paper's rates
             --draft sparse:budget=0.03 --json --output "$out/quantspec-$shape.json"
     done
     ;;
+triforce-offloaded) # TriForce, table 3, a card of 24 GB: with XLA_PYTHON_CLIENT_MEM_FRACTION=.28 on one of 80 GB; 80 GB of host memory
+    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 3 --cache full:host \
+        --baseline-cache full:host --draft "triforce:model=$small,middle=(retrieval:budget=8192)" --draft retrieval:budget=8192,weight_bits=16 \
+        --json --output "$out/triforce-offloaded.json"
+    ;;
+offloaded-128k) # how near copies come to what the copy engine reaches, nothing resident; 80 GB of host memory
+    qspec bench decode --arch llama-2-7b --context 131072 --gamma 7 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 3 \
+        --cache int8:lower=host,resident=0 --baseline-cache full:host,resident=0 --draft quantspec --draft sparse:budget=0.03 --draft none \
+        --json --output "$out/offloaded-128k.json"
+    ;;
+offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 90 GB of host memory
+    qspec bench decode --arch llama-2-7b --context 524288 --gamma 16 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 2 \
+        --cache int8:lower=host --baseline-cache full:host --draft sparse:budget=0.03 --draft none --json --output "$out/offloaded-512k.json"
+    ;;
 *)
-    echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes" >&2
+    echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
+        "triforce-offloaded, offloaded-128k, offloaded-512k" >&2
     exit 2
     ;;
 esac

@@ -32,7 +32,7 @@ from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.drafts.specache import SpeCacheDraft
-from qspec_jax.drafts.step_bytes import bytes_in_loop
+from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -267,22 +267,26 @@ class Engine:
         """Reads prompts; returns a `DecodeState`."""
         # A draft that does nothing there is left out: drafts then share the program.
         begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
-        return Call(
-            PREFILL,
-            (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits),
-            self.static | {"cache": self.cache_for(len(prompts))},
+        call = Call(
+            PREFILL, (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits), self.static
         )
+        return dataclasses.replace(call, static=self.static | {"cache": self._cache_of(call, len(prompts))})
 
-    def cache_for(self, batch: int) -> CacheChoice:
+    def _cache_of(self, prefill: Call, batch: int) -> CacheChoice:
         """The cache of so many rows: of one in host memory, with what stays on the device settled when it is first asked for."""
         cache, static = self.static["cache"], self.static
         if not isinstance(cache, CacheConfig) or not isinstance(cache.settings, HostSettings):
             return cache
+
+        def of_draft() -> int:
+            """Bytes of what the draft makes of the prompts, and for the rounds."""
+            begun = dataclasses.replace(prefill, static=static | {"cache": dataclasses.replace(cache, settings=HostSettings(0.0))}).shapes()
+            return bytes_of(begun.draft) + bytes_in_loop(self.draft)
+
         if batch not in self._caches:
             jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
-            sizes = dict(capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
-            of_draft = 0 if self.draft is None else bytes_in_loop(self.draft)
-            self._caches[batch] = settled(cache, self.target.model, batch=batch, **sizes, besides=of_draft)
+            sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
+            self._caches[batch] = settled(cache, self.target.model, **sizes, besides=of_draft)
         return self._caches[batch]
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:

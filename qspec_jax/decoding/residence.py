@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import jax
 
@@ -26,12 +27,19 @@ class Residence:
 
 
 def residence(
-    cache: CacheConfig, model: Llama, *, batch: int, capacity: int, num_speculative_tokens: int, besides: int = 0, free: int | None = None
+    cache: CacheConfig,
+    model: Llama,
+    *,
+    batch: int,
+    capacity: int,
+    num_speculative_tokens: int,
+    besides: Callable[[], int] = lambda: 0,
+    free: int | None = None,
 ) -> Residence:
     """The cache for the memory that is free now, model and draft being there.
 
-    besides: bytes that the draft will take on the device. free: of the device; None: what it says. Where it does not say, no layer is
-    resident. Sizes as of `CacheConfig.empty`.
+    besides: bytes that the draft will take on the device, asked for where it matters. free: of the device; None: what it says. Where it
+    does not say, no layer is resident. Sizes as of `CacheConfig.empty`.
     """
     config, settings = model.config, cache.settings
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
@@ -43,7 +51,7 @@ def residence(
         free, fitting = free_bytes() if free is None else free, 0
         if free is not None:
             copied = 2 * of_layer  # while a layer is computed, the next is copied
-            working = max(prefill_bytes(config, cache.kind, batch=batch, context=capacity), copied + besides)
+            working = besides() + max(prefill_bytes(config, cache.kind, batch=batch, context=capacity), copied)
             room = free - working - (bytes_of(shapes) - layers * of_layer)
             fitting = min(layers, max(0, int(room // of_layer)))
             log.info("cache %s: %d of %d layers stay on the device", cache.kind, fitting, layers)
@@ -52,8 +60,8 @@ def residence(
     return Residence(with_share(resident), streamed * of_layer, of_layer)
 
 
-def settled(cache: CacheConfig, model: Llama, **sizes: int) -> CacheConfig:
-    """The cache of `residence`. Raises InputError where the host has not the memory for the rest."""
+def settled(cache: CacheConfig, model: Llama, **sizes) -> CacheConfig:
+    """The cache of `residence`, which has the arguments. Raises InputError where the host has not the memory for the rest."""
     found, free = residence(cache, model, **sizes), free_host_bytes()
     if free is not None and found.host_bytes > free:
         needed, there = f"{found.host_bytes / 1e9:.1f} GB of host memory", f"{free / 1e9:.1f} GB are free"

@@ -8,10 +8,10 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_bytes, int4_bytes, layer_weight_bytes, model_bytes
 from qspec_jax.planning.steps import OutlinedDraft
 
-# What prefill holds for each token besides the cache, fitted on two measured rows of docs/results.md: so many arrays as wide as the hidden
-# state, and so many of a layer's keys and values. Filling a quantized cache keeps more of the latter. Those of caches in host memory are
-# fitted on programs compiled for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens).
-PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (1.72, 1.91), "full:host": (2.4, 1.96), "int8:lower=host": (2.31, 2.32)}
+# What prefill holds for each token besides the cache: so many arrays as wide as the hidden state, and so many of a layer's keys and values.
+# That of a full cache is fitted on two measured rows of docs/results.md, the others on programs compiled for an H100 (Llama-2-7B and
+# Llama-3.1-8B, 131,072 tokens).
+PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (2.4, 0.84), "full:host": (2.4, 0.96), "int8:lower=host": (2.4, 0.84)}
 MOST = 1 << 26  # tokens or rows that are looked for
 
 
