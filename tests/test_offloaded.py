@@ -115,7 +115,8 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
         monkeypatch.setattr(residence_module, "free_bytes", lambda free=free - 3 * found.layer_bytes: free)
         # A draft with a cache of its own leaves less room.
         for draft, expected_kinds in (("none", [False, True] * 2), ("retrieval:budget=44,chunk=2", [True] * 4)):
-            own = dataclasses.replace(CONFIG, draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
+            settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
+            own = dataclasses.replace(CONFIG, **settings)
             state, *_ = prepared(model, PROMPTS, own, draft=make_draft(draft, model))
             kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
             assert kinds == expected_kinds, (draft, kinds)
