@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts, run_rounds
 
-from pallas_kernels.attention import decode_attention
+from pallas_kernels.attention import decode_attention, low_bits
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.caches.registry import CacheConfig
@@ -179,3 +179,21 @@ def test_settings_that_do_not_fit():
     with pytest.raises(InputError, match="group size 32 should divide the model's head_dim, 16"):
         CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
     assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)
+
+
+def test_what_its_kernel_does_not_support():
+    bf16 = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+    coded = lambda channels, group: LowBits.zeros(1, 1, 64, 64, "bfloat16", bits=2, tokens=group, channels=channels)
+    layer = lambda group=32: TokenCodesLayer(coded(1, group), coded(32, 1), FullLayer(bf16(1, 1, 80, 64), bf16(1, 1, 80, 64)))
+    lengths, q = Lengths(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)), bf16(1, 1, 2, 64)
+    assert low_bits.unsupported(q, layer(), lengths) is None
+    eight = TokenCodes.of(bf16(1, 1, 64, 64), scheme="int8_first")
+    for args, words in (
+        ((q, dataclasses.replace(layer(), keys=eight, values=eight), lengths), "not yet those in 8"),
+        ((q.astype(jnp.float32), layer(), lengths), "in bfloat16, not float32"),
+        ((bf16(1, 17, 2, 64), layer(), lengths), "up to 16 tokens a row, not 17"),
+        ((bf16(1, 1, 2, 32), layer(), lengths), "head_dim 64, 128 and 256, not 32"),
+        ((q, layer(8), lengths), "a multiple of 16 tokens, not 8"),
+        ((q, layer(), Lengths(np.zeros(1, np.int64), np.ones(1, np.int64))), "lengths in int32, not int64"),
+    ):
+        assert words in (low_bits.unsupported(*args) or ""), words

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.attention import support
+from pallas_kernels.attention import low_bits, support
+from pallas_kernels.attention.partials import block_rows, merged
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups, View
 
 KERNEL = "attention.triton"
-MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
 WAVES = 64  # most programs for each multiprocessor, and most stages of a loop: more only cost memory
 MOST_STAGES = 8
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
@@ -40,23 +41,31 @@ class Config:
             raise ValueError(f"num_stages is {self.num_stages}, should be at most {MOST_STAGES}")
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
+def unsupported(
+    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False
+) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if reason := no_triton() or support.unsupported(q, layer, lengths, view):
+    if reason := no_triton():
+        return reason
+    if isinstance(layer, TokenCodesLayer):
+        return low_bits.unsupported(q, layer, lengths)
+    if reason := support.unsupported(q, layer, lengths, view):
         return reason
     return "does not yet say what it observes" if observe else None
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | FullLayer,
+    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
     lengths: Lengths,
     view: View,
     *,
     observe: bool = False,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.attention.decode_attention`."""
+    """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`."""
+    if isinstance(layer, TokenCodesLayer):
+        return low_bits.decode_attention(q, layer, lengths)
     import jax_triton
 
     from pallas_kernels.attention import triton_kernel
@@ -76,7 +85,7 @@ def decode_attention(
     splits = min(config.splits, (problem.list_width or groups) + math.ceil(capacity / config.tile))
 
     partial = jax.ShapeDtypeStruct((B * K, splits, rows), jnp.float32)
-    out, top, total = jax_triton.triton_call(
+    found = jax_triton.triton_call(
         q,
         lengths.quantized,
         lengths.buffered,
@@ -106,10 +115,7 @@ def decode_attention(
         TILE=config.tile,
         SPLITS=splits,
     )
-    weight = jnp.exp2(top - top.max(1, keepdims=True))
-    out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
-    out = out.reshape(B, K, T, N // K, H)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    return merged(*found, q)
 
 
 def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:
@@ -136,10 +142,10 @@ class _Problem:
         quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
         K = (layer if isinstance(layer, FullLayer) else layer.buffer).keys.shape[1]
         rows = T * (N // K)
-        block_rows = min(64, MAX_OUTPUTS // H, max(16, 2 ** math.ceil(math.log2(rows))))
-        programs = B * K * math.ceil(rows / block_rows)
+        in_block = block_rows(rows, H)
+        programs = B * K * math.ceil(rows / in_block)
         list_width = view.groups.shape[2] if quantized and isinstance(view, ListedGroups) else None
-        return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, block_rows, list_width)
+        return cls(view.planes if quantized else 0, H, layer.group_size if quantized else 0, programs, in_block, list_width)
 
     @property
     def named(self) -> dict[str, int]:

@@ -49,6 +49,39 @@ def normalized(low, high):
 
 
 @triton.jit
+def attend_buffer(
+    q, query, buffered, keys_ptr, values_ptr, acc, top, total,
+    TO_BASE_2, T: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Weighted values, maximum and sum with the program's share of the tokens in the full-precision buffer of its KV head, of which there
+    are `buffered`. query: which of the row's T last tokens each query row is of."""
+    split = tl.program_id(1)
+    channels = tl.arange(0, H)
+    seen = buffered - T + query + 1
+    # The tokens that the last row of the block sees.
+    longest = buffered - T + 1 + tl.minimum((tl.program_id(2) * M + M - 1) // PER_HEAD, T - 1)
+    tiles = (longest + TILE - 1) // TILE
+    tokens = tl.arange(0, TILE)
+    first = split * tiles // SPLITS
+    last = (split + 1) * tiles // SPLITS
+    for i in range(first, last):
+        token = i * TILE + tokens
+        at = token.to(tl.int64) * H
+        stored = token < longest
+        keys = tl.load(keys_ptr + at[None, :] + channels[:, None], mask=stored[None, :], other=0.0)
+        values = tl.load(values_ptr + at[:, None] + channels[None, :], mask=stored[:, None], other=0.0)
+        logits = tl.dot(q, keys) * TO_BASE_2
+        logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        decay = tl.exp2(top - new_top)
+        weights = tl.exp2(logits - new_top[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), values, acc * decay[:, None])
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
 def attend(
     q_ptr, quantized_ptr, buffered_ptr, listed_ptr, count_ptr, pages_ptr,
     key_upper, key_lower, key_scale, key_zero,
@@ -160,30 +193,10 @@ def attend(
             top = new_top
 
     q = tl.load(q_ptr + q_row[:, None] * H + channels[None, :], mask=valid[:, None], other=0.0)
-    seen = buffered - T + query + 1
-    # The tokens that the last row of the block sees.
-    longest = buffered - T + 1 + tl.minimum((tl.program_id(2) * M + M - 1) // PER_HEAD, T - 1)
-    tiles = (longest + TILE - 1) // TILE
-    tokens = tl.arange(0, TILE)
-    keys_ptr += head * CAPACITY * H
-    values_ptr += head * CAPACITY * H
-    first = split * tiles // SPLITS
-    last = (split + 1) * tiles // SPLITS
-    for i in range(first, last):
-        token = i * TILE + tokens
-        at = token.to(tl.int64) * H
-        stored = token < longest
-        keys = tl.load(keys_ptr + at[None, :] + channels[:, None], mask=stored[None, :], other=0.0)
-        values = tl.load(values_ptr + at[:, None] + channels[None, :], mask=stored[:, None], other=0.0)
-        logits = tl.dot(q, keys) * TO_BASE_2
-        logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        decay = tl.exp2(top - new_top)
-        weights = tl.exp2(logits - new_top[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), values, acc * decay[:, None])
-        top = new_top
-
+    acc, top, total = attend_buffer(
+        q, query, buffered, keys_ptr + head * CAPACITY * H, values_ptr + head * CAPACITY * H, acc, top, total,
+        TO_BASE_2, T, PER_HEAD, H, M, TILE, SPLITS,
+    )  # fmt: skip
     row = (head * SPLITS + split) * R + rows
     tl.store(out_ptr + row[:, None] * H + channels[None, :], acc, mask=valid[:, None])
     tl.store(top_ptr + row, top, mask=valid)

@@ -1,0 +1,87 @@
+"""Decode attention over KIVI's format through jax-triton: split over the tokens, partial results merged at the end."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention.partials import block_rows, merged
+from pallas_kernels.dispatch import multiprocessors
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.low_bits import LowBits
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+
+MAX_TOKENS = 16
+HEAD_DIMS = (64, 128, 256)
+LEAST_TILE, TILE = 16, 32  # tokens that are read at a time
+WARPS, STAGES = 4, 2
+PROGRAMS = 2  # for each multiprocessor
+
+
+def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | None:
+    """Why the kernel cannot run on these arguments, or None."""
+    if not isinstance(layer.keys, LowBits):
+        return "reads tokens in 1 or 2 bits, and not yet those in 8 with a scale each"
+    if others := {x.dtype.name for x in (q, layer.buffer.keys, layer.buffer.values)} - {"bfloat16"}:
+        return f"needs queries and a buffer in bfloat16, not {', '.join(sorted(others))}"
+    if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:
+        return f"needs lengths in int32, not {lengths.quantized.dtype} and {lengths.buffered.dtype}"
+    if q.shape[1] > MAX_TOKENS:
+        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
+    if q.shape[3] not in HEAD_DIMS:
+        return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
+    if layer.keys.tokens and _tile(layer) < LEAST_TILE:
+        return f"supports groups of a multiple of {LEAST_TILE} tokens, not {layer.keys.group_tokens}"
+    return None
+
+
+def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
+    """See `pallas_kernels.attention.decode_attention`."""
+    import jax_triton
+
+    from pallas_kernels.attention import low_bits_kernel
+
+    B, T, N, H = q.shape
+    K, capacity = layer.buffer.keys.shape[1:3]
+    keys, values, rows = layer.keys, layer.values, T * (N // K)
+    M, size, tile = block_rows(rows, H), keys.tokens, _tile(layer)
+    blocks = math.ceil(rows / M)
+    splits = max(1, min(PROGRAMS * multiprocessors() // (B * K * blocks), size // tile + math.ceil(capacity / TILE)))
+    # Where there is no room for codes, none are read; q stands for them.
+    coded = [x for p in (keys, values) for x in (p.codes, p.scale, p.zero)] if size else [q] * 6
+    partial = jax.ShapeDtypeStruct((B * K, splits, rows), jnp.float32)
+    found = jax_triton.triton_call(
+        q,
+        lengths.quantized,
+        lengths.buffered,
+        *coded,
+        layer.buffer.keys,
+        layer.buffer.values,
+        kernel=low_bits_kernel.attend,
+        name=f"decode_attention_{keys.bits}_bits",
+        out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial),
+        grid=(B * K, splits, blocks),
+        num_warps=WARPS,
+        num_stages=STAGES,
+        TO_BASE_2=math.log2(math.e) / math.sqrt(H),
+        T=T,
+        K=K,
+        PER_HEAD=N // K,
+        H=H,
+        M=M,
+        BITS=keys.bits,
+        SIZE=size,
+        KEY_GROUP=keys.group_tokens if size else tile,
+        VALUE_GROUP=H // values.scale.shape[3],
+        CODED_TILE=tile,
+        CAPACITY=capacity,
+        TILE=TILE,
+        SPLITS=splits,
+    )
+    return merged(*found, q)
+
+
+def _tile(layer: TokenCodesLayer) -> int:
+    """Tokens in codes that are read at a time: all of one group."""
+    return math.gcd(layer.keys.group_tokens, TILE) if layer.keys.tokens else TILE

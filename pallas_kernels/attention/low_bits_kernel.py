@@ -1,0 +1,80 @@
+"""The Triton program of decode attention over KIVI's format: one KV head, one share of its tokens, one block of query rows.
+
+Codes become keys and values in the queries' dtype on the way into the tensor cores, as they would be read from a cache in that dtype.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.attention.triton_kernel import attend_buffer
+
+
+@triton.jit
+def unpacked(address, BITS: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr):
+    """Codes [TILE, H] of the bytes [TILE, H * BITS / 8] there: a byte has those of channels that are as many apart, the first lowest."""
+    shifts = BITS * tl.arange(0, 8 // BITS)
+    codes = (tl.load(address)[:, None, :].to(tl.int32) >> shifts[None, :, None]) & (2**BITS - 1)
+    return tl.reshape(codes, [TILE, H]).to(tl.float32)
+
+
+@triton.jit
+def attend(
+    q_ptr, quantized_ptr, buffered_ptr,
+    key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
+    keys_ptr, values_ptr,
+    out_ptr, top_ptr, total_ptr,
+    TO_BASE_2, T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, CODED_TILE: tl.constexpr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Weighted values, maximum (base 2) and sum of exponentials of each query row, over the program's share of the tokens.
+
+    SIZE: tokens that there is room for in codes. KEY_GROUP: tokens that share a key's scale, a multiple of CODED_TILE. VALUE_GROUP:
+    channels that share a value's.
+    """
+    R: tl.constexpr = T * PER_HEAD
+    BYTES: tl.constexpr = H * BITS // 8
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    batch = head // K
+    rows = tl.program_id(2) * M + tl.arange(0, M)
+    query = rows // PER_HEAD
+    valid = rows < R
+    q_row = (batch * T + query) * (K * PER_HEAD) + (head % K) * PER_HEAD + rows % PER_HEAD
+    channels = tl.arange(0, H)
+    q = tl.load(q_ptr + q_row[:, None] * H + channels[None, :], mask=valid[:, None], other=0.0)
+    top = tl.full([M], -1e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, H], tl.float32)
+
+    tokens = tl.arange(0, CODED_TILE)
+    in_row = tl.arange(0, BYTES)
+    tiles = tl.load(quantized_ptr + batch) // CODED_TILE
+    first = split * tiles // SPLITS
+    last = (split + 1) * tiles // SPLITS
+    for i in range(first, last):
+        token = head * SIZE + i * CODED_TILE + tokens
+        at = token[:, None] * BYTES + in_row[None, :]
+        group = (head * (SIZE // KEY_GROUP) + i * CODED_TILE // KEY_GROUP) * H + channels
+        scale, zero = tl.load(key_scale + group).to(tl.float32), tl.load(key_zero + group).to(tl.float32)
+        keys = unpacked(key_codes + at, BITS, CODED_TILE, H) * scale[None, :] + zero[None, :]
+        logits = tl.dot(q, tl.trans(keys.to(q.dtype))) * TO_BASE_2
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        decay = tl.exp2(top - new_top)
+        weights = tl.exp2(logits - new_top[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        group = token[:, None] * (H // VALUE_GROUP) + (channels // VALUE_GROUP)[None, :]
+        scale, zero = tl.load(value_scale + group).to(tl.float32), tl.load(value_zero + group).to(tl.float32)
+        values = unpacked(value_codes + at, BITS, CODED_TILE, H) * scale + zero
+        acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc * decay[:, None])
+        top = new_top
+
+    buffered = tl.load(buffered_ptr + batch)
+    acc, top, total = attend_buffer(
+        q, query, buffered, keys_ptr + head * CAPACITY * H, values_ptr + head * CAPACITY * H, acc, top, total,
+        TO_BASE_2, T, PER_HEAD, H, M, TILE, SPLITS,
+    )  # fmt: skip
+    row = (head * SPLITS + split) * R + rows
+    tl.store(out_ptr + row[:, None] * H + channels[None, :], acc, mask=valid[:, None])
+    tl.store(top_ptr + row, top, mask=valid)
+    tl.store(total_ptr + row, total, mask=valid)

@@ -1,0 +1,90 @@
+"""The GPU kernel of decode attention over KIVI's format against the reference in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import decode_attention, reference
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.low_bits import LowBits
+from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from qspec_jax.decoding.compiled import Compiled
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+
+SIZE, ROWS = 2048, 160  # of the codes and of the buffer
+QUANTIZED, BUFFERED = [0, 64, 1088, SIZE], [ROWS, 17, 100, 64]  # rows with nothing in codes, one step of a program, many, and all
+
+
+def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: int, *, outliers: bool):
+    """outliers: a few channels and tokens a hundred times as loud as the others."""
+    r = np.random.default_rng(bits + T)
+    draw = lambda *shape: r.standard_normal((len(QUANTIZED), *shape)).astype(np.float32)
+    keys, values = draw(kv_heads, SIZE, head_dim), draw(kv_heads, SIZE, head_dim)
+    if outliers:
+        keys[..., ::17] *= 100
+        values[:, :, ::101] *= 100
+    coded = [
+        LowBits.of(jnp.asarray(x, jnp.bfloat16), bits=bits, tokens=t, channels=c, rule="centred")
+        for x, t, c in ((keys, group, 1), (values, 1, group))
+    ]
+    buffer = FullLayer(*(jnp.asarray(draw(kv_heads, ROWS, head_dim), jnp.bfloat16) for _ in range(2)))
+    lengths = Lengths(jnp.array(QUANTIZED, jnp.int32), jnp.array(BUFFERED, jnp.int32))
+    return jnp.asarray(draw(T, heads, head_dim), jnp.bfloat16), TokenCodesLayer(*coded, buffer), lengths
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "T", "heads", "kv_heads", "head_dim", "group"),
+    [
+        (2, 1, 8, 2, 128, 32),
+        (1, 2, 4, 4, 128, 64),
+        (2, 7, 7, 1, 64, 32),
+        (1, 16, 8, 1, 128, 32),
+        (1, 5, 4, 2, 256, 16),
+        (2, 16, 7, 1, 256, 64),
+    ],
+)
+def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
+    q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
+    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="triton").astype(jnp.float32)
+    wide = lambda x: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, x)
+    expected = reference.decode_attention(wide(q), wide(layer), lengths, BOTH_PLANES)
+    # Keys and values pass through bfloat16, as they would from a cache in it.
+    codes = [x.dequantized(jnp.bfloat16).astype(jnp.float32) for x in (layer.keys, layer.values)]
+    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(codes, (wide(layer.buffer.keys), wide(layer.buffer.values)))))
+    scale = float(jnp.abs(expected).max())
+    rounded = max(
+        float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED))
+    )  # what that rounding alone makes
+    assert float(jnp.abs(found - expected).max()) <= 2 * rounded + 0.01 * scale, (rounded, scale)
+    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="triton").astype(jnp.float32)
+    np.testing.assert_array_equal(found, again)
+
+
+def _of_row(q, layer: FullLayer, b: int, lengths: Lengths) -> jax.Array:
+    """Row b in float32 over its tokens of codes and buffer, which stand one after the other in the layer."""
+    quantized, buffered = int(lengths.quantized[b]), int(lengths.buffered[b])
+    there = lambda x: jnp.concatenate([x[b : b + 1, :, :quantized], x[b : b + 1, :, SIZE : SIZE + buffered]], 2)
+    own = Lengths(jnp.zeros(1, jnp.int32), jnp.array([quantized + buffered], jnp.int32))
+    return reference.decode_attention(q[b : b + 1].astype(jnp.float32), jax.tree.map(there, layer), own, FULL_PRECISION)[0]
+
+
+def test_decoding_takes_it():
+    """Over several flushes; the same chances as by the reference, up to rounding."""
+    shape = dict(hidden_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    model = random_model("bfloat16", vocab_size=512, spread=0.05, **shape)
+    settings = dict(max_new_tokens=300, draft="none", num_speculative_tokens=0, ignore_eos=True, output_logprobs=True)
+    config = GenerationConfig(cache="kivi:bits=2,residual=128", **settings)
+    prompt = np.random.default_rng(0).integers(0, 512, 700).tolist()
+    Compiled.forget()
+    with dispatch.watched() as seen:
+        found = generate(model, [prompt], config=config)
+    assert "triton" in {choice.implementation for choice in seen if choice.kernel == "attention"}
+    assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()
