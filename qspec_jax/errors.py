@@ -11,6 +11,10 @@ class InputError(ValueError):
     """Bad input: one clear sentence that names the file or value and what would be right. The CLI exits with code 2."""
 
 
+class HostMemoryError(InputError):
+    """What was asked for does not fit host memory; something shorter may."""
+
+
 def flat(text: str) -> str:
     """The text with its line breaks and runs of blanks as single blanks."""
     return " ".join(text.split())
@@ -33,10 +37,12 @@ def named(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory was too small, as JAX says it. A kernel that asks for more shared memory than there is does not count: no
-    shorter prompt helps it."""
+    """Whether a device's memory was too small, as JAX says it, or the host's. A kernel that asks for more shared memory than there is does
+    not count: no shorter prompt helps it."""
     text = str(error)
-    return any(sign in text for sign in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")) and "shared memory" not in text.lower()
+    return isinstance(error, HostMemoryError) or (
+        any(sign in text for sign in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")) and "shared memory" not in text.lower()
+    )
 
 
 @contextlib.contextmanager

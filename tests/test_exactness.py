@@ -33,6 +33,7 @@ from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.small_model import SmallModelDraft
 from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
+from qspec_jax.models import prompts as prompts_module
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_linears
 
@@ -427,9 +428,12 @@ def test_streaming_gives_the_same_tokens(model, rounds):
 
 @pytest.mark.slow
 def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
-    """384 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call."""
-    for name in ("CHUNK_TOKENS", "CHUNK_QUERIES"):
-        monkeypatch.setattr(f"qspec_jax.models.prompts.{name}", 100)
+    """384 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call. A KV head at a time is quantized."""
+    for name in ("models.prompts.CHUNK_TOKENS", "models.prompts.CHUNK_QUERIES", "caches.prefill.CHUNK_TOKENS"):
+        monkeypatch.setattr(f"qspec_jax.{name}", 100)
+    monkeypatch.setattr("qspec_jax.caches.hierarchical.QUANTIZED_BYTES", 1)
+    parts, equal_parts = [], prompts_module.equal_parts
+    monkeypatch.setattr(prompts_module, "equal_parts", lambda *args: parts.append((*args, equal_parts(*args))) or equal_parts(*args))
     n = np.array([3, 175, 384], np.int32)
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (3, 384)), jnp.int32)
     make = lambda kind: CacheConfig(kind, group_size=G).empty(
@@ -443,6 +447,7 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
         for row in range(3):
             np.testing.assert_allclose(last[row], logits[row, n[row] - 1], atol=1e-10)
         np.testing.assert_array_equal(cache.lengths.total, n)
+    assert {(384, 100, 4), (2, 1, 2)} <= set(parts)
     assert isinstance(cache, HierarchicalCache) and isinstance(direct, FullCache)
     for got, full in zip(cache.layers, direct.layers):
         keys, values = kv_cache.dequantize_groups(got.keys, got.values, planes=2, dtype=jnp.float64)

@@ -10,18 +10,18 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from runs import prepared, random_model, random_prompts, run_rounds
 
+from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import residence as residence_module
-from qspec_jax.decoding import room
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.residence import residence
+from qspec_jax.decoding.residence import Residence, residence
 from qspec_jax.drafts import make_draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import model_mesh
 
 CONFIG = GenerationConfig(max_new_tokens=30, cache="int8", group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -98,21 +98,26 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
     """Where the device says how much is free; of tokens nothing changes."""
     model, config = random_model("float32", num_hidden_layers=4), dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
     expected = run_rounds(model, PROMPTS, config).tokens
+    sizes = dict(batch=3, capacity=128, num_speculative_tokens=0)
     for name in ("full:host", "int8:lower=host"):
-        cache, sizes = CacheConfig.parse(name, group_size=8), dict(batch=3, capacity=128, num_speculative_tokens=0)
-        least, found = (residence(cache, model, **sizes, free=free) for free in (0, 1 << 40))
+
+        def of(free: int, name: str = name) -> Residence:
+            monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
+            return residence(CacheConfig.parse(name, group_size=8), model, **sizes)
+
+        least, found = of(0), of(1 << 40)
         made = least.cache.empty(model.config, **sizes, dtype=model.dtype)
         of_layer = [sum(leaf.nbytes for leaf in jax.tree.leaves(layer) if in_host(leaf)) for layer in made.layers]
         assert of_layer == [least.layer_bytes] * 4 and least.host_bytes == 4 * least.layer_bytes
         assert (found.cache.settings.resident, found.host_bytes, found.layer_bytes) == (1, 0, least.layer_bytes)
         free, shares = 0, []
         while not shares or shares[-1] < 1:  # a layer more each time that there is so much more room
-            each = residence(cache, model, **sizes, free=free)
+            each = of(free)
             assert each.host_bytes == (1 - each.cache.settings.resident) * 4 * each.layer_bytes
             shares.append(each.cache.settings.resident)
             free += found.layer_bytes
         assert sorted(set(shares)) == [0, 0.25, 0.5, 0.75, 1] and len(shares) - shares.index(0.25) == 4
-        monkeypatch.setattr(residence_module, "free_bytes", lambda free=free - 3 * found.layer_bytes: free)
+        of(free - 3 * found.layer_bytes)
         # A draft with a cache of its own leaves less room.
         for draft, expected_kinds in (("none", [False, True] * 2), ("retrieval:budget=44,chunk=2", [True] * 4)):
             settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
@@ -121,23 +126,36 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
             kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
             assert kinds == expected_kinds, (draft, kinds)
     assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
-    monkeypatch.setattr(residence_module, "free_host_bytes", lambda: 1000)
-    with pytest.raises(InputError, match=r"cache int8:lower=host needs 0.0 GB of host memory for these prompts, and 0.0 GB are free"):
+    monkeypatch.setattr(residence_module, "_pooled", 0)
+    monkeypatch.setattr(host, "free_bytes", lambda: 1000)
+    with pytest.raises(HostMemoryError, match=r"cache int8:lower=host needs 0.0 GB of host memory for these prompts, and 0.0 GB are free"):
         run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host,resident=0"))
 
 
 def test_host_memory_that_is_left(monkeypatch, tmp_path):
-    """The larger of what Linux and the control group say: a virtual machine may grow."""
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(room, "CGROUP", tmp_path)
-    assert room.free_host_bytes() is None
+    """What Linux says, or less where the control group has less; but a virtual machine may grow."""
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    assert host.free_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    3 kB\n")
-    assert room.free_host_bytes() == 3072
-    (tmp_path / "memory.max").write_text("8000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert room.free_host_bytes() == 7000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert room.free_host_bytes() == 3072
+    assert host.free_bytes() == 3072
+    for limit, free in (("max", 3072), (8000, 3072), (9000, 3072), (3000, 2500), (90_000, 89_500)):
+        for name, text in (("max", limit), ("current", 1000), ("stat", "anon 500\ninactive_file 500")):
+            (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+        assert host.free_bytes() == free, limit
+
+
+def test_xlas_pool_of_host_memory(monkeypatch):
+    """It has 64 GiB unless it is told before JAX starts; on a GPU a cache that needs more is refused, with how to tell it."""
+    monkeypatch.setattr(host, "free_bytes", lambda: 100 << 30)
+    monkeypatch.delenv(host.POOL_LIMIT, raising=False)
+    assert host.pool_bytes() == 64 << 30
+    large = Residence(CacheConfig.parse("full:host"), host_bytes=80 << 30, layer_bytes=1)
+    assert large.refused is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert f"set {host.POOL_LIMIT}=81 before JAX starts" in large.refused
+    host.allow_large_pool()
+    assert host.pool_bytes() == 100 << 30 and large.refused is None
 
 
 def test_a_row_that_is_full_is_not_touched_by_another_s_flush():
@@ -244,6 +262,6 @@ def test_by_its_name(run, fails, directory):
     for cache, words in (
         ("int8:lower=disk", "'lower=disk' should be left out"),
         ("int8:lower=host,resident=1.5", "resident 1.5 should be auto, or from 0 to 1"),
-        ("full:host,resident=half", "resident should be a number, not 'half'"),
+        ("full:host,resident=half", "resident should be auto or a number, not 'half'"),
     ):
         fails([*command, "--cache", cache], words)

@@ -3,7 +3,8 @@
 #
 # TABLE is one of the names below, OUT a folder for the JSON. Rates of acceptance are simulated where --simulate is said, at the paper's own:
 # 0.9234 of the middle's drafts and 0.4649 of the small model's, TriForce's table 2 at temperature 0. MODEL is a trained checkpoint with the
-# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN` makes one in 10 minutes.
+# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN --minutes 6`
+# makes one in 8 minutes.
 set -euo pipefail
 table=$1 out=$2 model=${3:-}
 here=$(dirname "$0")
@@ -38,7 +39,7 @@ triforce-real) # TriForce's variants on a trained pair; the embedded model is th
             --json --output "$out/triforce-real-$temperature.json"
     done
     ;;
-triforce-ablations) # TriForce, figure 6: acceptance by budget and by chunk
+triforce-ablations) # TriForce, figures 3 and 6: acceptance by budget and by chunk
     budgets=() chunks=()
     for budget in 512 1024 2048 4096 8192; do budgets+=(--draft "retrieval:budget=$budget,weight_bits=16"); done
     for chunk in 1 2 4 16 32; do chunks+=(--draft "retrieval:chunk=$chunk,weight_bits=16"); done
@@ -56,7 +57,10 @@ quantspec-shapes) # the same for large shapes, at the paper's rates
             --draft sparse:budget=0.03 --json --output "$out/quantspec-$shape.json"
     done
     ;;
-triforce-offloaded) # TriForce, table 3, a card of 24 GB: with XLA_PYTHON_CLIENT_MEM_FRACTION=.28 on one of 80 GB; 80 GB of host memory
+triforce-offloaded) # TriForce, table 3: of the card JAX gets 24 GB; 80 GB of host memory
+    megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1 || true)
+    XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 24e9 / (${megabytes:-81559} * 2 ^ 20) }")
+    export XLA_PYTHON_CLIENT_MEM_FRACTION
     qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 3 --cache full:host \
         --baseline-cache full:host --draft "triforce:model=$small,middle=(retrieval:budget=8192)" --draft retrieval:budget=8192,weight_bits=16 \
         --json --output "$out/triforce-offloaded.json"

@@ -17,7 +17,8 @@ from qspec_jax.errors import named
 from qspec_jax.models.sharding import MODEL
 from qspec_jax.provenance import Run, this_run
 
-# What adds up, and the options of XLA that choose it; on a CPU there is but one. By itself XLA takes its own for small arrays (jax 0.11).
+# What adds up, and the options of XLA that choose it; on a CPU there is but one.
+# Unless told otherwise XLA takes its own kernel for small arrays (jax 0.11).
 WAYS: Mapping[str, dict[str, str]] = {
     "NCCL": {"xla_gpu_experimental_use_collective_kernels": ""},
     "XLA's own kernel": {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"},

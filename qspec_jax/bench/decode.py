@@ -24,7 +24,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax import plots
+from qspec_jax import host, plots
 from qspec_jax.bench import streamed_step
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
 from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
@@ -38,14 +38,13 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.residence import Residence, residence
-from qspec_jax.decoding.room import free_host_bytes
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, step_bytes, weight_bytes
-from qspec_jax.errors import InputError, is_out_of_memory, named
+from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
@@ -53,7 +52,7 @@ from qspec_jax.provenance import Run, this_run
 
 log = logging.getLogger(__name__)
 
-LONG_PREFILL_S = 20.0  # of which what a first run takes besides is too little to run it again
+LONG_PREFILL_S = 20.0  # a first prefill of so many seconds is not repeated: what warming up adds to it is negligible
 # How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
 # counted.
 PLANES = {"full": None, "int8": BOTH_PLANES.planes}
@@ -207,12 +206,14 @@ def _results(
     settings = dict(batch_size=batch_size, rate=rate, inner_rate=inner_rate, seed=seed, began=time.perf_counter())
     pool = ThreadPoolExecutor()
     try:
-        begun = []
+        begun: list[_Measured | _StepAlone | Exception] = []
         for case, draft in made:
-            if not isinstance(draft, Exception):
-                step = bandwidth and _Step.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)
-                draft = step or _attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings)
-            begun.append(draft)
+            if isinstance(draft, Exception):
+                begun.append(draft)
+            elif bandwidth and (alone := _StepAlone.needed(model, case, len(prompts[0]), max_new_tokens, batch_size)):
+                begun.append(alone)
+            else:
+                begun.append(_attempt(_Measured, model, draft, case, prompts, max_new_tokens, pool, **settings))
         if bandwidth is not None:  # behind what takes longest to compile
             loops = functools.cache(loop)  # which methods share
             begun = [_attempt(one.with_steps, pool, bandwidth, loops) if isinstance(one, _Measured) else one for one in begun]
@@ -230,6 +231,8 @@ def _attempt(function: Callable, *args, **settings):
     """Calls a function and returns its result, or the exception that it raised."""
     try:
         return function(*args, **settings)
+    except HostMemoryError as error:  # one row of many, as where the device's memory is too small
+        return error.with_traceback(None)
     except InputError:  # a draft's settings that do not fit the model, for one
         raise
     except Exception as error:
@@ -249,11 +252,12 @@ def config_of(case: Case, max_new_tokens: int) -> GenerationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """The baseline over a cache that host memory cannot hold: a step alone. capacity: of the cache, in tokens."""
+class _StepAlone:
+    """The baseline over a cache that host memory cannot hold: a step alone. unmeasured: its row without figures. capacity: of the cache, in
+    tokens. host_bytes: that are free."""
 
     model: Llama
-    place: DecodeRow
+    unmeasured: DecodeRow
     found: Residence
     capacity: int
     host_bytes: int
@@ -261,19 +265,21 @@ class _Step:
     @classmethod
     def needed(cls, model: Llama, case: Case, context: int, max_new_tokens: int, batch_size: int) -> Self | None:
         """None for another method, and where there is memory enough."""
-        cache, free = CacheConfig.parse(case.method.cache), free_host_bytes()
-        if case.method.name != AUTOREGRESSIVE or cache.kind != "full:host" or free is None:
+        cache = CacheConfig.parse(case.method.cache)
+        if case.method.name != AUTOREGRESSIVE or cache.kind != "full:host" or devices_of(model) > 1:
             return None
         capacity = bucket(context) + bucket(max_new_tokens)
         found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)
-        row = DecodeRow(case.method.name, context, 0, "", cache=case.method.cache, temperature=case.temperature, batch_size=batch_size)
-        return cls(model, row, found, capacity, free) if found.host_bytes > free else None
+        if not found.refused:
+            return None
+        row = DecodeRow(case.method.name, context, 0, "failed", temperature=case.temperature, batch_size=batch_size)
+        return cls(model, row, found, capacity, min(host.free_bytes() or 0, host.pool_bytes()))
 
     def row(self, bandwidth: Bandwidth, repeats: int) -> DecodeRow:
         """Times it."""
         sizes = dict(capacity=self.capacity, host_bytes=self.host_bytes, bandwidth=bandwidth, repeats=repeats)
-        read = target_bytes(self.model, "full", self.place.context, 1, self.place.batch_size)
-        return streamed_step.measured(self.place, self.model, self.found, **sizes, read_bytes=read)
+        read = target_bytes(self.model, "full", self.unmeasured.context, 1, self.unmeasured.batch_size)
+        return streamed_step.measured(self.unmeasured, self.model, self.found, **sizes, read_bytes=read)
 
 
 class _Measured:
@@ -349,7 +355,7 @@ class _Measured:
             self.context,
             self.gamma,
             "measured",
-            cache=self.method.cache,
+            cache=_with_residence(self.calls[0].static["cache"], self.method.cache),
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,
@@ -564,6 +570,12 @@ def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: 
     return weight_bytes(model, on_device=True) + of_cache // devices_of(model)
 
 
+def _with_residence(cache: CacheConfig, text: str) -> str:
+    """The text of a cache, with how many of its layers were resident where it left that open."""
+    share = getattr(cache.settings, "resident", None)
+    return text if share is None or "resident=" in text else f"{text},resident={share:.3g}"
+
+
 def _copied_bytes(cache: Cache) -> int:
     """Bytes that a verification copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single tokens."""
     if not isinstance(cache, StreamedCache):
@@ -671,7 +683,7 @@ def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
         **({} if batches else limit | once),
         "cache GB": gigabytes("cache_bytes"),
         "peak GB": gigabytes("peak_memory_bytes"),
-        "copies": lambda row: "-" if row.cache_bytes is None else str(len(row.large_operations)),
+        "copies": lambda row: "-" if row.cache_bytes is None or row.large_operations is None else str(len(row.large_operations)),
         "": lambda row: "" if row.status == "measured" else row.status,
     }
 

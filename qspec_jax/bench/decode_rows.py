@@ -80,7 +80,8 @@ class DecodeRow:
     every step took no longer than reading its bytes; share_of_limit: speedup over byte_limit. tokens_per_second_limit: tokens_per_second by
     the same model.
     peak_memory_bytes: what the largest of prefill, decode and, between them, the making of a batch of rows holds, by their executables, and
-    the draft, on each device. large_operations: operations of the size of a cache or more in the compiled loop; there should be none.
+    the draft, on each device. large_operations: operations of the size of a cache or more in the compiled loop; there should be none. None
+    where a step alone was measured, which the note says.
     """
 
     method: str
@@ -111,7 +112,7 @@ class DecodeRow:
     steps: dict[str, StepTiming] = dataclasses.field(default_factory=dict)
     cache_bytes: int | None = None
     peak_memory_bytes: int | None = None
-    large_operations: list[str] = dataclasses.field(default_factory=list)
+    large_operations: list[str] | None = dataclasses.field(default_factory=list)
 
     @property
     def round_floor_us(self) -> float | None:

@@ -25,8 +25,10 @@ ROTATED_BYTES = 1.5e9
 LAPPED_BYTES, MAX_LAPS = 2e10, 256
 MAX_INPUTS = 64
 BATCH_SECONDS = 0.02
-LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)  # a loop is so long that the host can launch the next meanwhile
-LONG_SECONDS = 1.0  # a loop of fewer trips than the least takes about so long
+# A loop makes so many trips, at least and at most, that the host can launch the next meanwhile. Where even the least would take longer than
+# LONG_SECONDS, it makes fewer.
+LOOP_SECONDS, LOOP_TRIPS = 0.05, (16, 1024)
+LONG_SECONDS = 1.0
 
 COPIED_BYTES = 1 << 29  # of each of the arrays that are copied to the device
 COPIES = 4

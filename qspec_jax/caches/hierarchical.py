@@ -19,7 +19,8 @@ from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import by_chunks
 
-# Of a prompt's keys that are quantized at a time, some heads', about: on the way to their codes each number takes several times the room.
+# About so many bytes of a prompt's keys, those of some heads, are quantized at a time: until it is a code each number takes several times
+# its own room.
 QUANTIZED_BYTES = 1 << 27
 
 

@@ -26,11 +26,11 @@ def _share(text: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """resident: the share of the layers, from 0 to 1, of which all is on the device; None, or "auto" in a text: as many as fit
-    (`qspec_jax.decoding.residence`), and none where nobody has said how many do. They are spread evenly, so that others are copied while
-    these are computed."""
+    """resident: the share of the layers, from 0 to 1, that are on the device whole. None, or "auto" in a text, leaves it to
+    `qspec_jax.decoding.residence` how many fit; a cache that is made without asking that has none. They are spread evenly, so that others
+    are copied while these are computed."""
 
-    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share})
+    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share, "values": "auto or a number"})
 
     def __post_init__(self):
         if self.resident is not None and not 0 <= self.resident <= 1:
@@ -85,12 +85,13 @@ class StreamedCache(AppendedCache):
     """A cache of which a part may be in host memory, copied to the device by each pass that reads it."""
 
     @abc.abstractmethod
-    def streamed_of(self, held: Any) -> Any:
-        """A pytree of the arrays of a layer that are in host memory, unless it is resident."""
+    def offloaded_part(self, held: Any) -> Any:
+        """A pytree of those arrays of a layer that are in host memory where the layer is not resident, wherever they are now."""
 
     @abc.abstractmethod
     def host_part(self, layer: int, view: View) -> Any:
-        """A pytree of the arrays in host memory that a pass reads of a layer through this view; an empty one for nothing."""
+        """A pytree of what a pass through this view has to copy of a layer; an empty one for a resident layer, and where it reads nothing
+        of that."""
 
     @abc.abstractmethod
     def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View, observe: bool) -> tuple[Array, Any, Array | None]:

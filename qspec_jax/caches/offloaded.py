@@ -53,12 +53,12 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     def capacity(self):
         return super().capacity - self.group_size
 
-    def streamed_of(self, held):
+    def offloaded_part(self, held):
         return held.keys.lower, held.values.lower
 
     def host_part(self, layer, view):
         held = self.layers[layer]
-        return self.streamed_of(held) if view.planes == 2 and _streams(held) else ()
+        return self.offloaded_part(held) if view.planes == 2 and _streams(held) else ()
 
     def whole_layer(self, layer):
         return _with_lower(self.layers[layer], jax.tree.map(to_device, self.host_part(layer, BOTH_PLANES)))
@@ -131,12 +131,12 @@ class OffloadedFullCache(StreamedCache, FullCache):
         layers = (jax.tree.map(to_host, layer) if far else layer for layer, far in zip(cache.layers, streamed))
         return dataclasses.replace(cache, layers=tuple(layers))
 
-    def streamed_of(self, held):
+    def offloaded_part(self, held):
         return held
 
     def host_part(self, layer, view):
         held = self.layers[layer]
-        return self.streamed_of(held) if in_host(held.keys) else ()
+        return self.offloaded_part(held) if in_host(held.keys) else ()
 
     def _put(self, held, new):
         return super()._put(held, to_host(new) if in_host(held) else new)

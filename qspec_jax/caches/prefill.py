@@ -58,7 +58,7 @@ def through_layers(
             last_queries.append(_last(q, n, queries))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
-        # Or XLA quantizes before it attends where codes go to host memory, and has both at once on the device.
+        # Where codes go to host memory XLA would quantize before it attends, and hold what both need at once.
         x, k, v = lax.optimization_barrier((x, k, v))
         # The barrier makes XLA quantize this layer before it works on the next.
         x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))

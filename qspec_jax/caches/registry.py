@@ -21,9 +21,10 @@ class RegisteredCache(Protocol):
     """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
 
     One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
-    for what is out of range. A field whose type does not make its value of a text has a function that does in its metadata, as "parse". Its
-    `in_host_memory`, if it has one, says whether a part of the cache is in host memory. `make` and
-    `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that does not say.
+    for what is out of range. A field's type is called with the text of its value; one that needs another function has it in its metadata as
+    "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache is in host
+    memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that
+    does not say.
     """
 
     def schedule_of(self, group_size: int) -> Schedule:
@@ -98,8 +99,8 @@ class CacheConfig:
         plain = cls(kind, group_size, scheme)
         if not mark:
             return plain
-        fields = () if plain.settings is None else dataclasses.fields(plain.settings)
-        kinds = {field.name: field.metadata.get("parse", field.type) for field in fields}
+        fields = {} if plain.settings is None else {field.name: field for field in dataclasses.fields(plain.settings)}
+        kinds = {name: field.metadata.get("parse", field.type) for name, field in fields.items()}
         given: dict[str, Any] = {}
         for part in rest.split(","):
             name, equals, value = part.partition("=")
@@ -109,8 +110,8 @@ class CacheConfig:
             try:
                 given[name] = kinds[name](value)
             except ValueError:
-                number = "a whole number" if kinds[name] is int else "a number"
-                raise InputError(f"cache {text!r}: {name} should be {number}, not {value!r}") from None
+                values = fields[name].metadata.get("values", "a whole number" if kinds[name] is int else "a number")
+                raise InputError(f"cache {text!r}: {name} should be {values}, not {value!r}") from None
         return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
 
     @property

@@ -296,7 +296,8 @@ def perplexity_command(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SETTING=VALUE,...]",
-            help=f"{', '.join(CACHES)}, or int4, the upper plane of int8 alone; may be given several times: full, int8, int4.",
+            help=f"{', '.join(name for name in CACHES if 'host' not in name)}, or int4, the upper plane of int8 alone; may be given "
+            "several times: full, int8 and int4, if not given.",
         ),
     ] = None,
     prompt_tokens: PromptTokens = 4096,
@@ -468,6 +469,7 @@ def harness_command(
             raise
         raise InputError('lm-evaluation-harness is not installed; pip install "qspec-jax[eval]" has it') from None
     given = _json_object("--metadata", metadata)
+    perplexity.cache_view(cache)  # before the model is read
     with output_to(output) as write:
         directory = hub.local(model or demo.MODEL, progress=False if as_json else None)
         network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)

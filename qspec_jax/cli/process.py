@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+from qspec_jax import host
+
 # The signals that came; the last one ends the process.
 _received: list[int] = []
 
@@ -29,8 +31,10 @@ def version_of(package: str) -> str:
 def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     _on_signals(lambda number, frame: os._exit(128 + number))
-    # Or XLA warns, for each compiled program and layer, of what is done with arrays in host memory where they lie. Its errors are shown.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if any("host" in argument for argument in sys.argv):  # as in --cache full:host; both are read once, when JAX starts
+        host.allow_large_pool()
+        # Or XLA warns, for each layer, of what is done with arrays in host memory where they lie. Its errors are shown.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Any file that is opened would take the number of a stream that is closed, and get what is meant for the stream.
     for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_WRONLY)):
         try:

@@ -26,7 +26,7 @@ from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.processors import seen_in, seen_since
-from qspec_jax.decoding.residence import settled
+from qspec_jax.decoding.residence import checked_residence
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
@@ -286,7 +286,7 @@ class Engine:
         if batch not in self._caches:
             jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
             sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
-            self._caches[batch] = settled(cache, self.target.model, **sizes, besides=of_draft)
+            self._caches[batch] = checked_residence(cache, self.target.model, **sizes, draft_bytes=of_draft)
         return self._caches[batch]
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
@@ -322,8 +322,9 @@ class Engine:
         if layers >= self.target.model.config.num_layers:
             yield self.prefill(prompts, sampler, keys, limits)
             return
-        target, draft, tokens, n, *settings = self.prefill_call(prompts, sampler, keys, limits).args
-        x, angles, cache = self._run("parts_begin", self._begin_call(target, tokens, n), tokens.shape)
+        call = self.prefill_call(prompts, sampler, keys, limits)
+        target, draft, tokens, n, *settings = call.args
+        x, angles, cache = self._run("parts_begin", self._begin_call(call), tokens.shape)
         filled, queries = (), ()
         for first in range(0, len(angles), layers):
             if first:
@@ -363,7 +364,7 @@ class Engine:
         target, draft, tokens, n, *settings = call.args
         if layers >= (all := target.model.config.num_layers):
             return {("prefill", tokens.shape): call}
-        begin = self._begin_call(target, tokens, n)
+        begin = self._begin_call(call)
         x, angles, cache = begin.shapes()
         calls: dict[Hashable, Call] = {("parts_begin", tokens.shape): begin}
         filled, queries = (), ()
@@ -376,9 +377,10 @@ class Engine:
         cache = dataclasses.replace(cache, layers=filled)
         return calls | {("parts_end", tokens.shape): self._end_call(target, draft, tokens, n, x, cache, queries, *settings)}
 
-    def _begin_call(self, target: ViewedModel, tokens: Array, n: Array) -> Call:
-        drafts = self.gamma + self.static["extra_rows"]
-        return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=self.static["cache"], capacity=self.static["capacity"], drafts=drafts))
+    def _begin_call(self, prefill: Call) -> Call:
+        target, _, tokens, n, *_ = prefill.args
+        sizes = dict(capacity=self.static["capacity"], drafts=self.gamma + self.static["extra_rows"])
+        return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=prefill.static["cache"], **sizes))
 
     def _part_call(self, target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
         """Some layers of what `_begin_call` returns, or of its shapes."""
@@ -397,7 +399,7 @@ class Engine:
         target, draft, tokens, n, *_ = call.args
         if layers >= target.model.config.num_layers:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
-        x, angles, cache = self._begin_call(target, tokens, n).shapes()
+        x, angles, cache = self._begin_call(call).shapes()
         call = self._part_call(target, draft, slice(layers), angles, x, n, cache)
         part = self._executable("part", call, (tokens.shape, layers))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))

@@ -1,4 +1,4 @@
-"""How many layers of a cache in host memory stay on the device: where its settings leave it open, as many as fit."""
+"""How many layers of a cache in host memory are resident, that is, on the device: where its settings leave it open, as many as fit."""
 
 import dataclasses
 import logging
@@ -6,15 +6,19 @@ from collections.abc import Callable
 
 import jax
 
+from qspec_jax import host
 from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.room import free_bytes, free_host_bytes
+from qspec_jax.decoding.room import free_bytes
 from qspec_jax.drafts.step_bytes import bytes_of
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.memory import prefill_bytes
 
 log = logging.getLogger(__name__)
+
+# The most bytes of host memory that a cache of this process had: XLA's pool keeps what it was given once, for the next.
+_pooled = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,17 @@ class Residence:
     host_bytes: int
     layer_bytes: int
 
+    @property
+    def refused(self) -> str | None:
+        """Why host memory cannot hold it, or None."""
+        free = host.free_bytes()
+        needed = f"cache {self.cache.kind} needs {self.host_bytes / 1e9:.1f} GB of host memory for these prompts"
+        if free is not None and self.host_bytes > free + _pooled:
+            return f"{needed}, and {(free + _pooled) / 1e9:.1f} GB are free; give shorter prompts, or fewer"
+        if jax.default_backend() == "gpu" and self.host_bytes > (most := host.pool_bytes()):
+            return f"{needed}, and XLA may have {most / 1e9:.1f} GB; set {host.POOL_LIMIT}={(self.host_bytes >> 30) + 1} before JAX starts"
+        return None
+
 
 def residence(
     cache: CacheConfig,
@@ -33,25 +48,23 @@ def residence(
     batch: int,
     capacity: int,
     num_speculative_tokens: int,
-    besides: Callable[[], int] = lambda: 0,
-    free: int | None = None,
+    draft_bytes: Callable[[], int] = lambda: 0,
 ) -> Residence:
-    """The cache for the memory that is free now, model and draft being there.
+    """The cache with as many resident layers as fit what is free on the device now, model and draft being there; with none where the device
+    does not say what is free. A cache whose settings say how many are resident keeps those.
 
-    besides: bytes that the draft will take on the device, asked for where it matters. free: of the device; None: what it says. Where it
-    does not say, no layer is resident. Sizes as of `CacheConfig.empty`.
+    draft_bytes: gives what else the draft will take on the device; called only where it matters. Sizes as of `CacheConfig.empty`.
     """
-    config, settings = model.config, cache.settings
+    config, resident = model.config, cache.settings.resident
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
     with_share = lambda share: dataclasses.replace(cache, settings=HostSettings(share))
     shapes = jax.eval_shape(lambda: with_share(0.0).empty(config, **sizes))
-    layers, of_layer = config.num_layers, bytes_of(shapes.streamed_of(shapes.layers[0]))
-    resident = settings.resident
+    layers, of_layer = config.num_layers, bytes_of(shapes.offloaded_part(shapes.layers[0]))
     if resident is None:
-        free, fitting = free_bytes() if free is None else free, 0
+        free, fitting = free_bytes(), 0
         if free is not None:
             copied = 2 * of_layer  # while a layer is computed, the next is copied
-            working = besides() + max(prefill_bytes(config, cache.kind, batch=batch, context=capacity), copied)
+            working = draft_bytes() + max(prefill_bytes(config, cache.kind, batch=batch, context=capacity), copied)
             room = free - working - (bytes_of(shapes) - layers * of_layer)
             fitting = min(layers, max(0, int(room // of_layer)))
             log.info("cache %s: %d of %d layers stay on the device", cache.kind, fitting, layers)
@@ -60,10 +73,11 @@ def residence(
     return Residence(with_share(resident), streamed * of_layer, of_layer)
 
 
-def settled(cache: CacheConfig, model: Llama, **sizes) -> CacheConfig:
-    """The cache of `residence`, which has the arguments. Raises InputError where the host has not the memory for the rest."""
-    found, free = residence(cache, model, **sizes), free_host_bytes()
-    if free is not None and found.host_bytes > free:
-        needed, there = f"{found.host_bytes / 1e9:.1f} GB of host memory", f"{free / 1e9:.1f} GB are free"
-        raise InputError(f"cache {cache.kind} needs {needed} for these prompts, and {there}; give shorter prompts, or fewer")
+def checked_residence(cache: CacheConfig, model: Llama, **sizes) -> CacheConfig:
+    """The cache of `residence`, which has the arguments. Raises HostMemoryError where the host cannot hold the rest."""
+    global _pooled
+    found = residence(cache, model, **sizes)
+    if reason := found.refused:
+        raise HostMemoryError(reason)
+    _pooled = max(_pooled, found.host_bytes)
     return found.cache

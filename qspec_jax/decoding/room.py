@@ -1,13 +1,9 @@
-"""How much memory the devices and the host have left."""
-
-import contextlib
-from pathlib import Path
+"""How much memory the devices have left."""
 
 import jax
 from jax.sharding import Mesh
 
 KEPT_BACK = 0.03  # of a device's memory, for what nobody counts
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_bytes(mesh: Mesh | None = None) -> int | None:
@@ -19,16 +15,3 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
     if not all("bytes_limit" in stats for stats in found):
         return None
     return min(int(stats["bytes_limit"] * (1 - KEPT_BACK)) - stats["bytes_in_use"] for stats in found)
-
-
-def free_host_bytes() -> int | None:
-    """Bytes of host memory that this process may still take, by Linux or by the limit of its control group; None where neither says.
-
-    The larger of the two: a virtual machine may be given more memory only once it takes what it has.
-    """
-    found = []
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        found.append(1024 * int(MEMINFO.read_text().split("MemAvailable:")[1].split()[0]))
-    with contextlib.suppress(OSError, ValueError):
-        found.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
-    return max(found, default=None)

@@ -332,9 +332,15 @@ def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> 
 
 
 def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> CacheView:
-    """The way to read a cache: what the target reads of that of a text, see `CacheConfig.parse`; or `UPPER`."""
+    """A cache by its text, see `CacheConfig.parse`, read as the target reads it; `UPPER` is that plane of int8.
+
+    Raises InputError for an unknown cache or setting, and for a cache in host memory.
+    """
     view = {FULL: FULL_PRECISION, UPPER: UPPER_PLANE}.get(cache, BOTH_PLANES)
-    return CacheView(CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme), view)
+    config = CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme)
+    if config.in_host_memory:
+        raise InputError(f"cache {cache!r}: texts are not scored with a cache in host memory, which scores the same as on the device")
+    return CacheView(config, view)
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:

@@ -69,10 +69,10 @@ def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int =
     return lax.fori_loop(0, parts, step, x)
 
 
-def by_chunks(function: Callable, *args: Array, most: int = CHUNK_TOKENS):
-    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of S, of that size at most, at a time."""
+def by_chunks(function: Callable, *args: Array, most: int | None = None):
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time."""
     S = args[0].shape[1]
-    parts = equal_parts(S, most)
+    parts = equal_parts(S, most or CHUNK_TOKENS)
     if parts == 1:
         return function(*args)
     chunk = S // parts

@@ -9,8 +9,8 @@ from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_by
 from qspec_jax.planning.steps import OutlinedDraft
 
 # What prefill holds for each token besides the cache: so many arrays as wide as the hidden state, and so many of a layer's keys and values.
-# That of a full cache is fitted on two measured rows of docs/results.md, the others on programs compiled for an H100 (Llama-2-7B and
-# Llama-3.1-8B, 131,072 tokens).
+# Those of a full cache are fitted on two measured rows of docs/results.md; the others on what XLA says that programs take that it compiled
+# for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens).
 PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (2.4, 0.84), "full:host": (2.4, 0.96), "int8:lower=host": (2.4, 0.84)}
 MOST = 1 << 26  # tokens or rows that are looked for
 
@@ -52,8 +52,8 @@ def memory_of(
 
 
 def prefill_bytes(config: LlamaConfig, kind: str, *, batch: int, context: int) -> float:
-    """What prefill holds besides weights and cache. kind: of the cache."""
-    wide, pairs = PREFILL_ARRAYS.get(kind, PREFILL_ARRAYS["int8"])
+    """What prefill holds besides weights and cache. kind: of the cache, a key of `PREFILL_ARRAYS`."""
+    wide, pairs = PREFILL_ARRAYS[kind]
     keys = 2 * config.num_kv_heads * config.head_dim
     return 2 * batch * context * (wide * max(config.hidden_size, config.num_heads * config.head_dim) + pairs * keys)
 

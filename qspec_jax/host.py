@@ -1,0 +1,38 @@
+"""The host's memory, and XLA's pool of it for arrays that a GPU reads and copies. It imports no JAX, which reads the pool's limit once."""
+
+import contextlib
+import os
+from pathlib import Path
+
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# Of XLA: how many GiB its pool of pinned host memory may have, 64 where it is not set.
+POOL_LIMIT, POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
+
+
+def free_bytes() -> int | None:
+    """Bytes of host memory that this process may still take; None where Linux does not say.
+
+    The smaller of what Linux says and of what the control group's limit leaves. But where that limit is more than all memory that Linux
+    shows, the machine is a virtual one that is given more once it takes what it has, and the limit counts.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
+        total, available = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # no limit is the word max
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        left = limit - used + int(stat.get("inactive_file", 0))  # what files have is given up when it is needed
+        return left if limit > total else min(left, available)
+    return available
+
+
+def pool_bytes() -> int:
+    """The most that XLA's pool may have."""
+    return int(os.environ.get(POOL_LIMIT, POOL_GIB)) << 30
+
+
+def allow_large_pool() -> None:
+    """Lets XLA's pool have all memory that is free now, unless its limit is set already. To be called before JAX starts."""
+    os.environ.setdefault(POOL_LIMIT, str(max(POOL_GIB, (free_bytes() or 0) >> 30)))
