@@ -431,7 +431,7 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     """384 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call. A KV head at a time is quantized."""
     for name in ("models.prompts.CHUNK_TOKENS", "models.prompts.CHUNK_QUERIES", "caches.prefill.CHUNK_TOKENS"):
         monkeypatch.setattr(f"qspec_jax.{name}", 100)
-    monkeypatch.setattr("qspec_jax.caches.hierarchical.QUANTIZED_BYTES", 1)
+    monkeypatch.setattr("qspec_jax.models.prompts.QUANTIZED_BYTES", 1)
     parts, equal_parts = [], prompts_module.equal_parts
     monkeypatch.setattr(prompts_module, "equal_parts", lambda *args: parts.append((*args, equal_parts(*args))) or equal_parts(*args))
     n = np.array([3, 175, 384], np.int32)

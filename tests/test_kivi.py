@@ -18,6 +18,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
+from qspec_jax.models import prompts
 
 KIVI = GenerationConfig(max_new_tokens=30, cache="kivi:bits=1,residual=8", group_size=4, ignore_eos=True, num_speculative_tokens=3)
 
@@ -179,6 +180,19 @@ def test_settings_that_do_not_fit():
     with pytest.raises(InputError, match="group size 32 should divide the model's head_dim, 16"):
         CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
     assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)
+
+
+def test_a_prompt_is_encoded_some_heads_at_a_time(monkeypatch):
+    """To the same codes as all of them at once."""
+    keys, model = numbers(1, 2, 40, 16, dtype=jnp.float32), random_model("float32")
+    sizes = dict(batch=1, capacity=48, num_speculative_tokens=0, dtype=model.dtype)
+    empty = CacheConfig.parse("kivi:bits=2,residual=8", 4).empty(model.config, **sizes)
+    fill = lambda: jax.jit(lambda: empty.fill(0, keys, 2 * keys, jnp.array([37])))()
+    parts, equal_parts, at_once = [], prompts.equal_parts, fill()
+    monkeypatch.setattr(prompts, "QUANTIZED_BYTES", 1)
+    monkeypatch.setattr(prompts, "equal_parts", lambda *args: parts.append(equal_parts(*args)) or equal_parts(*args))
+    jax.tree.map(np.testing.assert_array_equal, fill(), at_once)
+    assert parts == [2, 2] and np.asarray(at_once.keys.codes).any()
 
 
 def test_what_its_kernel_does_not_support():

@@ -17,11 +17,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
-from qspec_jax.models.prompts import by_chunks
-
-# About so many bytes of a prompt's keys, those of some heads, are quantized at a time: until it is a code each number takes several times
-# its own room.
-QUANTIZED_BYTES = 1 << 27
+from qspec_jax.models.prompts import by_heads
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +82,7 @@ class HierarchicalCache(PooledCache):
             return old
         split = lambda x: x[:, :, : groups * G].reshape(*x.shape[:2], groups, G, x.shape[-1])
         quantized = lambda *both: quantize_groups(*map(split, both), scheme=self.scheme, dtype=old.keys.scale.dtype)
-        codes = by_chunks(quantized, keys, values, most=max(1, QUANTIZED_BYTES * keys.shape[1] // keys.nbytes))
+        codes = by_heads(quantized, keys, values)
         return dataclasses.replace(old, keys=self._put(old.keys, codes[0]), values=self._put(old.values, codes[1]))
 
     def _put(self, held: Planes, new: Planes) -> Planes:

@@ -20,6 +20,7 @@ from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Cache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
+from qspec_jax.models.prompts import by_heads
 
 MOST_TOKENS = 1 << 16  # that are ever read in full precision
 
@@ -92,7 +93,8 @@ class KiviCache(Cache):
         if whole == 0:
             return dataclasses.replace(old, buffer=buffer)
         write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
-        put = lambda held, x: jax.tree.map(write, held, self._encoded(held, x[:, :, :whole]))
+        encoded = lambda held, x: by_heads(lambda x: self._encoded(held, x[:, :, :whole]), x)
+        put = lambda held, x: jax.tree.map(write, held, encoded(held, x))
         return TokenCodesLayer(put(old.keys, keys), put(old.values, values), buffer)
 
     def _encoded(self, held: LowBits, x: Float[Array, "B K S H"]) -> LowBits:

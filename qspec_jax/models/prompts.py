@@ -20,6 +20,9 @@ CHUNK_TOKENS = 2048
 CHUNK_QUERIES = 512  # of attention without cuDNN, whose logits are in float32
 CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
 FLASH_BYTES = 1 << 27  # of queries, about, that it takes at a time: more than enough to fill a GPU
+# About so many bytes of a prompt's keys, those of some heads, are quantized at a time: until it is a code each number takes several times
+# its own room.
+QUANTIZED_BYTES = 1 << 27
 
 
 def bucket(tokens: int) -> int:
@@ -86,3 +89,9 @@ def by_chunks(function: Callable, *args: Array, most: int | None = None):
         return jax.tree.map(put, results, function(*take(i)))
 
     return lax.fori_loop(0, parts, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))
+
+
+def by_heads(function: Callable, *args: Array):
+    """function(*args), arrays [B, K, S, ...] in and [B, K, ...] out, computed on some KV heads of whole prompts at a time."""
+    heads, size = args[0].shape[1], args[0].nbytes
+    return by_chunks(function, *args, most=max(1, QUANTIZED_BYTES * heads // size))
