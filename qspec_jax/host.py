@@ -33,6 +33,19 @@ def pool_bytes() -> int:
     return int(os.environ.get(POOL_LIMIT, POOL_GIB)) << 30
 
 
-def allow_large_pool() -> None:
-    """Lets XLA's pool have all memory that is free now, unless its limit is set already. To be called before JAX starts."""
-    os.environ.setdefault(POOL_LIMIT, str(max(POOL_GIB, (free_bytes() or 0) >> 30)))
+def limit_pool() -> None:
+    """Lets XLA's pool have what is free now and no more, unless somebody has set its limit. To be called before JAX starts."""
+    if (free := free_bytes()) is not None:
+        os.environ.setdefault(POOL_LIMIT, str(free >> 30))
+
+
+def room_bytes(*, pooled: bool) -> int | None:
+    """The most that arrays in host memory may take; None where Linux does not say. A limit of the pool that is set is believed. Else it is
+    what is free, and where the arrays are of XLA's pool no more than that has by itself.
+
+    pooled: whether they are, as on a GPU.
+    """
+    if POOL_LIMIT in os.environ:
+        return pool_bytes()
+    free = free_bytes()
+    return min(free, pool_bytes()) if pooled and free is not None else free

@@ -20,7 +20,6 @@ from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_in
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding import residence
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.quantization.weights import quantize_head, quantize_linears
@@ -519,7 +518,6 @@ def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     found = {}
     for free in (1 << 40, 1000):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
-        monkeypatch.setattr(residence, "_pooled", 0)
         code, out, err = run(*flags)
         found[free] = json.loads(out)["rows"]
         assert code == 0, err

@@ -273,7 +273,7 @@ class _StepAlone:
         if not found.refused:
             return None
         row = DecodeRow(case.method.name, context, 0, "failed", temperature=case.temperature, batch_size=batch_size)
-        return cls(model, row, found, capacity, min(host.free_bytes() or 0, host.pool_bytes()))
+        return cls(model, row, found, capacity, host.room_bytes(pooled=jax.default_backend() == "gpu"))
 
     def row(self, bandwidth: Bandwidth, repeats: int) -> DecodeRow:
         """Times it."""

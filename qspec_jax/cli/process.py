@@ -32,7 +32,7 @@ def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     _on_signals(lambda number, frame: os._exit(128 + number))
     if any("host" in argument for argument in sys.argv):  # as in --cache full:host; both are read once, when JAX starts
-        host.allow_large_pool()
+        host.limit_pool()
         # Or XLA warns, for each layer, of what is done with arrays in host memory where they lie. Its errors are shown.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Any file that is opened would take the number of a stream that is closed, and get what is meant for the stream.

@@ -17,9 +17,6 @@ from qspec_jax.planning.memory import prefill_bytes
 
 log = logging.getLogger(__name__)
 
-# The most bytes of host memory that a cache of this process had: XLA's pool keeps what it was given once, for the next.
-_pooled = 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Residence:
@@ -32,13 +29,13 @@ class Residence:
     @property
     def refused(self) -> str | None:
         """Why host memory cannot hold it, or None."""
-        free = host.free_bytes()
-        needed = f"cache {self.cache.kind} needs {self.host_bytes / 1e9:.1f} GB of host memory for these prompts"
-        if free is not None and self.host_bytes > free + _pooled:
-            return f"{needed}, and {(free + _pooled) / 1e9:.1f} GB are free; give shorter prompts, or fewer"
-        if jax.default_backend() == "gpu" and self.host_bytes > (most := host.pool_bytes()):
-            return f"{needed}, and XLA may have {most / 1e9:.1f} GB; set {host.POOL_LIMIT}={(self.host_bytes >> 30) + 1} before JAX starts"
-        return None
+        on_gpu = jax.default_backend() == "gpu"
+        room = host.room_bytes(pooled=on_gpu)
+        if room is None or self.host_bytes <= room:
+            return None
+        sizes = f"{self.host_bytes / 1e9:.1f} GB of host memory for these prompts, of {room / 1e9:.1f} GB that it may take"
+        more = f"; or let it take more, by {host.POOL_LIMIT}={(self.host_bytes >> 30) + 1} before JAX starts" if on_gpu else ""
+        return f"cache {self.cache.kind} needs {sizes}: give shorter prompts, or fewer{more}"
 
 
 def residence(
@@ -75,9 +72,7 @@ def residence(
 
 def checked_residence(cache: CacheConfig, model: Llama, **sizes) -> CacheConfig:
     """The cache of `residence`, which has the arguments. Raises HostMemoryError where the host cannot hold the rest."""
-    global _pooled
     found = residence(cache, model, **sizes)
     if reason := found.refused:
         raise HostMemoryError(reason)
-    _pooled = max(_pooled, found.host_bytes)
     return found.cache
