@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 
-from qspec_jax import host
-
 # The signals that came; the last one ends the process.
 _received: list[int] = []
 
@@ -32,6 +30,8 @@ def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     _on_signals(lambda number, frame: os._exit(128 + number))
     if any("host" in argument for argument in sys.argv):  # as in --cache full:host; both are read once, when JAX starts
+        from qspec_jax import host
+
         host.limit_pool()
         # Or XLA warns, for each layer, of what is done with arrays in host memory where they lie. Its errors are shown.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
