@@ -201,13 +201,15 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     table = tmp_path / "table.txt"
-    only = ["--cache", "int4", "--cache", "int8", "--cache", "kivi:bits=1"]
+    only = ["--cache", "int4", "--cache", "int8"]
     code, out, _ = run("eval", "perplexity", *files, "--model", directory, *SIZES, *only, "--output", table)
     assert (code, out) == (0, "")
     shown = table.read_text()
-    for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}", "kivi:bits=1"):
+    for words in ("72 tokens", "1 text left out", "1.py", f"{int4['perplexity']:.4f}", f"{int8['kl']:.2e}"):
         assert words in shown
     assert "full" not in shown
+    code, out, _ = run("eval", "perplexity", *files, "--model", directory, *SIZES, "--cache", "kivi:bits=1,residual=32", "--json")
+    assert code == 0 and [row["cache"] for row in json.loads(out)["results"]] == ["kivi:bits=1,residual=32"]
 
 
 @pytest.mark.parametrize(
