@@ -3,8 +3,8 @@
 #
 # TABLE is one of the names below, OUT a folder for the JSON. Rates of acceptance are simulated where --simulate is said, at the paper's own:
 # 0.9234 of the middle's drafts and 0.4649 of the small model's, TriForce's table 2 at temperature 0. MODEL is a trained checkpoint with the
-# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN --minutes 6`
-# makes one in 8 minutes.
+# embedded model's tokenizer, for the tables that nothing is simulated in: `qspec bench pretrain --output RUN --minutes 6 --segment-minutes 12`
+# makes one in 9 minutes.
 set -euo pipefail
 table=$1 out=$2 model=${3:-}
 here=$(dirname "$0")
