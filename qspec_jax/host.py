@@ -4,6 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from qspec_jax.errors import InputError
+
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 # Of XLA: how many GiB its pool of pinned host memory may have, 64 where it is not set.
 POOL_LIMIT, POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
@@ -29,8 +31,11 @@ def free_bytes() -> int | None:
 
 
 def pool_bytes() -> int:
-    """The most that XLA's pool may have."""
-    return int(os.environ.get(POOL_LIMIT, POOL_GIB)) << 30
+    """The most that XLA's pool may have. Raises InputError for a limit that is no whole number."""
+    text = os.environ.get(POOL_LIMIT, str(POOL_GIB))
+    if not text.isdecimal():
+        raise InputError(f"{POOL_LIMIT}={text} should be a whole number of GiB")
+    return int(text) << 30
 
 
 def limit_pool() -> None:

@@ -204,7 +204,7 @@ def test_what_its_kernel_does_not_support():
     eight = TokenCodes.of(bf16(1, 1, 64, 64), scheme="int8_first")
     for args, words in (
         ((q, dataclasses.replace(layer(), keys=eight, values=eight), lengths), "not yet those in 8"),
-        ((q.astype(jnp.float32), layer(), lengths), "in bfloat16, not float32"),
+        ((q.astype(jnp.float32), layer(), lengths), "a cache in bfloat16, not float32"),
         ((bf16(1, 17, 2, 64), layer(), lengths), "up to 16 tokens a row, not 17"),
         ((bf16(1, 1, 2, 32), layer(), lengths), "head_dim 64, 128 and 256, not 32"),
         ((q, layer(8), lengths), "a multiple of 16 tokens, not 8"),

@@ -19,7 +19,7 @@ from qspec_jax.decoding import residence as residence_module
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.residence import Residence, residence
+from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import model_mesh
@@ -132,6 +132,8 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
         match=r"int8:lower=host needs 0\.0 GB of host memory for these prompts, of 0\.0 GB that",
     ):
         run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host,resident=0"))
+    with pytest.raises(HostMemoryError, match="cache specache needs"):
+        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="specache:store=host,residual=8", group_size=4))
 
 
 def test_host_memory_that_is_left(monkeypatch, tmp_path):
@@ -150,16 +152,19 @@ def test_host_memory_that_is_left(monkeypatch, tmp_path):
 def test_xlas_pool_of_host_memory(monkeypatch):
     """On a GPU it has 64 GiB, or less if less is free, unless it is told; that is believed, also where Linux shows less."""
     monkeypatch.delenv(host.POOL_LIMIT, raising=False)
-    large = Residence(CacheConfig.parse("full:host"), host_bytes=80 << 30, layer_bytes=1)
+    large = lambda: refused("full:host", 80 << 30)
     for backend, free, room in (("cpu", 100, None), ("cpu", 70, 70), ("gpu", 100, 64), ("gpu", 50, 50)):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free << 30)
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert (large.refused is None) == (room is None)
-        assert room is None or f"of {(room << 30) / 1e9:.1f} GB that it may take" in large.refused
-    assert f"by {host.POOL_LIMIT}=81 before JAX starts" in large.refused
+        assert (large() is None) == (room is None)
+        assert room is None or f"of {(room << 30) / 1e9:.1f} GB that it may take" in large()
+    assert f"by {host.POOL_LIMIT}=81 before JAX starts" in large()
     monkeypatch.setenv(host.POOL_LIMIT, "81")
     host.limit_pool()
-    assert large.refused is None
+    assert large() is None
+    monkeypatch.setenv(host.POOL_LIMIT, "much")
+    with pytest.raises(InputError, match=f"{host.POOL_LIMIT}=much should be a whole number of GiB"):
+        large()
     monkeypatch.delenv(host.POOL_LIMIT)
     host.limit_pool()
     assert host.pool_bytes() == 50 << 30

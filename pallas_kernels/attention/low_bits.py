@@ -7,13 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.partials import block_rows, merged
+from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 
-MAX_TOKENS = 16
-HEAD_DIMS = (64, 128, 256)
 LEAST_TILE, TILE = 16, 32  # tokens that are read at a time
 WARPS, STAGES = 4, 2
 PROGRAMS = 2  # for each multiprocessor
@@ -23,14 +22,8 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
     """Why the kernel cannot run on these arguments, or None."""
     if not isinstance(layer.keys, LowBits):
         return "reads tokens in 1 or 2 bits, and not yet those in 8 with a scale each"
-    if others := {x.dtype.name for x in (q, layer.buffer.keys, layer.buffer.values)} - {"bfloat16"}:
-        return f"needs queries and a buffer in bfloat16, not {', '.join(sorted(others))}"
-    if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:
-        return f"needs lengths in int32, not {lengths.quantized.dtype} and {lengths.buffered.dtype}"
-    if q.shape[1] > MAX_TOKENS:
-        return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
-    if q.shape[3] not in HEAD_DIMS:
-        return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
+    if reason := unsupported_queries([q, layer.buffer.keys, layer.buffer.values], lengths):
+        return reason
     if layer.keys.tokens and _tile(layer) < LEAST_TILE:
         return f"supports groups of a multiple of {LEAST_TILE} tokens, not {layer.keys.group_tokens}"
     return None

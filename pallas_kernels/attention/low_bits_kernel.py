@@ -6,7 +6,7 @@ Codes become keys and values in the queries' dtype on the way into the tensor co
 import triton
 import triton.language as tl
 
-from pallas_kernels.attention.triton_kernel import attend_buffer
+from pallas_kernels.attention.triton_kernel import attend_buffer, query_rows, store_partial, take_in
 
 
 @triton.jit
@@ -37,10 +37,7 @@ def attend(
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = head // K
-    rows = tl.program_id(2) * M + tl.arange(0, M)
-    query = rows // PER_HEAD
-    valid = rows < R
-    q_row = (batch * T + query) * (K * PER_HEAD) + (head % K) * PER_HEAD + rows % PER_HEAD
+    rows, query, valid, q_row = query_rows(T, K, PER_HEAD, M)
     channels = tl.arange(0, H)
     q = tl.load(q_ptr + q_row[:, None] * H + channels[None, :], mask=valid[:, None], other=0.0)
     top = tl.full([M], -1e30, tl.float32)
@@ -59,22 +56,14 @@ def attend(
         scale, zero = tl.load(key_scale + group).to(tl.float32), tl.load(key_zero + group).to(tl.float32)
         keys = unpacked(key_codes + at, BITS, CODED_TILE, H) * scale[None, :] + zero[None, :]
         logits = tl.dot(q, tl.trans(keys.to(q.dtype))) * TO_BASE_2
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        decay = tl.exp2(top - new_top)
-        weights = tl.exp2(logits - new_top[:, None])
-        total = total * decay + tl.sum(weights, 1)
         group = token[:, None] * (H // VALUE_GROUP) + (channels // VALUE_GROUP)[None, :]
         scale, zero = tl.load(value_scale + group).to(tl.float32), tl.load(value_zero + group).to(tl.float32)
         values = unpacked(value_codes + at, BITS, CODED_TILE, H) * scale + zero
-        acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc * decay[:, None])
-        top = new_top
+        acc, top, total = take_in(logits, values.to(q.dtype), acc, top, total)
 
     buffered = tl.load(buffered_ptr + batch)
     acc, top, total = attend_buffer(
         q, query, buffered, keys_ptr + head * CAPACITY * H, values_ptr + head * CAPACITY * H, acc, top, total,
         TO_BASE_2, T, PER_HEAD, H, M, TILE, SPLITS,
     )  # fmt: skip
-    row = (head * SPLITS + split) * R + rows
-    tl.store(out_ptr + row[:, None] * H + channels[None, :], acc, mask=valid[:, None])
-    tl.store(top_ptr + row, top, mask=valid)
-    tl.store(total_ptr + row, total, mask=valid)
+    store_partial(out_ptr, top_ptr, total_ptr, acc, top, total, rows, valid, R, H, SPLITS)

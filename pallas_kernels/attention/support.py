@@ -24,18 +24,26 @@ def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
     if isinstance(view, ChosenTokens | LargestMass):
         return "reads all tokens of a group, and chooses none"
+    if reason := unsupported_queries(arrays, lengths):
+        return reason
+    if isinstance(view, ListedGroups) and {view.groups.dtype, view.count.dtype} != {jnp.dtype(jnp.int32)}:
+        return f"needs lists and counts of groups in int32, not {view.groups.dtype} and {view.count.dtype}"
+    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in GROUP_SIZES:
+        return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
+    return None
+
+
+def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
+    """Why no GPU kernel takes these queries, whatever format the cache has; or None. arrays: q, and what else is read in its dtype."""
+    q = arrays[0]
     if others := {x.dtype.name for x in arrays} - {"bfloat16"}:
         return f"needs queries and a cache in bfloat16, not {', '.join(sorted(others))}"
     if {lengths.quantized.dtype, lengths.buffered.dtype} != {jnp.dtype(jnp.int32)}:
         return f"needs lengths in int32, not {lengths.quantized.dtype} and {lengths.buffered.dtype}"
-    if isinstance(view, ListedGroups) and {view.groups.dtype, view.count.dtype} != {jnp.dtype(jnp.int32)}:
-        return f"needs lists and counts of groups in int32, not {view.groups.dtype} and {view.count.dtype}"
     if q.shape[1] > MAX_TOKENS:
         return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in HEAD_DIMS:
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
-    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in GROUP_SIZES:
-        return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
     return None
 
 

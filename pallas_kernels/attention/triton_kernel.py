@@ -49,6 +49,38 @@ def normalized(low, high):
 
 
 @triton.jit
+def query_rows(T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, M: tl.constexpr):
+    """Of the block of query rows: their numbers in the KV head, which of its T tokens each is of, whether there is such a row, and
+    where it stands among all rows of the queries."""
+    head = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(2) * M + tl.arange(0, M)
+    query = rows // PER_HEAD
+    q_row = (head // K * T + query) * (K * PER_HEAD) + (head % K) * PER_HEAD + rows % PER_HEAD
+    return rows, query, rows < T * PER_HEAD, q_row
+
+
+@triton.jit
+def take_in(logits, values, acc, top, total):
+    """Weighted values, maximum (base 2) and sum of exponentials, with more tokens: of their logits [M, tile] and values [tile, H]."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    decay = tl.exp2(top - new_top)
+    weights = tl.exp2(logits - new_top[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    return tl.dot(weights.to(values.dtype), values, acc * decay[:, None]), new_top, total
+
+
+@triton.jit
+def store_partial(
+    out_ptr, top_ptr, total_ptr, acc, top, total, rows, valid, R: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Stores what the program came to, for each of its query rows."""
+    row = (tl.program_id(0).to(tl.int64) * SPLITS + tl.program_id(1)) * R + rows
+    tl.store(out_ptr + row[:, None] * H + tl.arange(0, H)[None, :], acc, mask=valid[:, None])
+    tl.store(top_ptr + row, top, mask=valid)
+    tl.store(total_ptr + row, total, mask=valid)
+
+
+@triton.jit
 def attend_buffer(
     q, query, buffered, keys_ptr, values_ptr, acc, top, total,
     TO_BASE_2, T: tl.constexpr, PER_HEAD: tl.constexpr, H: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
@@ -72,12 +104,7 @@ def attend_buffer(
         values = tl.load(values_ptr + at[:, None] + channels[None, :], mask=stored[:, None], other=0.0)
         logits = tl.dot(q, keys) * TO_BASE_2
         logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        decay = tl.exp2(top - new_top)
-        weights = tl.exp2(logits - new_top[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), values, acc * decay[:, None])
-        top = new_top
+        acc, top, total = take_in(logits, values, acc, top, total)
     return acc, top, total
 
 
@@ -100,10 +127,7 @@ def attend(
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = head // K
-    rows = tl.program_id(2) * M + tl.arange(0, M)
-    query = rows // PER_HEAD
-    valid = rows < R
-    q_row = (batch * T + query) * (K * PER_HEAD) + (head % K) * PER_HEAD + rows % PER_HEAD
+    rows, query, valid, q_row = query_rows(T, K, PER_HEAD, M)
     channels = tl.arange(0, H)
     top = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -197,7 +221,4 @@ def attend(
         q, query, buffered, keys_ptr + head * CAPACITY * H, values_ptr + head * CAPACITY * H, acc, top, total,
         TO_BASE_2, T, PER_HEAD, H, M, TILE, SPLITS,
     )  # fmt: skip
-    row = (head * SPLITS + split) * R + rows
-    tl.store(out_ptr + row[:, None] * H + channels[None, :], acc, mask=valid[:, None])
-    tl.store(top_ptr + row, top, mask=valid)
-    tl.store(total_ptr + row, total, mask=valid)
+    store_partial(out_ptr, top_ptr, total_ptr, acc, top, total, rows, valid, R, H, SPLITS)

@@ -37,7 +37,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Call, Engine
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.residence import Residence, residence
+from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
@@ -270,7 +270,7 @@ class _StepAlone:
             return None
         capacity = bucket(context) + bucket(max_new_tokens)
         found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)
-        if not found.refused:
+        if not refused(cache.kind, found.host_bytes):
             return None
         row = DecodeRow(case.method.name, context, 0, "failed", temperature=case.temperature, batch_size=batch_size)
         return cls(model, row, found, capacity, host.room_bytes(pooled=jax.default_backend() == "gpu"))

@@ -29,7 +29,8 @@ def version_of(package: str) -> str:
 def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     _on_signals(lambda number, frame: os._exit(128 + number))
-    if any("host" in argument for argument in sys.argv):  # as in --cache full:host; both are read once, when JAX starts
+    # Both are read once, when JAX starts. A text of a cache in host memory has one of these.
+    if any(mark in argument for argument in sys.argv for mark in (":host", "=host")):
         from qspec_jax import host
 
         host.limit_pool()

@@ -19,21 +19,21 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.host_memory import HostSettings
+from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.processors import seen_in, seen_since
-from qspec_jax.decoding.residence import checked_residence
+from qspec_jax.decoding.residence import refused, residence
 from qspec_jax.decoding.round import begin, decode
 from qspec_jax.decoding.sampling import TARGET, Sampler
 from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
 from qspec_jax.drafts.draft import Draft, Prompt
 from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
@@ -270,24 +270,32 @@ class Engine:
         call = Call(
             PREFILL, (self.target, self.draft.in_prefill() if begins else None, *padded(prompts), sampler, keys, limits), self.static
         )
-        return dataclasses.replace(call, static=self.static | {"cache": self._cache_of(call, len(prompts))})
+        cache = self.static["cache"]
+        return self._settled(call, len(prompts)) if isinstance(cache, CacheConfig) and cache.in_host_memory else call
 
-    def _cache_of(self, prefill: Call, batch: int) -> CacheChoice:
-        """The cache of so many rows: of one in host memory, with what stays on the device settled when it is first asked for."""
+    def _settled(self, call: Call, batch: int) -> Call:
+        """A call that prefills so many rows of a cache in host memory, with what of it stays on the device, as it was when first asked for.
+
+        Raises HostMemoryError where the host cannot hold the rest.
+        """
         cache, static = self.static["cache"], self.static
-        if not isinstance(cache, CacheConfig) or not isinstance(cache.settings, HostSettings):
-            return cache
+        with_cache = lambda cache: dataclasses.replace(call, static=static | {"cache": cache})
 
         def of_draft() -> int:
             """Bytes of what the draft makes of the prompts, and for the rounds."""
-            begun = dataclasses.replace(prefill, static=static | {"cache": dataclasses.replace(cache, settings=HostSettings(0.0))}).shapes()
+            begun = with_cache(dataclasses.replace(cache, settings=HostSettings(0.0))).shapes()
             return bytes_of(begun.draft) + bytes_in_loop(self.draft)
 
         if batch not in self._caches:
-            jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
-            sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
-            self._caches[batch] = checked_residence(cache, self.target.model, **sizes, draft_bytes=of_draft)
-        return self._caches[batch]
+            if isinstance(cache.settings, HostSettings):
+                jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
+                sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
+                cache = residence(cache, self.target.model, **sizes, draft_bytes=of_draft).cache
+            leaves = jax.tree.leaves(with_cache(cache).shapes().cache)
+            if reason := refused(cache.kind, bytes_of([leaf for leaf in leaves if in_host(leaf)])):
+                raise HostMemoryError(reason)
+            self._caches[batch] = cache
+        return with_cache(self._caches[batch])
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
         """Makes a batch of rows that go on from this one, each with a key of its own; returns a `DecodeState`."""

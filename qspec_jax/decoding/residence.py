@@ -11,7 +11,6 @@ from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.room import free_bytes
 from qspec_jax.drafts.step_bytes import bytes_of
-from qspec_jax.errors import HostMemoryError
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.memory import prefill_bytes
 
@@ -26,16 +25,16 @@ class Residence:
     host_bytes: int
     layer_bytes: int
 
-    @property
-    def refused(self) -> str | None:
-        """Why host memory cannot hold it, or None."""
-        on_gpu = jax.default_backend() == "gpu"
-        room = host.room_bytes(pooled=on_gpu)
-        if room is None or self.host_bytes <= room:
-            return None
-        sizes = f"{self.host_bytes / 1e9:.1f} GB of host memory for these prompts, of {room / 1e9:.1f} GB that it may take"
-        more = f"; or let it take more, by {host.POOL_LIMIT}={(self.host_bytes >> 30) + 1} before JAX starts" if on_gpu else ""
-        return f"cache {self.cache.kind} needs {sizes}: give shorter prompts, or fewer{more}"
+
+def refused(kind: str, host_bytes: int) -> str | None:
+    """Why host memory cannot hold so many bytes of a cache, whose kind is given; or None."""
+    on_gpu = jax.default_backend() == "gpu"
+    room = host.room_bytes(pooled=on_gpu)
+    if room is None or host_bytes <= room:
+        return None
+    sizes = f"{host_bytes / 1e9:.1f} GB of host memory for these prompts, of {room / 1e9:.1f} GB that it may take"
+    more = f"; or let it take more, by {host.POOL_LIMIT}={(host_bytes >> 30) + 1} before JAX starts" if on_gpu else ""
+    return f"cache {kind} needs {sizes}: give shorter prompts, or fewer{more}"
 
 
 def residence(
@@ -68,11 +67,3 @@ def residence(
         resident = fitting / layers
     streamed = sum(HostSettings(resident).streamed(layers))
     return Residence(with_share(resident), streamed * of_layer, of_layer)
-
-
-def checked_residence(cache: CacheConfig, model: Llama, **sizes) -> CacheConfig:
-    """The cache of `residence`, which has the arguments. Raises HostMemoryError where the host cannot hold the rest."""
-    found = residence(cache, model, **sizes)
-    if reason := found.refused:
-        raise HostMemoryError(reason)
-    return found.cache
