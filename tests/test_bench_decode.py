@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax import host, plots
-from qspec_jax.bench import decode, decode_rows, timing, transformers_decode
+from qspec_jax.bench import decode, decode_report, decode_rows, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
@@ -499,8 +499,8 @@ def test_transformers_tokens_are_timed():
 
 def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
     flags = ["--method", "autoregressive", "--baseline-cache", "full:host"]
-    reports, table = [], decode.table
-    monkeypatch.setattr(decode, "table", lambda report: reports.append(report) or table(report))
+    reports, table = [], decode_report.table
+    monkeypatch.setattr(decode_report, "table", lambda report: reports.append(report) or table(report))
     code, out, err = run(*FAST, *flags)
     (report,) = reports
     (row,) = report.rows

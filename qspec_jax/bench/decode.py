@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,16 +17,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax import host, plots
+from qspec_jax import host
 from qspec_jax.bench import streamed_step
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
-from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, Case, DecodeRow, Method, StepTiming, compared
+from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, Case, DecodeRow, Method, StepTiming, compared
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
@@ -601,183 +597,3 @@ def _working_bytes(executable: jax.stages.Compiled) -> int:
     """Bytes of a program's arguments, results and temporaries; what is given back in place counts once."""
     m = executable.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-
-
-def table(report: DecodeReport) -> Group:
-    """Two tables: whole decodes, and their steps. Where the batch size is not always 1, they say what it is."""
-    batches = any(row.batch_size > 1 for row in report.rows)
-    simulated = "".join(f"Acceptance is SIMULATED{of}\n" for of in _simulated(report))
-    of_host = [] if report.copy_bandwidth_gb_per_s is None else ["MB copied", "GB/s"]
-    head = Text.assemble(
-        (f"Decode of {report.model} on {f'{report.devices} x ' if report.devices > 1 else ''}{report.device}", "bold"),
-        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s",
-        "" if of_host == [] else f", copies {report.copy_bandwidth_gb_per_s:.1f} GB/s of host memory",
-        "\n",
-        simulated,
-    )
-    columns = _columns(batches)
-    whole = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in columns:
-        wraps = label in ("prefill s", "compile s", "cache GB", "peak GB", "copies")
-        whole.add_column(label, justify="left" if label == "method" else "right", no_wrap=not wraps)
-    names = [label for label in ("context", "rows", "method") if label in columns]
-    steps = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in (*names, "step", "us", "quartiles", "MB", *of_host, "of its floor"):
-        steps.add_column(label, justify="left" if label in ("method", "step") else "right", no_wrap=True)
-    missing = ""
-    for row in report.rows:
-        whole.add_row(*(cell(row) for cell in columns.values()))
-        if row.status != "measured":
-            size = f", batch size {row.batch_size}" if batches else ""
-            missing += f"\n{row.context:,} tokens{size}, {row.method}, gamma {row.gamma}: {row.status}: {row.note}"
-        for step, found in row.steps.items():
-            t = found.timing
-            floor = [f"{found.bytes / 1e6:,.1f}", f"{1 / found.share:.2f}x"] if found.bytes else ["-", "-"]
-            if report.copy_bandwidth_gb_per_s is not None:
-                rate = found.host_bytes / t.median_us / 1e3
-                floor[1:1] = [f"{found.host_bytes / 1e6:,.1f}", f"{rate:.1f}"] if found.host_bytes else ["-", "-"]
-            name = [columns[label](row) for label in names]
-            steps.add_row(*name, step, f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", *floor)
-    baseline = next((row.cache for row in report.rows if row.method == AUTOREGRESSIVE and row.cache), "full")
-    of_batches = [
-        "Greedy, random prompts. rows: decoded together after the same prompt, with random draws of their own, until the first one ends.",
-        "tokens/s: of all rows. by bytes: these, if every step took as long as reading its weights and every row's cache.",
-        f"ms/token: of each row. speed-up: over autoregressive decoding with a {baseline} cache at the same context and as many rows.",
-        "peak: weights, cache and what prefill, repeating its row or decode need besides.",
-    ]
-    of_one_row = [
-        f"Batch 1, greedy, random prompts. speed-up: over autoregressive decoding with a {baseline} cache at the same context.",
-        "byte limit: the speed-up if every step took as long as reading its weights and cache.",
-        "peak: weights, cache and what prefill or decode need besides.",
-    ]
-    notes = [
-        *(of_batches if batches else of_one_row),
-        "copies: operations of the size of a cache or more in the loop. of its floor: time over that of reading the bytes"
-        + (", or of copying those of the cache that are in host memory where that takes longer." if of_host else "."),
-        *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
-    ]
-    return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))
-
-
-def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
-    """The columns of whole decodes; of batches those that depend on how many rows there are."""
-    number = lambda form: lambda figure: "-" if figure is None else format(figure, form)
-    figure = lambda name, form: lambda row: number(form)(getattr(row, name))
-    ratio = lambda row: number(".3f")(row.acceptance_ratio) + ("" if row.simulated_rate is None else " (sim.)")
-    share = lambda row: number(".0%")(row.tokens_per_second_limit and row.tokens_per_second / row.tokens_per_second_limit)
-    gigabytes = lambda name: lambda row: number(".2f")(getattr(row, name) and getattr(row, name) / 1e9)
-    rows = {"rows": figure("batch_size", "d")}
-    by_bytes = {"by bytes": figure("tokens_per_second_limit", ",.1f"), "of it": share}
-    limit = {"byte limit": figure("byte_limit", ".2f"), "of it": figure("share_of_limit", ".0%")}
-    once = {"prefill s": figure("prefill_s", ".2f"), "compile s": figure("compile_s", ".1f")}
-    return {
-        "context": figure("context", ",d"),
-        **(rows if batches else {}),
-        "method": lambda row: row.method,
-        "gamma": figure("gamma", "d"),
-        "accepted": ratio,
-        "tokens/s": figure("tokens_per_second", ",.1f"),
-        **(by_bytes if batches else {}),
-        "ms/token": figure("ms_per_token", ",.2f"),
-        "speed-up": lambda row: "-" if row.speedup is None else f"{row.speedup:.2f}x",
-        **({} if batches else limit | once),
-        "cache GB": gigabytes("cache_bytes"),
-        "peak GB": gigabytes("peak_memory_bytes"),
-        "copies": lambda row: "-" if row.cache_bytes is None or row.large_operations is None else str(len(row.large_operations)),
-        "": lambda row: "" if row.status == "measured" else row.status,
-    }
-
-
-def plot(report: DecodeReport, path: Path) -> None:
-    """Each method with its best gamma. Of several batch sizes: tokens/s against rows, a panel for each context. Of one: speed-up, the time
-    of a quantspec round by its steps, and memory, against context.
-
-    Raises InputError if nothing was measured, or the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    rows = [row for row in report.rows if row.status == "measured"]
-    if not rows:
-        raise InputError(f"--plot {path}: nothing was measured")
-    best = {}
-    for row in sorted(rows, key=lambda row: row.tokens_per_second):
-        best[row.method, row.context, row.batch_size] = row
-    lines = defaultdict(list)
-    for row in sorted(best.values(), key=lambda row: (row.context, row.batch_size)):
-        lines[row.method].append(row)
-    # METHODS have the same colors in every plot.
-    lines = {
-        name: (f"C{number}", lines[name]) for number, name in enumerate([*METHODS, *sorted(lines.keys() - METHODS.keys())]) if name in lines
-    }
-    batch_sizes = sorted({row.batch_size for row in rows})
-    figure = Figure(layout="constrained")
-    if len(batch_sizes) > 1:
-        _plot_batches(figure, lines)
-    else:
-        _plot_contexts(figure, lines)
-    for axes in figure.axes:
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    simulated = "; acceptance SIMULATED" if _simulated(report) else ""
-    alike = f", {batch_sizes[0]} rows" if len(batch_sizes) == 1 and batch_sizes[0] > 1 else ""
-    figure.suptitle(f"Decoding {report.model} on {report.device}{alike}, {report.date}{simulated}", fontsize=11)
-    plots.save(figure, path)
-
-
-def _plot_contexts(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
-    """Three panels against context. lines: each method's color and its rows, by context."""
-    contexts = sorted({row.context for _, rows in lines.values() for row in rows})
-    figure.set_size_inches(15, 4.5)
-    speed, time, memory = figure.subplots(1, 3)
-    for axes in (speed, memory):
-        plots.context_axis(axes, contexts)
-    for name, (color, found) in lines.items():
-        style = dict(color=color, marker="o", label=name)
-        if speedups := [(row.context, row.speedup) for row in found if row.speedup and name != AUTOREGRESSIVE]:
-            speed.plot(*zip(*speedups), **style)
-            if limits := [(row.context, row.byte_limit) for row in found if row.byte_limit]:
-                speed.plot(*zip(*limits), color=color, linestyle=":")
-        if peaks := [(row.context, row.peak_memory_bytes / 1e9) for row in found if row.peak_memory_bytes]:
-            memory.plot(*zip(*peaks), **style)
-    speed.set(ylabel="speed-up over autoregressive", title="Speed-up (dotted: by the bytes alone)")
-    memory.set(ylabel="GB", title="Peak memory", ylim=(0, None))
-    _, rounds = lines.get("quantspec", ("", []))
-    bottom = [0.0] * len(rounds)
-    for step, times in (("draft", lambda row: row.gamma), ("target", lambda row: 1), ("sampling", lambda row: 1)):
-        heights = [times(row) * row.steps[step].timing.median_us / 1e3 for row in rounds]
-        time.bar([f"{row.context:,}\n{row.gamma} drafts" for row in rounds], heights, bottom=bottom, label=step)
-        bottom = [a + b for a, b in zip(bottom, heights)]
-    time.set(xlabel="context (tokens)", ylabel="ms", title="A round of quantspec")
-
-
-def _plot_batches(figure, lines: Mapping[str, tuple[str, list[DecodeRow]]]) -> None:
-    """A panel for each context, against the rows of a batch. lines: each method's color and its rows, by batch size within a context."""
-    contexts = sorted({row.context for _, rows in lines.values() for row in rows})
-    figure.set_size_inches(5 * len(contexts) + 1, 4.5)
-    for axes, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts):
-        for name, (color, rows) in lines.items():
-            found = [row for row in rows if row.context == context]
-            if not found:
-                continue
-            axes.plot([row.batch_size for row in found], [row.tokens_per_second for row in found], color=color, marker="o", label=name)
-            if limits := [(row.batch_size, row.tokens_per_second_limit) for row in found if row.tokens_per_second_limit]:
-                axes.plot(*zip(*limits), color=color, linestyle=":")
-        batch_sizes = sorted({row.batch_size for _, rows in lines.values() for row in rows if row.context == context})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
-        axes.minorticks_off()
-        axes.set(xlabel="rows", ylabel="tokens/s of all rows", ylim=(0, None), title=f"{context:,} tokens (dotted: by the bytes alone)")
-        axes.grid(alpha=0.3)
-
-
-def _simulated(report: DecodeReport) -> list[str]:
-    """How acceptance was simulated: a phrase for each rate."""
-    contexts, ratios = defaultdict(set), defaultdict(set)
-    for row in report.rows:
-        if row.simulated_rate is not None:
-            contexts[row.simulated_rate].add(row.context)
-            ratios[row.simulated_rate].add(row.simulated_ratio)
-    where = lambda rate: "" if len(contexts) == 1 else f" at {', '.join(f'{context:,}' for context in sorted(contexts[rate]))} tokens"
-    mean = lambda rate: f", in the mean {min(ratios[rate]):.3f} of those drafted" if len(ratios[rate]) == 1 else ""
-    inner = [f", at {rate:.3f} of an inner draft" for rate in {row.simulated_inner_rate for row in report.rows} - {None}]
-    return [f"{where(rate)}: {rate:.3f} of each draft, given those before it{mean(rate)}{''.join(inner)}" for rate in contexts]

@@ -18,6 +18,7 @@ from qspec_jax.bench import (
     attention_tuning,
     batch,
     decode,
+    decode_report,
     decode_rows,
     end_to_end,
     flush,
@@ -307,9 +308,9 @@ def bench_decode(
             directory=model,
             progress=False if as_json else None,
         )
-        show(report, decode.table, output, write, as_json=as_json)
+        show(report, decode_report.table, output, write, as_json=as_json)
     if plot:
-        decode.plot(report, plot)
+        decode_report.plot(report, plot)
 
 
 @benchmarks.command("batch")
