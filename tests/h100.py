@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of, prefill_temporaries
 
-from pallas_kernels import append_attend, attention, dispatch, flush, fused_layer, matmul, norm, rope_append
+from pallas_kernels import append_attend, attention, dispatch, flush, fused_layer, matmul, norm, replaced_attention, rope_append
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -51,7 +51,7 @@ METHODS = {
 def main() -> None:
     # No GPU is there to be asked.
     dispatch.compute_capability = lambda: 9.0
-    for package in (append_attend, rope_append, attention, fused_layer, flush, matmul, norm):
+    for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, matmul, norm):
         package.choose = choose
     prefill = functools.cache(lambda kind: [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)])
     for name, (kind, rows, gamma, draft, paged) in METHODS.items():

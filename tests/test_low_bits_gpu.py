@@ -1,4 +1,4 @@
-"""The GPU kernel of decode attention over KIVI's format against the reference in float32."""
+"""The GPU kernels of decode attention over KIVI's format, and with replaced tokens, against the reference in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,17 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from pallas_kernels.replaced_attention import attend_replaced
+from pallas_kernels.replaced_attention import reference as replaced_reference
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
+WIDE = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)
 SIZE, ROWS = 2048, 160  # of the codes and of the buffer
 QUANTIZED, BUFFERED = [0, 64, 1088, SIZE], [ROWS, 17, 100, 64]  # rows with nothing in codes, one step of a program, many, and all
 
@@ -54,11 +57,10 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
 def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="triton").astype(jnp.float32)
-    wide = lambda x: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, x)
-    expected = reference.decode_attention(wide(q), wide(layer), lengths, BOTH_PLANES)
+    expected = reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
     # Keys and values pass through bfloat16, as they would from a cache in it.
     codes = [x.dequantized(jnp.bfloat16).astype(jnp.float32) for x in (layer.keys, layer.values)]
-    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(codes, (wide(layer.buffer.keys), wide(layer.buffer.values)))))
+    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(codes, WIDE((layer.buffer.keys, layer.buffer.values)))))
     scale = float(jnp.abs(expected).max())
     rounded = max(
         float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED))
@@ -76,6 +78,40 @@ def _of_row(q, layer: FullLayer, b: int, lengths: Lengths) -> jax.Array:
     return reference.decode_attention(q[b : b + 1].astype(jnp.float32), jax.tree.map(there, layer), own, FULL_PRECISION)[0]
 
 
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
+    [(1, 2, 8, 2, 128, 32, 64), (2, 2, 4, 4, 128, 64, 16), (1, 1, 7, 1, 64, 32, 33), (2, 7, 8, 1, 256, 16, 64)],
+)
+def test_replaced_tokens(bits, T, heads, kv_heads, head_dim, group, count, outliers):
+    """In rows with fewer tokens than may be replaced, or none; other tokens of each KV head, and not all of them there."""
+    q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
+    r = np.random.default_rng(count)
+    positions = np.full((len(QUANTIZED), kv_heads, count), -1, np.int32)
+    for b, k in np.ndindex(len(QUANTIZED), kv_heads):
+        some = min(count - k, QUANTIZED[b])
+        positions[b, k, :some] = r.choice(QUANTIZED[b], some, replace=False) if some else []
+    draw = lambda: jnp.asarray(r.standard_normal((len(QUANTIZED), kv_heads, count, head_dim)), jnp.bfloat16)
+    replaced = Replaced(jnp.asarray(positions), draw(), draw())
+    found, share = attend_replaced(q, layer, lengths, replaced, implementation="triton")
+    expected, expected_share = replaced_reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
+    # What passing through bfloat16 alone makes of them, as from a cache in it.
+    rounded = WIDE([x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)])
+    put = jax.vmap(jax.vmap(lambda held, at, new: held.at[at].set(new, mode="drop")))
+    at = jnp.where(replaced.positions < 0, SIZE, replaced.positions)
+    rounded = [put(held, at, new) for held, new in zip(rounded, WIDE((replaced.keys, replaced.values)))]
+    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(rounded, WIDE((layer.buffer.keys, layer.buffer.values)))))
+    error = max(float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED)))
+    scale = float(jnp.abs(expected).max())
+    assert float(jnp.abs(found.astype(jnp.float32) - expected).max()) <= 2 * error + 0.01 * scale, (error, scale)
+    there = np.arange(SIZE) < np.array(QUANTIZED)[:, None, None]
+    np.testing.assert_array_equal(np.isneginf(share), np.broadcast_to(~there, share.shape))
+    # As shares of attention: logarithms of almost nothing may differ more. Loud channels make logits of hundreds.
+    np.testing.assert_allclose(np.exp(share), np.exp(expected_share), atol=0.2 if outliers else 0.01)
+    for one, other in zip(attend_replaced(q, layer, lengths, replaced, implementation="triton"), (found, share), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_decoding_takes_it():
     """Over several flushes; the same chances as by the reference, up to rounding."""
     shape = dict(hidden_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
@@ -87,4 +123,10 @@ def test_decoding_takes_it():
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=config)
     assert "triton" in {choice.implementation for choice in seen if choice.kernel == "attention"}
+    assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()
+
+    settings |= dict(draft="specache", num_speculative_tokens=1)
+    with dispatch.watched() as seen:
+        found = generate(model, [prompt], config=GenerationConfig(cache="specache:bits=1,residual=128", **settings))
+    assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == ["triton"]
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()

@@ -11,13 +11,14 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.attention.reference import attend_replaced
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import FULL_PRECISION
+from pallas_kernels.replaced_attention import attend_replaced
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.specache import largest
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -74,6 +75,16 @@ def test_attention_by_hand():
                 logits = np.where(np.concatenate([there, np.arange(5) < 4]), queries @ whole[0].T * 8**-0.5, -np.inf)
                 expected = logsumexp(logits - logsumexp(logits, 1, keepdims=True), 0)[:12]
             np.testing.assert_allclose(share[0, head], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "k"), [(100, 3), (640, 5), (1000, 7), (330, 5), (31, 31)])
+def test_the_largest(size, k):
+    """With blocks and without, among many that are equal or not there."""
+    r = np.random.default_rng(size)
+    x = np.where(r.random((3, 2, size)) < 0.3, -np.inf, r.integers(0, size // 10, (3, 2, size))).astype(np.float32)
+    x[0, :, : size - 2] = -np.inf
+    for found, expected in zip(largest(jnp.asarray(x), k), jax.lax.top_k(jnp.asarray(x), k), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_several_chunks():

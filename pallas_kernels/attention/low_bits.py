@@ -1,17 +1,18 @@
 """Decode attention over KIVI's format through jax-triton: split over the tokens, partial results merged at the end."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.partials import block_rows, merged
+from pallas_kernels.attention.partials import block_rows, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 
 LEAST_TILE, TILE = 16, 32  # tokens that are read at a time
 WARPS, STAGES = 4, 2
@@ -31,9 +32,47 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
 
 def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.attention.decode_attention`."""
-    import jax_triton
-
     from pallas_kernels.attention import low_bits_kernel
+
+    out, top, total = _launched(low_bits_kernel.attend, "decode_attention", q, layer, lengths)
+    return merged(out, top, total, q)
+
+
+def attend_replaced(
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
+    """See `pallas_kernels.replaced_attention.attend_replaced`."""
+    from pallas_kernels.attention import low_bits_kernel
+
+    (B, K, size, _), count = layer.keys.codes.shape, replaced.positions.shape[2]
+    group = q.shape[2] // K
+    at = jnp.where(replaced.positions < 0, size, replaced.positions)
+    left_out = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, jnp.int8).at[at].set(1, mode="drop")))(at)
+    logits = [jax.ShapeDtypeStruct((B, K, group, tokens), jnp.float32) for tokens in (size, count)]
+    more = left_out, replaced.positions, replaced.keys, replaced.values
+    out, top, total, of_codes, of_replaced = _launched(
+        low_bits_kernel.attend_replaced, "attend_replaced", q, layer, lengths, more, logits, COUNT=count
+    )
+    everything = log_total(top, total).reshape(B, K, -1)[..., -group:, None]
+    share = lambda logits: jax.nn.logsumexp((logits - everything) * math.log(2), 2)
+    coded = jnp.where(jnp.arange(size) < lengths.quantized[:, None, None], share(of_codes), -jnp.inf)
+    put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
+    return merged(out, top, total, q), put(coded, at, share(of_replaced))
+
+
+def _launched(
+    kernel,
+    name: str,
+    q: Float[Array, "B T N H"],
+    layer: TokenCodesLayer,
+    lengths: Lengths,
+    more: Sequence[Array] = (),
+    more_out: Sequence[jax.ShapeDtypeStruct] = (),
+    **settings: int,
+) -> tuple[Array, ...]:
+    """What a program comes to over all tokens: of each KV head, share of its tokens and query row the weighted values, maximum and sum of
+    exponentials; and more_out. more: its arguments between the codes and the buffer."""
+    import jax_triton
 
     B, T, N, H = q.shape
     K, capacity = layer.buffer.keys.shape[1:3]
@@ -44,16 +83,17 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
     # Where there is no room for codes, none are read; q stands for them.
     coded = [x for p in (keys, values) for x in (p.codes, p.scale, p.zero)] if size else [q] * 6
     partial = jax.ShapeDtypeStruct((B * K, splits, rows), jnp.float32)
-    found = jax_triton.triton_call(
+    return jax_triton.triton_call(
         q,
         lengths.quantized,
         lengths.buffered,
         *coded,
+        *more,
         layer.buffer.keys,
         layer.buffer.values,
-        kernel=low_bits_kernel.attend,
-        name=f"decode_attention_{keys.bits}_bits",
-        out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial),
+        kernel=kernel,
+        name=f"{name}_{keys.bits}_bits",
+        out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial, *more_out),
         grid=(B * K, splits, blocks),
         num_warps=WARPS,
         num_stages=STAGES,
@@ -71,8 +111,8 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
         CAPACITY=capacity,
         TILE=TILE,
         SPLITS=splits,
+        **settings,
     )
-    return merged(*found, q)
 
 
 def _tile(layer: TokenCodesLayer) -> int:

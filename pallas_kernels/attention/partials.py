@@ -22,3 +22,9 @@ def merged(
     out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
     out = out.reshape(B, -1, T, N * B // out.shape[0], H)
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+
+
+def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R"]) -> Float[Array, "BK R"]:
+    """The logarithm, base 2, of the sum of exponentials that all programs of each KV head come to."""
+    most = top.max(1, keepdims=True)
+    return most[:, 0] + jnp.log2((total * jnp.exp2(top - most)).sum(1))

@@ -83,11 +83,7 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """Attention over quantized tokens, some of which are read in full precision instead; and the logarithm of each quantized token's share
-    in the last of the T tokens' attention, summed over the query heads of a KV head.
-
-    q, lengths: as in `pallas_kernels.attention.decode_attention`. Source: SpeCache (arXiv 2503.16163), equation 1.
-    """
+    """See `pallas_kernels.replaced_attention.attend_replaced`."""
     B, T, N, H = q.shape
     K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
     size, group = layer.keys.tokens, N // K

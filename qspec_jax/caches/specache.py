@@ -15,12 +15,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.reference import attend_replaced
+from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.formats.views import BOTH_PLANES
+from pallas_kernels.replaced_attention import attend_replaced
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, no_tokens
 from qspec_jax.caches.host_memory import in_host, taken, to_host, written
@@ -30,6 +32,7 @@ from qspec_jax.errors import InputError
 
 FETCH = ("ahead", "now")
 STORE = ("device", "host")
+BLOCK = 32  # tokens, see `largest`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,7 @@ class SpeCache(Cache):
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + q.shape[1])
         fetched = old.fetched
         if not self.layers[0].codes.keys.tokens:
-            return attend_replaced(q, codes, lengths, fetched)[0], SpeCacheLayer(codes, old.store, fetched), None
+            return decode_attention(q, codes, lengths, BOTH_PLANES), SpeCacheLayer(codes, old.store, fetched), None
         if self.settings.fetch == "now":
             nothing = dataclasses.replace(fetched, positions=jnp.full_like(fetched.positions, -1))
             fetched = self._fetched(old.store, attend_replaced(q, codes, lengths, nothing)[1])
@@ -142,7 +145,7 @@ class SpeCache(Cache):
 
     def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
         """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""
-        found, positions = lax.top_k(share, min(self.settings.k, share.shape[2]))
+        found, positions = largest(share, min(self.settings.k, share.shape[2]))
         positions = jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
         if in_host(store.keys):
             return Replaced(positions, taken(store.keys, positions), taken(store.values, positions))
@@ -164,3 +167,19 @@ class SpeCache(Cache):
         once = lambda carry: (tuple(map(stored, self.layers, carry[0])), jnp.array(False))
         stores, _ = lax.while_loop(lambda carry: carry[1], once, (stores, due.any()))
         return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))
+
+
+def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
+    """What `lax.top_k` gives, which on a GPU sorts everything.
+
+    The k largest are in the k blocks whose own largest come first, so that no more than those are sorted, and one number of each block. Of
+    equal numbers the first are taken here too.
+    """
+    S = x.shape[2]
+    if 2 * BLOCK * k >= S:
+        return lax.top_k(x, k)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -S % BLOCK)), constant_values=-jnp.inf)
+    blocks = padded.reshape(*x.shape[:2], -1, BLOCK)
+    at = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
+    found, place = lax.top_k(jnp.take_along_axis(blocks, at[..., None], 2).reshape(*x.shape[:2], -1), k)
+    return found, jnp.take_along_axis(at, place // BLOCK, 2) * BLOCK + place % BLOCK
