@@ -531,12 +531,26 @@ def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     assert step["cache_bytes"] == there["cache_bytes"] and step["ms_per_token"] == step["steps"]["target"]["timing"]["median_us"] / 1e3
 
 
-def test_a_cache_whose_bytes_nobody_has_counted(run, one_layer):
-    code, out, err = run(*FAST, "--draft", "none", "--cache", "kivi:residual=64", "--json")
-    _, row = json.loads(out)["rows"]
-    assert (code, row["status"], row["cache"], row["byte_limit"]) == (0, "measured", "kivi:residual=64", None), err
-    due, other = (row["steps"][name]["timing"]["median_us"] for name in ("flush due", "flush not due"))
+def test_lossy_caches(run, one_layer, caplog):
+    """What a pass over them reads is counted, and what it fetches from host memory; the guess goes with one of the caches."""
+    caches = ("kivi:bits=1,residual=64", "specache:bits=1,residual=64,k=8,store=host", "specache:bits=1,residual=64,k=8,fetch=now")
+    flags = [flag for cache in caches for flag in ("--cache", cache)]
+    code, out, err = run(*FAST, "--draft", "none", "--draft", "specache", *flags, "--json")
+    rows = {(row["method"], row["gamma"]): row for row in json.loads(out)["rows"]}
+    assert (code, {row["status"] for row in rows.values()}) == (0, {"measured"}), err
+    assert list(rows) == [("autoregressive", 0), *((f"none, {cache}", 0) for cache in caches), (f"specache, {caches[1]}", 1)]
+    assert "left out: draft specache goes with cache specache, not kivi" in caplog.text and "wants no guess; give draft none" in caplog.text
+    for row in rows.values():
+        assert row["byte_limit"] > 0 and row["tokens_per_second"] < row["tokens_per_second_limit"]
+    kivi, host, now, guess = list(rows.values())[1:]
+    due, other = (kivi["steps"][name]["timing"]["median_us"] for name in ("flush due", "flush not due"))
     assert due > 2 * other
+    shape = architecture("tiny")
+    read = lambda row: (row["steps"]["target"]["bytes"], row["steps"]["target"]["host_bytes"])
+    fetched = shape.num_layers * 8 * shape.num_kv_heads * 2 * shape.head_dim * 2
+    assert read(kivi)[1] == read(now)[1] == 0
+    assert read(host) == (read(kivi)[0] + fetched, fetched) and read(now)[0] == read(kivi)[0] + 2 * fetched
+    assert 0 < read(guess)[0] - read(host)[0] < 5000  # the guess's own key and value
 
 
 def test_methods_over_other_caches(fails):

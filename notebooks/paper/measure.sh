@@ -74,9 +74,21 @@ offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 
     qspec bench decode --arch llama-2-7b --context 524288 --gamma 16 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 2 \
         --cache int8:lower=host --baseline-cache full:host --draft sparse:budget=0.03 --draft none --json --output "$out/offloaded-512k.json"
     ;;
+specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 110 GB of host memory have room for
+    throughput() { # CONTEXT BATCH...
+        context=$1 sizes=()
+        for batch in "${@:2}"; do sizes+=(--batch-size "$batch"); done
+        qspec bench decode --arch mistral-7b --context "$context" "${sizes[@]}" --max-new-tokens 64 --repeats 3 --draft specache --draft none \
+            --cache kivi:bits=1,residual=64 --cache kivi:bits=2,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
+            --cache specache:bits=1,store=host,fetch=now --json --output "$out/specache-$context.json"
+    }
+    throughput 2048 64 192 320
+    throughput 8192 16 48 80
+    throughput 32768 4 12 20
+    ;;
 *)
     echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
-        "triforce-offloaded, offloaded-128k, offloaded-512k" >&2
+        "triforce-offloaded, offloaded-128k, offloaded-512k, specache-throughput" >&2
     exit 2
     ;;
 esac

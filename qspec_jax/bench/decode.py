@@ -39,6 +39,7 @@ from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, step_bytes, weight_bytes
 from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
@@ -92,7 +93,7 @@ def run(
     that fails (for want of memory, say) gets a row that says so.
     """
     rows = []
-    cases = [Case(method, gamma) for method in methods for gamma in (gammas if method.speculative else [0])]
+    cases = [Case(method, gamma) for method in methods for gamma in method.gammas(gammas)]
     with tqdm(
         total=1 + len(contexts) * len(batch_sizes) * len(cases), leave=False, disable=None if progress is None else not progress
     ) as bar:
@@ -352,6 +353,7 @@ class _Measured:
             self.gamma,
             "measured",
             cache=_with_residence(self.calls[0].static["cache"], self.method.cache),
+            draft_steps=0 if isinstance(self.engine.draft, SpeCacheDraft) else None,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
             simulated_rate=self.rate,
@@ -437,7 +439,10 @@ class _Measured:
 
         verified = _verified_and_observed if draft is not None and draft.observes else _verified
         size = target_bytes(self.model, self.config.cache_config.kind, self.context, width, B)
-        work = [work_of("target", verified, self.engine.target, size, _copied_bytes(self.shapes[0].cache))]
+        copied = _copied_bytes(self.shapes[0].cache)
+        if of_row := self.shapes[0].cache.bytes_of_pass(self.context + width):
+            size, copied = weight_bytes(self.model, on_device=True) + B * of_row[0] // self.devices, B * of_row[1]
+        work = [work_of("target", verified, self.engine.target, size, copied)]
         if isinstance(draft, StepwiseDraft):
             size = step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True)
             work.append(work_of("draft", _drafted, draft, 0 if self._draft_copies(draft) else size))

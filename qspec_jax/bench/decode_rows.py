@@ -1,13 +1,17 @@
 """Methods of decoding and the rows of figures that `bench decode`, `bench end-to-end` and transformers report of them."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
+
+log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -23,6 +27,10 @@ class Method:
     @property
     def speculative(self) -> bool:
         return self.draft != NONE
+
+    def gammas(self, asked: Sequence[int]) -> Sequence[int]:
+        """Of these numbers of drafts in a round, those that it is measured with."""
+        return [1] if self.draft == SPECACHE else asked if self.speculative else [0]
 
 
 METHODS = {
@@ -71,6 +79,7 @@ class DecodeRow:
     when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
     flushes: of all rows together.
     tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
+    draft_steps: of a round; None: as many as gamma.
     steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
     simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_inner_rate: that of
     the level below, in a draft that itself verifies; None where no other is given. simulated_ratio: accepted over
@@ -92,6 +101,7 @@ class DecodeRow:
     cache: str | None = None
     temperature: float = 0.0
     batch_size: int = 1
+    draft_steps: int | None = None
     simulated_rate: float | None = None
     simulated_inner_rate: float | None = None
     simulated_ratio: float | None = None
@@ -117,7 +127,8 @@ class DecodeRow:
     @property
     def round_floor_us(self) -> float | None:
         """What the steps of a round take at least; None where they were not measured, or nobody knows what the draft reads."""
-        needed = {"target": 1, **({"draft": self.gamma} if self.gamma else {})}
+        drafts = self.gamma if self.draft_steps is None else self.draft_steps
+        needed = {"target": 1, **({"draft": drafts} if drafts else {})}
         if not all(name in self.steps and self.steps[name].bytes for name in needed):
             return None
         return sum(times * self.steps[name].floor_us for name, times in needed.items())
@@ -127,9 +138,11 @@ def select_methods(
     names: Iterable[str], drafts: Iterable[str] = (), caches: Iterable[str] = (), *, baseline_cache: str = "full"
 ) -> list[Method]:
     """These methods, and one for each text of a draft over each of these caches ("int8", if there are none), beside the baseline; without
-    any, the baseline and quantspec. Draft "none" decodes one by one.
+    any, the baseline and quantspec. Draft "none" decodes one by one. A draft that does not go with one of several caches is left out there,
+    and this is logged.
 
-    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, and for caches without drafts.
+    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and for a draft
+    that goes with none of them.
     """
     caches = list(caches)
     for cache in (*caches, baseline_cache):
@@ -148,10 +161,19 @@ def select_methods(
     elif baseline_cache != "full":
         raise InputError(f"--baseline-cache is of the method {AUTOREGRESSIVE}, which is not among those asked for")
     for text in drafts:
-        drafted = parse_draft(text) is not None
-        for cache in caches or (["int8"] if drafted else []):
+        own = [] if parse_draft(text) is None else [GenerationConfig(draft=text).cache_config.kind]
+        refused = {}
+        for cache in caches or own:
             name = f"{text}, {cache}" if caches else text
-            chosen[name] = Method(name, cache, text)
+            try:
+                GenerationConfig(draft=text, cache=cache)
+                chosen[name] = Method(name, cache, text)
+            except InputError as error:
+                refused[cache] = error
+        if caches and len(refused) == len(caches):
+            raise next(iter(refused.values()))
+        for error in refused.values():
+            log.warning("left out: %s", error)
     return list(chosen.values())
 
 

@@ -85,6 +85,11 @@ class Cache(AppendedCache):
         batch_rows: in these rows of the batch; None: in all. A position beyond a row's lengths gives numbers without a meaning.
         """
 
+    def bytes_of_pass(self, tokens: int) -> tuple[int, int] | None:
+        """Bytes that a pass reads on the device, and those that it copies from host memory, of a row that holds so many tokens, its own
+        among them. None where nobody has counted them."""
+        return None
+
     def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """`tokens`, where all are among the last T of their row."""
         return self.tokens(layer, positions)

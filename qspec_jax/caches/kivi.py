@@ -85,6 +85,12 @@ class KiviCache(Cache):
         layers = (TokenCodesLayer(empty(group_size, 1), empty(1, group_size), buffer()) for _ in range(model.num_layers))
         return cls(tuple(layers), no_tokens(batch), settings)
 
+    def bytes_of_pass(self, tokens):
+        quantized, rows = int(self.schedule.quantized_length(tokens)), self.lengths.quantized.shape[0]
+        of_row = lambda tree, held, room: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) * held // (rows * room)
+        coded = sum(of_row((x.keys, x.values), quantized, x.keys.tokens) if x.keys.tokens else 0 for x in self.layers)
+        return coded + sum(of_row(x.buffer, tokens - quantized, x.buffer.keys.shape[2]) for x in self.layers), 0
+
     def fill(self, layer, keys, values, n):
         old, start = self.layers[layer], self.schedule.quantized_length(n)
         rows = old.buffer.keys.shape[2]

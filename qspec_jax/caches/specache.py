@@ -114,6 +114,13 @@ class SpeCache(Cache):
             layers.append(SpeCacheLayer(layer, jax.tree.map(to_host, store) if settings.store == "host" else store, none))
         return cls(tuple(layers), no_tokens(batch), settings)
 
+    def bytes_of_pass(self, tokens):
+        fetched = [leaf for layer in self.layers for leaf in (layer.fetched.keys, layer.fetched.values)]
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
+        coded, _ = self._codes.bytes_of_pass(tokens)
+        # Those that the pass reads, and those that it fetches.
+        return (coded + size, size) if in_host(self.layers[0].store.keys) else (coded + 2 * size, 0)
+
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
         rows = min(old.store.keys.shape[2], keys.shape[2])
