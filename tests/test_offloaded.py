@@ -15,12 +15,17 @@ from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.decoding import batch
 from qspec_jax.decoding import residence as residence_module
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.residence import Residence, refused, residence
+from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import model_mesh
 
@@ -257,12 +262,77 @@ def test_host_memory_of_a_gpu(cache, draft):
             np.testing.assert_array_equal(here, there)
 
 
-def test_batches_and_several_devices_are_refused(directory):
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("cache", "draft"), [("int8:lower=host,resident=0.5", "quantspec"), ("specache:store=host", "specache")])
+def test_batches_on_a_gpu(cache, draft, monkeypatch):
+    monkeypatch.setattr(batch, "PAGED", ())  # or the rows on the device would have a pool, and another program
+    shape = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    model = random_model("bfloat16", vocab_size=4096, spread=0.03, tie_word_embeddings=False, **shape)
+    made, found = make_draft(draft, model, int4=random_int4(model)), []
+    for each in (cache.partition(":")[0], cache):
+        settings = dict(cache=each, draft=draft, ignore_eos=True, num_speculative_tokens=1 if draft == "specache" else 3)
+        requests = [
+            Request(prompt, GenerationConfig(max_new_tokens=200 + 40 * i, **settings), jax.random.key(i))
+            for i, prompt in enumerate(random_prompts([900, 300, 701, 500, 640], vocab_size=4096))
+        ]
+        found.append({result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=made)})
+    assert found[0] == found[1]
+
+
+def test_batches(monkeypatch):
+    """Rows that end, and those that take their places, have the tokens that they have alone on the device; prompts in parts too, and of
+    some layers on the device."""
+    monkeypatch.setattr(batch, "PART", 64)  # of a layer of the longest prompt
+    with jax.enable_x64(True):
+        model, r = random_model("float64"), np.random.default_rng(3)
+        prompts = random_prompts([41, 20, 7, 50, 33], seed=1)
+        new = [int(n) for n in r.integers(10, 30, len(prompts))]
+
+        def of(cache: str, draft: str, rows: int | None = 2, **settings) -> list[tuple]:
+            config = dataclasses.replace(CONFIG, cache=cache, draft=draft, **settings)
+            requests = [
+                Request(prompt, dataclasses.replace(config, max_new_tokens=count), jax.random.key(i))
+                for i, (prompt, count) in enumerate(zip(prompts, new))
+            ]
+            found = {result.index: result for result in run_batch(model, requests, batch_size=rows)}
+            return [(found[i].token_ids, found[i].stats["num_accepted_draft_tokens"]) for i in range(len(prompts))]
+
+        for caches, draft, settings in (
+            (("int8", "int8:lower=host"), "quantspec:weight_bits=16", dict(temperature=0.8)),
+            (("int8", "int8:lower=host,resident=0.5"), "none", {}),
+            (("full", "full:host"), "none", {}),
+            (("specache:residual=16,k=4", "specache:residual=16,k=4,store=host"), "specache", dict(num_speculative_tokens=1)),
+        ):
+            here, *there = (of(cache, draft, **settings) for cache in caches)
+            assert there == [here], caches
+
+
+def test_as_many_rows_as_host_memory_has_room_for(monkeypatch):
+    model, prompts = random_model("float32"), random_prompts([20] * 6)
+    config = dataclasses.replace(CONFIG, cache="int8:lower=host", draft="none", num_speculative_tokens=0)
+    requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
+    engine = Engine.for_configs(model, None, [config], prompt_tokens=20)
+    engine.settle_for(0)
+    row = engine.prefill_call([prompts[0]], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config)).shapes()
+    in_host = bytes_of(row) - bytes_of(row, on_device=True)
+    for room, rows in ((5 * in_host, 3), (100 * in_host, 6)):
+        monkeypatch.setattr(host, "free_bytes", lambda room=room: room)
+        run = run_batch(model, requests, batch_size=None)
+        assert len(list(run)) == 6 and run.stats.batch_size == rows
+    monkeypatch.setattr(host, "free_bytes", lambda: 2 * in_host)
+    with pytest.raises(HostMemoryError, match="not one row fits; 3 of them take"):
+        list(run_batch(model, requests, batch_size=None))
+    with pytest.raises(HostMemoryError, match=r"int8:lower=host needs 0\.0 GB of host memory"):
+        list(run_batch(model, requests, batch_size=4))
+
+
+def test_several_devices_are_refused(directory):
     config = offloaded(dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
     with pytest.raises(InputError, match="cache int8:lower=host with a part in host memory is for one device"):
         generate(load_model(directory, mesh=model_mesh(jax.devices()[:1])), [[1, 2, 3]], config=config)
-    with pytest.raises(InputError, match="cache int8:lower=host is for generate"):
-        list(run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))]))
+    with pytest.raises(InputError, match="int8:lower=host has a part in host memory, which several devices would share"):
+        run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))], devices=jax.devices()[:1] * 2)
 
 
 def test_by_its_name(run, fails, directory):

@@ -69,6 +69,16 @@ def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
     return held
 
 
+def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
+    """The array with k others of its rows, which are in the same memory."""
+    if not in_host(held):
+        return held.at[slots].set(rows)
+    for i in range(rows.shape[0]):  # as in `written`
+        at = slots[i], *(jnp.zeros_like(slots[i]),) * (held.ndim - 1)
+        held = lax.dynamic_update_slice(held, rows[i : i + 1], at)
+    return held
+
+
 def taken(held: Float[Array, "B K S H"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> Float[Array, "R K T H"]:
     """Rows of an array in host memory, on the device; see `FullLayer.read`."""
     B, K, S, H = held.shape
@@ -99,6 +109,9 @@ class StreamedCache(AppendedCache):
 
     def for_pass(self, views):
         return StreamedPass(self, views)
+
+    def with_rows(self, rows, slots, pages=None):
+        return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         copied = jax.tree.map(to_device, self.host_part(layer, view))

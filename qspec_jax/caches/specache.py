@@ -25,7 +25,7 @@ from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.replaced_attention import attend_replaced
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, no_tokens
-from qspec_jax.caches.host_memory import in_host, taken, to_host, written
+from qspec_jax.caches.host_memory import in_host, taken, to_host, with_rows, written
 from qspec_jax.caches.kivi import MOST_TOKENS, KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
@@ -128,6 +128,9 @@ class SpeCache(Cache):
         put = lambda held, x: lax.dynamic_update_slice_in_dim(held, there(x[:, :, :rows]), 0, axis=2)
         store = FullLayer(put(old.store.keys, keys), put(old.store.values, values))
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
+
+    def with_rows(self, rows, slots, pages=None):
+        return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
     def tokens(self, layer, positions, batch_rows=None):
         return self._codes.tokens(layer, positions, batch_rows)

@@ -114,6 +114,8 @@ def batch(
     quiet = as_json or not processes.is_first()
     if ray is None:
         on = devices_of(devices)
+        if devices == ALL and not distributed and config.cache_config.in_host_memory:
+            on = on[:1]  # whose memory several would share
         places = places_of(on, len(on) if distributed else tensor_parallel)
     else:
         _check_for_ray(config, devices, tensor_parallel, refill)

@@ -168,6 +168,8 @@ def run_batch(
     draft = for_prompts(model, draft, settled, [request.tokens for request in requests])
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
+    if devices is not None and len(devices) > 1 and settled[0].cache_config.in_host_memory:
+        raise InputError(f"cache {settled[0].cache} has a part in host memory, which several devices would share; give one")
     stats, waiting = BatchStats(), _Queue(len(requests))
     settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
     if devices is None or (len(devices) == 1 and data_parallel.is_at((model, draft), devices[0])):
@@ -260,16 +262,18 @@ class _Slots:
         self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
+        self.engine.settle_for(0)
         cache = configs[0].cache_config
         if cache.in_host_memory:
-            raise InputError(f"cache {configs[0].cache} is for generate; a batch replaces rows, which are all on the device")
+            self.most_together = 1
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
-        if issubclass(CACHES[cache.kind], PooledCache) and jax.default_backend() in PAGED:
+        if issubclass(CACHES[cache.kind], PooledCache) and jax.default_backend() in PAGED and not cache.in_host_memory:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self._room() if batch is None else capacity.enough_for(batch, self.groups)
         stats.batch_size = batch = room.rows
+        self.engine.settle_for(batch)
         self.pool = None if room.pages is None else PagePool(room.pages)
         self.pages_of: list[list[int]] = [[] for _ in range(batch)]  # of each slot
         self.request_of: list[int | None] = [None] * batch  # the request of each slot

@@ -4,13 +4,15 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
+from qspec_jax import host
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.room import free_bytes
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
-from qspec_jax.errors import InputError
+from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import mesh_of
 
 log = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ UNKNOWN_ROWS = 8  # where a device does not say how much memory it has
 # What a round is taken to hold for each of its tokens besides the batch, an assumption on the safe side: so many float32 arrays as wide as
 # the logits, and as gate and up of an MLP.
 ARRAYS = 8
+BESIDE = 2  # rows that are prefilled while others are put into the batch, in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +50,17 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
     """As many rows of so many requests as fit the memory that is free, weights and draft being there, and pages for them.
 
     Requests differ in what they need, so the rows are as many as would fit if each needed what all need on average; now and then one has to
-    wait for pages. row: shapes of the state of one row. of_prefill: bytes that prefill holds besides the batch. groups: as in `enough_for`.
+    wait for pages. Of a cache in host memory they are as many as that has room for too, and what a pass copies of two layers is on the
+    device. row: shapes of the state of one row. of_prefill: bytes that prefill holds besides the batch. groups: as in `enough_for`.
     Raises InputError where not even one row fits.
     """
     free = free_bytes(mesh_of(engine.target))
+    layers = [bytes_of(layer) - bytes_of(layer, on_device=True) for layer in row.cache.layers]  # what of each is in host memory
+    if (room := host.room_bytes(pooled=jax.default_backend() == "gpu")) is not None and any(layers):
+        requests = min(requests, room // sum(layers) - BESIDE)
+        if requests < 1:
+            needed = f"{1 + BESIDE} of them take {(1 + BESIDE) * sum(layers) / 1e9:.1f} GB of host memory"
+            raise HostMemoryError(f"batch size auto: not one row fits; {needed}, of {room / 1e9:.1f} GB that it may take")
     if free is None:
         rows = min(UNKNOWN_ROWS, requests)
         log.info("batch size auto: %d rows, for this device does not say how much memory it has", rows)
@@ -59,7 +69,7 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
     one = size(1, 2)  # a row with page 0 and another
     of_page, config = size(1, 3) - one, engine.target.model.config
     of_round = 4 * ARRAYS * (engine.gamma + 1) * (config.vocab_size + 2 * config.intermediate_size)
-    of_row = size(2, 2) - one + of_round
+    of_row = size(2, 2) - one + of_round + 2 * max(layers)
     besides = of_prefill() + bytes_in_loop(engine.draft)
     found = divided(free - besides, of_row, of_page, groups, requests)
     if found is None:

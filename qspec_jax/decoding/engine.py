@@ -235,6 +235,7 @@ class Engine:
         self._on_compile = on_compile
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._caches: dict[int, CacheChoice] = {}
+        self._rows: int | None = None
         self._unseen = 0  # the most new tokens of any row since the last look
 
     @classmethod
@@ -263,6 +264,11 @@ class Engine:
 
     # Calls, for those who compile and time them themselves --------------------------------------------------------------
 
+    def settle_for(self, rows: int) -> None:
+        """Says that what is prefilled from now on are rows of a batch of so many. As many layers of a cache in host memory are then on the
+        device as fit for all of them, and not for those that are prefilled together. 0: none, as long as nobody knows how many rows fit."""
+        self._rows = rows
+
     def prefill_call(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> Call:
         """Reads prompts; returns a `DecodeState`."""
         # A draft that does nothing there is left out: drafts then share the program.
@@ -273,29 +279,37 @@ class Engine:
         cache = self.static["cache"]
         return self._settled(call, len(prompts)) if isinstance(cache, CacheConfig) and cache.in_host_memory else call
 
-    def _settled(self, call: Call, batch: int) -> Call:
+    def _settled(self, call: Call, prompts: int) -> Call:
         """A call that prefills so many rows of a cache in host memory, with what of it stays on the device, as it was when first asked for.
 
         Raises HostMemoryError where the host cannot hold the rest.
         """
         cache, static = self.static["cache"], self.static
+        # In a batch, besides its rows, those that are prefilled, and those put into it meanwhile.
+        batch = prompts if self._rows is None else self._rows + 2 * prompts
         with_cache = lambda cache: dataclasses.replace(call, static=static | {"cache": cache})
+        none_resident = lambda: with_cache(dataclasses.replace(cache, settings=HostSettings(0.0)))
+        if self._rows == 0:
+            is_open = isinstance(cache.settings, HostSettings) and cache.settings.resident is None
+            return none_resident() if is_open else call
 
         def of_draft() -> int:
             """Bytes of what the draft makes of the prompts, and for the rounds."""
-            begun = with_cache(dataclasses.replace(cache, settings=HostSettings(0.0))).shapes()
-            return bytes_of(begun.draft) + bytes_in_loop(self.draft)
+            begun = none_resident().shapes()
+            return bytes_of(begun.draft) * batch // prompts + bytes_in_loop(self.draft)
 
-        if batch not in self._caches:
+        # The rows of a batch have the same layers on the device, however many are prefilled together.
+        if (key := self._rows or prompts) not in self._caches:
             if isinstance(cache.settings, HostSettings):
                 jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
                 sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
-                cache = residence(cache, self.target.model, **sizes, draft_bytes=of_draft).cache
-            leaves = jax.tree.leaves(with_cache(cache).shapes().cache)
-            if reason := refused(cache.kind, bytes_of([leaf for leaf in leaves if in_host(leaf)])):
+                cache = residence(cache, self.target.model, **sizes, prompts=prompts, draft_bytes=of_draft).cache
+            made = with_cache(cache).shapes().cache
+            host_bytes = bytes_of(made) - bytes_of(made, on_device=True)
+            if reason := refused(cache.kind, host_bytes * batch // prompts):
                 raise HostMemoryError(reason)
-            self._caches[batch] = cache
-        return with_cache(self._caches[batch])
+            self._caches[key] = cache
+        return with_cache(self._caches[key])
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
         """Makes a batch of rows that go on from this one, each with a key of its own; returns a `DecodeState`."""
@@ -339,7 +353,7 @@ class Engine:
                 yield x
             part = slice(first, first + layers)
             call = self._part_call(target, draft, part, angles, x, n, cache)
-            x, *found = self._run("part", call, (tokens.shape, len(angles[part])))
+            x, *found = self._run("part", call, _part_shape(tokens, cache.layers[part]))
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         self._unseen += 1
         cache = dataclasses.replace(cache, layers=filled)
@@ -378,7 +392,7 @@ class Engine:
         filled, queries = (), ()
         for first in range(0, all, layers):
             part = slice(first, first + layers)
-            key = "part", (tokens.shape, len(angles[part]))
+            key = "part", _part_shape(tokens, cache.layers[part])
             calls.setdefault(key, self._part_call(target, draft, part, angles, x, n, cache))
             x, *found = calls[key].shapes()
             filled, queries = (old + new for old, new in zip((filled, queries), found))
@@ -409,7 +423,7 @@ class Engine:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
         x, angles, cache = self._begin_call(call).shapes()
         call = self._part_call(target, draft, slice(layers), angles, x, n, cache)
-        part = self._executable("part", call, (tokens.shape, layers))
+        part = self._executable("part", call, _part_shape(tokens, cache.layers[:layers]))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
         return part.memory_analysis().temp_size_in_bytes + held
 
@@ -494,6 +508,11 @@ class Engine:
             self._on_compile(seconds)
             self.compile_s += seconds
         return self._executables[name, shape]
+
+
+def _part_shape(tokens: Array, layers: tuple[Any, ...]) -> Hashable:
+    """What tells programs of prefill apart that go through other parts of the model: how many layers, and which are in host memory."""
+    return tokens.shape, tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers)
 
 
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:

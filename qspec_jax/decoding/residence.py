@@ -44,12 +44,14 @@ def residence(
     batch: int,
     capacity: int,
     num_speculative_tokens: int,
+    prompts: int | None = None,
     draft_bytes: Callable[[], int] = lambda: 0,
 ) -> Residence:
     """The cache with as many resident layers as fit what is free on the device now, model and draft being there; with none where the device
     does not say what is free. A cache whose settings say how many are resident keeps those.
 
-    draft_bytes: gives what else the draft will take on the device; called only where it matters. Sizes as of `CacheConfig.empty`.
+    prompts: how many rows are prefilled together; None: all. draft_bytes: gives what else the draft will take on the device; called only
+    where it matters. Sizes as of `CacheConfig.empty`.
     """
     config, resident = model.config, cache.settings.resident
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
@@ -60,7 +62,7 @@ def residence(
         free, fitting = free_bytes(), 0
         if free is not None:
             copied = 2 * of_layer  # while a layer is computed, the next is copied
-            working = draft_bytes() + max(prefill_bytes(config, cache.kind, batch=batch, context=capacity), copied)
+            working = draft_bytes() + max(prefill_bytes(config, cache.kind, batch=prompts or batch, context=capacity), copied)
             room = free - working - (bytes_of(shapes) - layers * of_layer)
             fitting = min(layers, max(0, int(room // of_layer)))
             log.info("cache %s: %d of %d layers stay on the device", cache.kind, fitting, layers)

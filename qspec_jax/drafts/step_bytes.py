@@ -5,6 +5,7 @@ from collections import Counter
 
 import jax
 
+from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
 from qspec_jax.models.llama import Llama
@@ -100,10 +101,10 @@ def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: i
 def bytes_of(tree, *, most_item_bytes: int = 8, on_device: bool = False) -> int:
     """Bytes of the arrays, or shapes, in a tree, each counted once.
 
-    most_item_bytes: what an array element counts at most, 2 to count float32 as if it were bfloat16. on_device: of arrays that are divided
-    over a mesh, count what each of its devices has.
+    most_item_bytes: what an array element counts at most, 2 to count float32 as if it were bfloat16. on_device: count what each device has:
+    of arrays that are divided over a mesh its part, and of those in host memory nothing.
     """
-    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
+    arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if not (on_device and in_host(leaf))}.values()
     divided = lambda leaf: on_device and getattr(leaf, "sharding", None) is not None
     held = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if divided(leaf) else leaf.shape
     return sum(math.prod(held(leaf)) * min(leaf.dtype.itemsize, most_item_bytes) for leaf in arrays)
