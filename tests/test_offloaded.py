@@ -331,16 +331,20 @@ def test_several_devices_are_refused(directory):
     config = offloaded(dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
     with pytest.raises(InputError, match="cache int8:lower=host with a part in host memory is for one device"):
         generate(load_model(directory, mesh=model_mesh(jax.devices()[:1])), [[1, 2, 3]], config=config)
-    with pytest.raises(InputError, match="int8:lower=host has a part in host memory, which several devices would share"):
+    with pytest.raises(InputError, match="int8:lower=host has a part in host memory, which several devices would share; decode"):
         run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))], devices=jax.devices()[:1] * 2)
 
 
-def test_by_its_name(run, fails, directory):
+def test_by_its_name(run, fails, directory, tmp_path):
     command = ["generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--max-new-tokens", 8, "--group-size", 16, "--json"]
     outs = [run(*command, "--cache", cache) for cache in ("int8", "int8:lower=host")]
     assert [code for code, *_ in outs] == [0, 0], outs
     tokens = [json.loads(out)["token_ids"] for _, out, _ in outs]
     assert tokens[0] == tokens[1]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "def f(x):\n" * 20}) + "\n")
+    batch = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--max-new-tokens", 8, "--group-size", 16]
+    assert run(*batch, "--cache", "int8:lower=host", "--devices", "all")[0] == 0
+    assert [json.loads((tmp_path / "out.jsonl").read_text())["token_ids"]] == tokens[1]
     for cache, words in (
         ("int8:lower=disk", "'lower=disk' should be left out"),
         ("int8:lower=host,resident=1.5", "resident 1.5 should be auto, or from 0 to 1"),

@@ -17,7 +17,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qspec_jax.cli.options import (
-    CacheOption,
     Calibrate,
     DevicesOfModel,
     Distributed,
@@ -61,7 +60,6 @@ def generate_command(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
     ] = None,
-    cache: CacheOption = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     devices: DevicesOfModel = None,
@@ -88,7 +86,6 @@ def generate_command(
     if distributed and (calibrate or devices):
         unfit = "--calibrate" if calibrate else "--devices"
         raise InputError(f"--distributed takes all devices of all processes, and calibrates nothing; leave {unfit} out")
-    config = dataclasses.replace(config, cache=cache)
     if distributed:
         join_others()
     prompts = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))

@@ -200,6 +200,7 @@ def _settings(
     output_logprobs: Annotated[bool, typer.Option("--logprobs", help="The target's log-probabilities of the new tokens, in JSON.")] = False,
     top_logprobs: Annotated[int, typer.Option(help="And of so many likeliest tokens in each place.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")] = False,
+    cache: CacheOption = None,
     group_size: GroupSize = None,
 ) -> GenerationConfig:
     draft = chosen_draft(draft, method)
@@ -231,6 +232,7 @@ def _settings(
         output_logprobs=output_logprobs,
         top_logprobs=top_logprobs,
         ignore_eos=ignore_eos,
+        cache=cache,
         group_size=group_size,
     )
 

@@ -169,7 +169,7 @@ def run_batch(
     settled = with_costs(model, settled, lengths, draft)
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     if devices is not None and len(devices) > 1 and settled[0].cache_config.in_host_memory:
-        raise InputError(f"cache {settled[0].cache} has a part in host memory, which several devices would share; give one")
+        raise InputError(f"cache {settled[0].cache} has a part in host memory, which several devices would share; decode on one")
     stats, waiting = BatchStats(), _Queue(len(requests))
     settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
     if devices is None or (len(devices) == 1 and data_parallel.is_at((model, draft), devices[0])):
