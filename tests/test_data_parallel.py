@@ -42,14 +42,18 @@ def tokens_of(run) -> list[list[int]]:
 
 
 @pytest.fixture
-def two_devices(request):
-    return simulated_devices.devices(request, 2)
+def two_devices():
+    return simulated_devices.devices(2)
 
 
+@pytest.mark.slow
+def test_with_simulated_devices(request):
+    simulated_devices.run_those_of(request, 2)
+
+
+@pytest.mark.several_devices
 def test_rows_are_as_on_one_device(directory, two_devices):
     """In float64, refilled and in fixed batches."""
-    if two_devices is None:
-        return
     with jax.enable_x64(True):
         model = load_model(directory, dtype="float64")
         for name in DRAFTS:
@@ -64,10 +68,9 @@ def test_rows_are_as_on_one_device(directory, two_devices):
                 assert run.stats.busy_rounds == one.stats.busy_rounds
 
 
+@pytest.mark.several_devices
 def test_both_work(directory, two_devices):
     """Once programs are there and both begin together, each takes requests from the queue."""
-    if two_devices is None:
-        return
     model, together = load_model(directory), threading.Barrier(2, timeout=60)
     requests = some_requests(2) * 16
 
@@ -81,10 +84,9 @@ def test_both_work(directory, two_devices):
     assert len(tokens_of(run)) == 32 and run.stats.batch_size == 4
 
 
+@pytest.mark.several_devices
 def test_a_device_that_is_not_the_first(directory, two_devices):
     """The weights are copied to it, and nothing of the batch is elsewhere."""
-    if two_devices is None:
-        return
     model, requests, found = load_model(directory), some_requests(3), []
 
     def strategy(*configs):
@@ -96,9 +98,8 @@ def test_a_device_that_is_not_the_first(directory, two_devices):
     assert {leaf.devices().pop() for leaf in jax.tree.leaves(found)} == {two_devices[1]}
 
 
+@pytest.mark.several_devices
 def test_bench_compares_them_with_one(run, two_devices):
-    if two_devices is None:
-        return
     sizes = ["--prompts", 6, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12", "--gamma", 2]
     code, out, err = run("bench", "batch", "--arch", "tiny", *sizes, "--devices", "all", "--json")
     report = json.loads(out)

@@ -73,8 +73,13 @@ def rows_of(run) -> list[tuple[list[int], int, int]]:
 
 
 @pytest.fixture
-def eight(request):
-    return simulated_devices.devices(request, 8)
+def eight():
+    return simulated_devices.devices(8)
+
+
+@pytest.mark.slow
+def test_with_simulated_devices(request):
+    simulated_devices.run_those_of(request, 8)
 
 
 def is_key(leaf: jax.Array) -> bool:
@@ -90,10 +95,9 @@ def collectives(executable) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.several_devices
 def test_rows_are_as_on_one_device(checkpoint, small, eight):
     """In float64, refilled; with several devices for a copy of the model, several copies, and more devices than KV heads."""
-    if eight is None:
-        return
     with jax.enable_x64(True):
         whole, divided = load_model(checkpoint, dtype="float64"), {}
         for text, size, copies in CASES:
@@ -106,10 +110,9 @@ def test_rows_are_as_on_one_device(checkpoint, small, eight):
             assert rows_of(several) == rows_of(one), (text, size, copies)
 
 
+@pytest.mark.several_devices
 def test_what_devices_have(checkpoint, eight):
     """Each has its part of weights and caches, all have the same of the rest, and only logits and shares of attention are gathered."""
-    if eight is None:
-        return
     mesh = model_mesh(eight[:4])
     model = load_model(checkpoint, dtype="float32", mesh=mesh)
     for path, weight in model.weights().items():
@@ -140,10 +143,9 @@ def test_what_devices_have(checkpoint, eight):
         assert set(found) == {"all-gather", "all-reduce"} and max(found["all-gather"]) <= most, found
 
 
+@pytest.mark.several_devices
 def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
     """A converted directory restores to the devices, its INT4 draft too."""
-    if eight is None:
-        return
     convert(checkpoint, tmp_path / "out", draft_bits=4, progress=False)
     found = []
     for count in (1, 4, 8):
@@ -184,10 +186,9 @@ def test_a_mesh_of_other_axes(directory):
         load_model(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("rows",)))
 
 
+@pytest.mark.several_devices
 def test_more_heads_than_rows_divide(tmp_path, eight):
     """A KV head on three devices, none of which could have a third of it; and an oracle that would choose by a part of its queries."""
-    if eight is None:
-        return
     changes = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=64, intermediate_size=96, num_hidden_layers=1)
     source = write_checkpoint(tmp_path / "hf", hf_config(**changes))
     convert(source, tmp_path / "out", progress=False)
@@ -200,9 +201,8 @@ def test_more_heads_than_rows_divide(tmp_path, eight):
         make_draft("exact-topk:weight_bits=16", model)
 
 
+@pytest.mark.several_devices
 def test_copies_on_other_meshes(checkpoint, eight):
-    if eight is None:
-        return
     model = load_model(checkpoint, mesh=model_mesh(eight[:2]))
     for place, words in (
         (model_mesh(eight[:4]), "divided over 2 devices, and a copy of it should be divided over 4"),
@@ -214,10 +214,10 @@ def test_copies_on_other_meshes(checkpoint, eight):
         list(run_batch(load_model(checkpoint), some_requests("none"), devices=[model_mesh(eight[:2])]))
 
 
-def test_bench(run, request):
-    if simulated_devices.devices(request, 2) is None:
-        return
-    code, out, err = run("bench", "all-reduce", "--rows", 2, "--width", 32, "--repeats", 2, "--json")
+@pytest.mark.several_devices
+def test_bench(run):
+    simulated_devices.devices(2)
+    code, out, err = run("bench", "all-reduce", "--devices", 2, "--rows", 2, "--width", 32, "--repeats", 2, "--json")
     report = json.loads(out)
     assert (code, report["devices"], [row["error"] for row in report["rows"]]) == (0, 2, [""]), err
     sizes = ["--context", 64, "--max-new-tokens", 16, "--gamma", 2, "--repeats", 2, "--simulate-acceptance", 0.9]
