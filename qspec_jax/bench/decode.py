@@ -308,6 +308,8 @@ class _Measured:
         self.sampler: Sampler = make_sampler(self.config) if self.rate is None else simulated()
         self.limits = make_limits(model, self.config)
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=self.context)
+        if batch_size > 1:  # rows that the prompt's is repeated for
+            self.engine.settle_for(batch_size)
         self.keys = prompt_keys(jax.random.key(seed), len(prompts))
         self.calls = [
             self.engine.prefill_call([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
