@@ -173,6 +173,8 @@ def test_what_is_rolled_back_evicts_nothing(cache):
         if cache == H2O:
             for layer, old in zip(rejected.layers, held.layers):
                 np.testing.assert_array_equal(layer.mass, old.mass)
+                there = 6 + 64 - 55  # of the first row, whose prompt leaves no room behind it
+                assert (old.mass[0, :, :there] > 0).all() and not old.mass[0, :, there:].any()
 
 
 def test_they_hold_what_they_say():
