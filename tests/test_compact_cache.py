@@ -10,9 +10,10 @@ from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
 from pallas_kernels.formats.views import FULL_PRECISION
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.compact import KINDS, CompactCache, row_of_token, token_in_row
+from qspec_jax.caches.compact import KINDS, CompactCache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.ring import row_of_token, token_in_row
 from qspec_jax.models.prompts import padded
 
 B, K, N, H, T = 4, 2, 4, 16, 5

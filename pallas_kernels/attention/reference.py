@@ -80,6 +80,26 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
     return _attend(rows, load, capacity, chunk, length.max())
 
 
+def attention_weights(q: Float[Array, "B T N H"], keys: Float[Array, "B K S H"], readable: Bool[Array, "B T S"]) -> Float[Array, "B K R S"]:
+    """The share of each key in the attention of each query, 0 for keys that it may not read. R: the query heads of a KV head for each of
+    the T tokens, token by token."""
+    rows = _rows(q, keys.shape[1])
+    return jax.nn.softmax(_logits(rows, keys, jnp.repeat(readable, rows.shape[2] // q.shape[1], axis=1)[:, None]), -1)
+
+
+def attend_readable(
+    q: Float[Array, "B T N H"], layer: FullLayer, readable: Bool[Array, "B T S"]
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T S"]]:
+    """Attention of T tokens, each over the keys and values that it may read, of which there is one at least; and the share of each, summed
+    over the query heads of a KV head."""
+    (B, T, N, H), K = q.shape, layer.keys.shape[1]
+    weights = attention_weights(q, layer.keys, readable)
+    # What nobody may read has a weight of 0, but may be no number.
+    values = jnp.where(readable.any(1)[:, None, :, None], layer.values, 0)
+    out = _product("bkrs,bksh->bkrh", weights.astype(values.dtype), values, weights.dtype).reshape(B, K, T, N // K, H)
+    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype), weights.reshape(B, K, T, N // K, -1).sum(3)
+
+
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:

@@ -60,7 +60,12 @@ class Cache(AppendedCache):
 
     A round goes: `attend` in each layer and `advance`, for drafts and for verification; `rollback` to the lengths before the round
     whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
+
+    prompt_queries: how many of a prompt's last queries `fill` is given besides, after RoPE, [B, Q, N, H], the last one in the last row and
+    zeros before a prompt's first; never more than the prompt's S, and without them where it is 0.
     """
+
+    prompt_queries: int = 0
 
     @property
     @abc.abstractmethod

@@ -20,6 +20,7 @@ from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
 from qspec_jax.caches.cache import AppendedCache, no_tokens
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.ring import row_of_token
 
 KINDS = ("full", "int8")
 Layer = FullLayer | TokenCodesLayer
@@ -57,7 +58,7 @@ class CompactCache(AppendedCache):
         """A cache whose rows hold what lies in the rows [B, K, S, H] of these keys and values.
 
         kind: one of `KINDS`. kept + ring is at most S, and ring at least 1. taken: so many tokens were taken in, and lie where the class
-        says (`token_in_row`). appended: how many tokens a round may append before it rolls back.
+        says (`qspec_jax.caches.ring`). appended: how many tokens a round may append before it rolls back.
         """
         spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`
 
@@ -141,19 +142,6 @@ class CompactCache(AppendedCache):
         one = jax.vmap(lambda held, new, row: held.at[:, row].set(new, mode="drop"))
         write = lambda held, new: jax.tree.map(lambda held, new: one(held, new, row), held, self._stored(new))
         return dataclasses.replace(layer, keys=write(layer.keys, keys), values=write(layer.values, values))
-
-
-def row_of_token(token: Int[Array, "B T"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B T"]:
-    """The row in which the token lies that was taken in as number `token`, as long as it is there."""
-    kept, ring = kept[:, None], ring[:, None]
-    return jnp.where(token < kept, token, kept + (token - kept) % ring)
-
-
-def token_in_row(row: Int[Array, "S"], taken: Int[Array, "B"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B S"]:
-    """The number of the last token that lies in a row once taken[b] have been taken in; the row's own number where none does yet."""
-    kept, ring, taken = kept[:, None], ring[:, None], taken[:, None]
-    laps = jnp.where((row < kept) | (row >= taken), 0, (taken - 1 - row) // ring)
-    return row + laps * ring
 
 
 def _encoded(x: Float[Array, "B K T H"]) -> TokenCodes:

@@ -61,7 +61,10 @@ def through_layers(
         # Where codes go to host memory XLA would quantize before it attends, and hold what both need at once.
         x, k, v = lax.optimization_barrier((x, k, v))
         # The barrier makes XLA quantize this layer before it works on the next.
-        x, layer = lax.optimization_barrier((x, cache.fill(i, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n)))
+        prompt = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n
+        if cache.prompt_queries:
+            prompt += (_last(q, n, min(cache.prompt_queries, q.shape[1])),)
+        x, layer = lax.optimization_barrier((x, cache.fill(i, *prompt)))
         layers.append(layer)
     return x, tuple(layers), tuple(last_queries)
 

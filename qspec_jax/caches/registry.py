@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from pallas_kernels.formats.quantization import SCHEMES
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.full import FullCache
+from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.kivi import KiviCache
 from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.caches.specache import SpeCache
+from qspec_jax.caches.streaming_llm import StreamingCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
@@ -56,6 +58,8 @@ CACHES: dict[str, RegisteredCache] = {
     "int8:lower=host": OffloadedCache,
     "kivi": KiviCache,
     "specache": SpeCache,
+    "streaming-llm": StreamingCache,
+    "h2o": H2OCache,
 }
 
 
@@ -63,7 +67,8 @@ CACHES: dict[str, RegisteredCache] = {
 class CacheConfig:
     """The KV cache of a call to generate.
 
-    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi" and "specache" are lossy.
+    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi", "specache",
+    "streaming-llm" and "h2o" are lossy.
     group_size: tokens of a key group, even; None is 128 (32 for the lossy ones), or head_dim when that is smaller. scheme: the quantizer of
     "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's own, of its class `Settings`; None: the defaults.
     """

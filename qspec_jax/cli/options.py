@@ -45,7 +45,8 @@ CacheOption = Annotated[
     typer.Option(
         "--cache",
         metavar="NAME[:SETTING=VALUE,...]",
-        help=f"The target's cache: {', '.join(CACHES)}; int8 with a draft, full without, if not given. kivi and specache are lossy.",
+        help=f"The target's cache: {', '.join(CACHES)}; int8 with a draft, full without, if not given. kivi, specache, streaming-llm "
+        "and h2o are lossy.",
     ),
 ]
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
 from qspec_jax.caches.registry import CacheConfig
@@ -518,8 +519,8 @@ def _part_shape(tokens: Array, layers: tuple[Any, ...]) -> Hashable:
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:
     if cache.in_host_memory and model.axis is not None:
         raise InputError(f"cache {cache.kind} with a part in host memory is for one device, and the model is divided over several")
-    if cache.kind == SPECACHE and model.kv_copies > 1:  # the copies of a KV head would choose different tokens
-        raise InputError(f"cache {SPECACHE} is for no more devices than there are KV heads")
+    if cache.kind in (SPECACHE, H2OCache.name) and model.kv_copies > 1:  # the copies of a KV head would choose different tokens
+        raise InputError(f"cache {cache.kind} is for no more devices than there are KV heads")
     if cache.kind == SPECACHE and not isinstance(draft, SpeCacheDraft | None):
         raise InputError(f"cache {SPECACHE} goes with draft {SPECACHE}, or with none")
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.compact import CompactCache, token_in_row
+from qspec_jax.caches.compact import CompactCache
+from qspec_jax.caches.ring import token_in_row
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_sinks_before_window
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama

@@ -206,8 +206,13 @@ class _Several:
 
     caches: tuple[Cache, ...]
 
-    def fill(self, layer: int, keys: Array, values: Array, n: Array) -> tuple:
-        return tuple(cache.fill(layer, keys, values, n) for cache in self.caches)
+    @property
+    def prompt_queries(self) -> int:
+        return max(cache.prompt_queries for cache in self.caches)
+
+    def fill(self, layer: int, keys: Array, values: Array, n: Array, *queries: Array) -> tuple:
+        last = lambda cache: tuple(q[:, -cache.prompt_queries :] for q in queries) if cache.prompt_queries else ()
+        return tuple(cache.fill(layer, keys, values, n, *last(cache)) for cache in self.caches)
 
     def filled(self, layers: tuple[tuple, ...], n: Array) -> tuple[Cache, ...]:
         return tuple(cache.filled(own, n) for cache, own in zip(self.caches, zip(*layers)))

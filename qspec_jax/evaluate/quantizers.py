@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from qspec_jax import drafts, plots
+from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
@@ -179,6 +181,8 @@ class _Squares:
 
     quantizers: tuple[Quantizer, ...]
     group_size: int
+
+    prompt_queries: ClassVar[int] = Cache.prompt_queries
 
     def fill(self, layer: int, keys: Array, values: Array, n: Array) -> Float[Array, "1+2Q 2"]:
         raw = [in_groups(x, self.group_size) for x in (keys, values)]

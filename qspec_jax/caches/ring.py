@@ -1,0 +1,17 @@
+"""Where tokens lie: the first `kept` tokens of a row in its first rows, and those that came after in a ring behind them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def row_of_token(token: Int[Array, "B T"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B T"]:
+    """The row in which the token lies that was taken in as number `token`, as long as it is there."""
+    kept, ring = kept[:, None], ring[:, None]
+    return jnp.where(token < kept, token, kept + (token - kept) % ring)
+
+
+def token_in_row(row: Int[Array, "S"], taken: Int[Array, "B"], kept: Int[Array, "B"], ring: Int[Array, "B"]) -> Int[Array, "B S"]:
+    """The number of the last token that lies in a row once taken[b] have been taken in; the row's own number where none does yet."""
+    kept, ring, taken = kept[:, None], ring[:, None], taken[:, None]
+    laps = jnp.where((row < kept) | (row >= taken), 0, (taken - 1 - row) // ring)
+    return row + laps * ring

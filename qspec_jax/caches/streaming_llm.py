@@ -1,0 +1,92 @@
+"""The StreamingLLM cache, which is lossy: the first tokens of the text, the attention sinks, and a window of the most recent ones.
+
+Source: StreamingLLM (arXiv 2309.17453). There the tokens that are kept are numbered anew without a gap; here keys keep the RoPE of their
+positions in the text, as in the rest of this library, since no text is longer here than the model has positions for. In prefill every
+token attends to the whole prompt.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.attention.reference import attend_readable
+from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.rope_append import split_and_rotate
+from qspec_jax.caches.cache import no_tokens
+from qspec_jax.caches.evicting import EvictingCache, check_tokens
+from qspec_jax.caches.ring import row_of_token, token_in_row
+from qspec_jax.caches.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingSettings:
+    """sinks: so many tokens from the start of the text stay. window: a token reads so many of the most recent ones, itself among them."""
+
+    sinks: int = 4
+    window: int = 252
+
+    def __post_init__(self):
+        check_tokens("sinks", self.sinks, least=0)
+        check_tokens("window", self.window)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StreamingCache(EvictingCache):
+    """Sinks, and a ring that has room for the window and for what a round appends: what that overwrites has left the window even of the
+    round's first token, so that a rollback loses nothing.
+
+    Which tokens are read depends on the positions of the reader and of what is read alone. So there is no schedule, and a round may use any
+    number of drafts. There is one way to read it, whatever the view. layers: rows of `qspec_jax.caches.ring`.
+    """
+
+    layers: tuple[FullLayer, ...]
+    lengths: Lengths
+    settings: StreamingSettings = dataclasses.field(metadata={"static": True})
+    row_capacity: int = dataclasses.field(metadata={"static": True})
+
+    Settings: ClassVar[type] = StreamingSettings
+    name: ClassVar[str] = "streaming-llm"
+
+    @property
+    def schedule(self):
+        return Schedule(None)
+
+    @classmethod
+    def schedule_of(cls, group_size, settings):
+        return Schedule(None)
+
+    @classmethod
+    def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
+        rows = settings.sinks + min(settings.window, capacity) + num_speculative_tokens + 1
+        shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
+        layers = tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers))
+        return cls(layers, no_tokens(batch), settings, capacity)
+
+    def fill(self, layer, keys, values, n):
+        return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))
+
+    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+        if observe:
+            raise ValueError("a StreamingLLM cache has no groups whose attention could be observed")
+        held, n, T = self.layers[layer], self.lengths.total, qkv.shape[1]
+        q, *new = split_and_rotate(qkv, cos, sin, kv_heads=held.keys.shape[1])
+        reader = n[:, None] + jnp.arange(T)
+        put = jax.vmap(lambda held, new, rows: held.at[:, rows].set(jnp.swapaxes(new, 0, 1).astype(held.dtype)))
+        rows = row_of_token(reader, *self._kept_and_ring(n))
+        held = FullLayer(*(put(x, each, rows) for x, each in zip((held.keys, held.values), new)))
+        read, reader = self._positions(n + T)[:, None], reader[..., None]
+        readable = (read <= reader) & ((read < self.settings.sinks) | (read > reader - self.settings.window))
+        return attend_readable(q, held, readable)[0], held, None
+
+    def _kept_and_ring(self, n: Int[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+        """How many rows the sinks have, and the ring."""
+        sinks = self.settings.sinks
+        return jnp.full_like(n, sinks), jnp.full_like(n, self.layers[0].keys.shape[2] - sinks)
+
+    def _positions(self, n: Int[Array, "B"]) -> Int[Array, "B S"]:
+        """The position in the text of what lies in each row, once n[b] tokens have come; beyond n where nothing lies yet."""
+        return token_in_row(jnp.arange(self.layers[0].keys.shape[2]), n, *self._kept_and_ring(n))
