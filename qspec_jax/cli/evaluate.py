@@ -19,7 +19,6 @@ from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
-    CacheOption,
     Calibrate,
     DtypeOption,
     EvaluatedModel,
@@ -371,6 +370,26 @@ def quantizers_command(
         quantizers.plot(report, plot)
 
 
+MethodDrafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="Over each --cache, or its own if none is given; may be given several times. Without it, one token at a time.",
+    ),
+]
+MethodCaches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"{', '.join(name for name in CACHES if 'host' not in name)}; may be given several times. With neither: full without a "
+        "draft, and quantspec.",
+    ),
+]
+PromptsAtATime = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
+
+
 @evaluations.command("needle")
 def needle_command(
     model: EvaluatedModel = None,
@@ -385,27 +404,19 @@ def needle_command(
             "for all others.",
         ),
     ] = Style.python,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft", metavar="NAME[:SETTING=VALUE,...]", help="This one alone: none with the full cache and quantspec, if not given."
-        ),
-    ] = None,
+    draft: MethodDrafts = None,
     method: OldMethod = None,
-    cache: CacheOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 4,
+    cache: MethodCaches = None,
+    batch_size: PromptsAtATime = 4,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """How often a model finds a value in a synthetic text, by length and depth, with a full cache and with quantspec's."""
-    methods = needle.METHODS
-    if draft is not None or method is not None:
-        config = GenerationConfig(draft=chosen_draft(draft, method), cache=cache)
-        methods = (needle.Method.of(config),)
-    elif cache is not None:
-        raise InputError("--cache goes with --draft")
+    """How often a model finds a value in a synthetic text, by length and depth: with none and quantspec, or the caches and drafts given."""
+    if method is not None:
+        draft = [chosen_draft(draft[0] if draft else None, method)]
+    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)

@@ -18,6 +18,16 @@ def token_stream(tokenizer, texts: Iterable[str]) -> list[int]:
     return stream
 
 
+def divided(tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
+    """The tokens of two texts, one behind the other, divided where the second begins.
+
+    Where the tokenizer joins the end of the one with the beginning of the other, that is before the token which has both.
+    """
+    alone, whole = (tokenizer(text)["input_ids"] for text in (before, before + after))
+    same = next((i for i, pair in enumerate(zip(alone, whole)) if pair[0] != pair[1]), len(alone))
+    return whole[:same], whole[same:]
+
+
 def check_lengths(prompt_tokens: int, max_new_tokens: int) -> None:
     """Raises InputError for a text whose prompt, or whose tokens after it, are none."""
     for what, value in (("prompt_tokens", prompt_tokens), ("max_new_tokens", max_new_tokens)):
