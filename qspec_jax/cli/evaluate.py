@@ -45,6 +45,7 @@ from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_dr
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
+from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.models.llama import Llama
@@ -438,6 +439,54 @@ def needle_command(
     show(report, needle.table, None, sys.stdout.write, as_json=as_json)
     if plot:
         needle.plot(report, plot)
+
+
+TaskName = enum.StrEnum("TaskName", list(text_tasks.TASKS))
+
+
+@evaluations.command("tasks")
+def tasks_command(
+    file: Files = None,
+    model: EvaluatedModel = None,
+    task: Annotated[list[TaskName] | None, typer.Option(help="May be given several times: all, if not given.")] = None,
+    draft: MethodDrafts = None,
+    cache: MethodCaches = None,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, and of the text's own at most.")] = 48,
+    depths: Annotated[
+        str, typer.Option(help="Of retrieval: where the line stands, from 0 to 1, with commas between them; one after the other.")
+    ] = ",".join(map(str, text_tasks.DEPTHS)),
+    batch_size: PromptsAtATime = 4,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+):
+    """Tasks of LongBench's kinds made from the texts (code completion, continuation, retrieval): several caches and drafts side by side."""
+    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
+    names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)
+    if plot:
+        plots.check(plot, output)
+    texts = [read_text(path) for path in file or corpus.held_out_files()]
+    directory, progress = model or demo.MODEL, False if as_json else None
+    with output_to(output) as write:
+        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+        report = text_tasks.run(
+            str(model or "the embedded model"),
+            network,
+            tokenizer,
+            texts,
+            text_tasks.Settings(length, samples, max_new_tokens, tasks=names, depths=shares, seed=seed),
+            methods,
+            batch_size=batch_size,
+            directory=directory,
+            progress=progress,
+        )
+        show(report, text_tasks.table, output, write, as_json=as_json)
+    if plot:
+        text_tasks.plot(report, plot)
 
 
 def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool) -> tuple:
