@@ -117,40 +117,42 @@ def test_cells_count_right_answers(monkeypatch, directory):
     assert report.agreement == needle.Agreement(prompts=18, same_tokens=12, same_score=12)
 
 
+@pytest.fixture(scope="module")
+def embedded():
+    return load_model(demo.MODEL, dtype="float32")
+
+
 @pytest.mark.slow
-def test_the_embedded_model_finds_some(run):
+def test_the_embedded_model_finds_some(embedded, tokenizer):
     """With each cache one token at a time: what quantspec emits over int8 is the same (test_exactness.py), and its program takes far longer
     to compile."""
-    base = ["eval", "needle", "--lengths", 192, "--depths", "0.5,0.75", "--samples", 2, "--dtype", "float32"]
-    code, out, err = run(*base, "--cache", "full", "--cache", "int8", "--json")
-    assert (code, err) == (0, "")
-    report = json.loads(out)
-    assert (report["format"], report["seed"], report["dtype"]) == ("python", 0, "float32")
-    cells = [needle.Cell(**row) for row in report["results"]]
+    methods = needle.methods_of([], ["full", "int8"])
+    report = needle.run(embedded, tokenizer, lengths=[192], depths=[0.5, 0.75], samples=2, methods=methods)
+    assert (report.format, report.seed, report.dtype) == ("python", 0, "float32")
+    cells = report.results
     assert [(c.method, c.cache, c.depth) for c in cells] == [
         ("autoregressive", cache, depth) for cache in ("full", "int8") for depth in (0.5, 0.75)
     ]
     assert all(cell.samples == 2 and cell.tokens == cell.length == 192 for cell in cells)
     assert cells[0].correct + cells[1].correct >= 2
-    agreement = needle.Agreement(**report["agreement"])
+    agreement = report.agreement
     assert 3 <= agreement.same_tokens <= agreement.same_score <= agreement.prompts == 4
 
 
 @pytest.mark.slow
-def test_who_reads_the_needle_drafts_the_answer(tokenizer):
+def test_who_reads_the_needle_drafts_the_answer(embedded, tokenizer):
     """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers.
 
-    Both draft with the model's own weights, so that they differ in what they read. StreamingLLM has a cache of its own, whatever the
-    target's: over the full one its program is half as large.
+    Both draft with the model's own weights, and sparse reads no more, 4 of 9 groups, so that they differ in what they choose. StreamingLLM
+    has a cache of its own, whatever the target's: over the full one its program is half as large.
     """
-    model = load_model(demo.MODEL, dtype="float32")
-    found = needle.answered(model, tokenizer, length=512, depths=[0.1, 0.2], samples=3, style="two-names")
+    found = needle.answered(embedded, tokenizer, length=320, depths=[0.1, 0.2], samples=3, style="two-names")
     assert len(found.texts) == 6 and found.right >= needle.LEAST_RIGHT * 6 and not found.void
     rates = {}
     for draft, cache in (("sparse:budget=0.25,weight_bits=16", "int8"), ("streaming-llm:budget=0.5", "full")):
         config = GenerationConfig(max_new_tokens=found.answer_tokens, group_size=32, cache=cache)
-        made = make_draft(draft, model)
-        rates[draft.partition(":")[0]] = teacher_forced(model, made, found.texts, config, jax.random.key(0)).conditional_rate
+        made = make_draft(draft, embedded)
+        rates[draft.partition(":")[0]] = teacher_forced(embedded, made, found.texts, config, jax.random.key(0)).conditional_rate
     assert rates["streaming-llm"] < 0.5, rates
     assert rates["sparse"] > 0.9, rates
 
@@ -197,7 +199,8 @@ def test_a_map_for_every_cache(run, directory, tmp_path, monkeypatch):
     base = ["eval", "needle", "--model", directory, "--lengths", 100, "--depths", "0.3", "--samples", 1, "--json"]
     code, out, _ = run(*base, *(word for cache in caches for word in ("--cache", cache)), "--plot", tmp_path / "map.png")
     report = json.loads(out)
-    assert code == 0 and report["agreement"] is None
+    assert code == 0 and (report["format"], report["seed"], report["dtype"], report["agreement"]) == ("python", 0, "float32", None)
+    assert all(needle.Cell(**row).samples == 1 for row in report["results"])
     assert [(row["method"], row["cache"]) for row in report["results"]] == list(
         zip(("autoregressive", "specache", "autoregressive"), caches, strict=True)
     )
