@@ -19,7 +19,6 @@ from qspec_jax import demo, plots
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
-    CacheOption,
     Calibrate,
     DtypeOption,
     EvaluatedModel,
@@ -46,6 +45,7 @@ from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_dr
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
+from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
 from qspec_jax.files import output_to, read_text
 from qspec_jax.models.llama import Llama
@@ -371,6 +371,26 @@ def quantizers_command(
         quantizers.plot(report, plot)
 
 
+MethodDrafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="Over each --cache, or its own if none is given; may be given several times. Without it, one token at a time.",
+    ),
+]
+MethodCaches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"{', '.join(name for name in CACHES if 'host' not in name)}; may be given several times. With neither: full without a "
+        "draft, and quantspec.",
+    ),
+]
+PromptsAtATime = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
+
+
 @evaluations.command("needle")
 def needle_command(
     model: EvaluatedModel = None,
@@ -385,27 +405,19 @@ def needle_command(
             "for all others.",
         ),
     ] = Style.python,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft", metavar="NAME[:SETTING=VALUE,...]", help="This one alone: none with the full cache and quantspec, if not given."
-        ),
-    ] = None,
+    draft: MethodDrafts = None,
     method: OldMethod = None,
-    cache: CacheOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 4,
+    cache: MethodCaches = None,
+    batch_size: PromptsAtATime = 4,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """How often a model finds a value in a synthetic text, by length and depth, with a full cache and with quantspec's."""
-    methods = needle.METHODS
-    if draft is not None or method is not None:
-        config = GenerationConfig(draft=chosen_draft(draft, method), cache=cache)
-        methods = (needle.Method.of(config),)
-    elif cache is not None:
-        raise InputError("--cache goes with --draft")
+    """How often a model finds a value in a synthetic text, by length and depth: with none and quantspec, or the caches and drafts given."""
+    if method is not None:
+        draft = [chosen_draft(draft[0] if draft else None, method)]
+    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)
@@ -427,6 +439,54 @@ def needle_command(
     show(report, needle.table, None, sys.stdout.write, as_json=as_json)
     if plot:
         needle.plot(report, plot)
+
+
+TaskName = enum.StrEnum("TaskName", list(text_tasks.TASKS))
+
+
+@evaluations.command("tasks")
+def tasks_command(
+    file: Files = None,
+    model: EvaluatedModel = None,
+    task: Annotated[list[TaskName] | None, typer.Option(help="May be given several times: all, if not given.")] = None,
+    draft: MethodDrafts = None,
+    cache: MethodCaches = None,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, and of the text's own at most.")] = 48,
+    depths: Annotated[
+        str, typer.Option(help="Of retrieval: where the line stands, from 0 to 1, with commas between them; one after the other.")
+    ] = ",".join(map(str, text_tasks.DEPTHS)),
+    batch_size: PromptsAtATime = 4,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    plot: Plot = None,
+    as_json: Json = False,
+):
+    """Tasks of LongBench's kinds made from the texts (code completion, continuation, retrieval): several caches and drafts side by side."""
+    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
+    names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)
+    if plot:
+        plots.check(plot, output)
+    texts = [read_text(path) for path in file or corpus.held_out_files()]
+    directory, progress = model or demo.MODEL, False if as_json else None
+    with output_to(output) as write:
+        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+        report = text_tasks.run(
+            str(model or "the embedded model"),
+            network,
+            tokenizer,
+            texts,
+            text_tasks.Settings(length, samples, max_new_tokens, tasks=names, depths=shares, seed=seed),
+            methods,
+            batch_size=batch_size,
+            directory=directory,
+            progress=progress,
+        )
+        show(report, text_tasks.table, output, write, as_json=as_json)
+    if plot:
+        text_tasks.plot(report, plot)
 
 
 def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool) -> tuple:

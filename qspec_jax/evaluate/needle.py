@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Group
@@ -20,12 +21,14 @@ from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.decoding.batch import Result, run_batch
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.requests import Request, check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate.perplexity import cache_view
+from qspec_jax.evaluate.stream import divided
 from qspec_jax.models.llama import Llama
 
 LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
@@ -151,6 +154,21 @@ AUTOREGRESSIVE = "autoregressive"
 METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
 
 
+def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ...]:
+    """Each of the drafts over each of the caches, which may have settings.
+
+    Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
+    own. Raises InputError for an unknown draft, cache or setting, and for a draft and a cache that do not go together.
+    """
+    alone = lambda cache: SPECACHE if cache_view(cache).guesses else NONE
+    configs = (
+        GenerationConfig(draft=alone(cache) if draft is None else draft, cache=cache)
+        for draft in drafts or [None]
+        for cache in caches or [None]
+    )
+    return tuple(dict.fromkeys(map(Method.of, configs)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """How many samples a method got right. tokens: the length of the shortest of their prompts."""
@@ -259,7 +277,8 @@ def run(
             for length in lengths:
                 # One length at a time, so that a short prompt has no longer a cache than it needs.
                 asked = [prompt for depth in depths for prompt in prompts[length, depth]]
-                results = _answers(model, tokenizer, asked, method, batch_size, draft, bar, FORMATS[style].new_tokens)
+                tokens, new_tokens = [prompt.tokens for prompt in asked], FORMATS[style].new_tokens
+                results = answers_of(model, tokenizer, tokens, method, new_tokens, batch_size=batch_size, draft=draft, bar=bar)
                 right = [is_right(result.text, prompt.value) for prompt, result in zip(asked, results)]
                 of_method += zip(right, (result.token_ids for result in results))
                 for i, depth in enumerate(depths):
@@ -298,15 +317,11 @@ def answered(
 ) -> Answered:
     """Prompts of a length, `samples` for each depth, with their answers. Raises InputError as `run` does."""
     asked = [prompt for of_cell in _prompts(model, tokenizer, [length], depths, samples, style, seed).values() for prompt in of_cell]
-    form, answers = FORMATS[style], []
-    for prompt in asked:
-        whole = tokenizer(prompt.text + prompt.value + form.ending)["input_ids"]
-        # Where a tokenizer joins the question's end with the value, the prompt is the tokens that both begin with.
-        same = next((i for i, pair in enumerate(zip(prompt.tokens, whole)) if pair[0] != pair[1]), len(prompt.tokens))
-        answers.append((whole[:same], whole[same:]))
+    form, tokens = FORMATS[style], [prompt.tokens for prompt in asked]
+    answers = [divided(tokenizer, prompt.text, prompt.value + form.ending) for prompt in asked]
     shortest = min(len(answer) for _, answer in answers)
     with tqdm(disable=True) as bar:
-        results = _answers(model, tokenizer, asked, METHODS[0], batch_size, None, bar, form.new_tokens)
+        results = answers_of(model, tokenizer, tokens, METHODS[0], form.new_tokens, batch_size=batch_size, draft=None, bar=bar)
     right = sum(is_right(result.text, prompt.value) for prompt, result in zip(asked, results))
     return Answered([prompt + answer[:shortest] for prompt, answer in answers], shortest, right)
 
@@ -329,20 +344,21 @@ def _prompts(
     return prompts
 
 
-def _answers(
+def answers_of(
     model: Llama,
     tokenizer,
-    asked: Sequence[NeedlePrompt],
+    prompts: Sequence[Sequence[int]],
     method: Method,
+    max_new_tokens: int,
+    *,
     batch_size: int,
     draft: Draft | None,
     bar: tqdm,
-    new_tokens: int,
 ) -> list[Result]:
-    config = GenerationConfig(
-        max_new_tokens=new_tokens, draft=NONE if method.method == "autoregressive" else method.method, cache=method.cache
-    )
-    requests = [Request(prompt.tokens, config, jax.random.key(0)) for prompt in asked]
+    """What a method continues each of the prompts (token ids) with, greedily, in their order. draft: the method's. bar: goes on by one for
+    each."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, draft=method.draft, cache=method.cache)
+    requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     results = []
     for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):
         results.append(result)
@@ -353,7 +369,7 @@ def _answers(
 def table(report: NeedleReport) -> Group:
     """A grid for every method, of the right answers by depth and length."""
     parts = []
-    for name, cells in _by_method(report).items():
+    for name, cells in by_method(report.results).items():
         lengths = list(dict.fromkeys(cell.length for cell in cells))
         grid = Table()
         for label in ("depth", *(f"{length:,} tokens" for length in lengths)):
@@ -374,7 +390,7 @@ def plot(report: NeedleReport, path: Path) -> None:
     """A heat map of the share of right answers, depth against length, for every method. Raises InputError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    panels = _by_method(report)
+    panels = by_method(report.results)
     figure = Figure(figsize=(1 + 4.5 * len(panels), 4), layout="constrained")
     for axes, (name, cells) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         lengths, depths = (sorted({getattr(cell, axis) for cell in cells}) for axis in ("length", "depth"))
@@ -391,8 +407,9 @@ def plot(report: NeedleReport, path: Path) -> None:
     plots.save(figure, path)
 
 
-def _by_method(report: NeedleReport) -> dict[str, list[Cell]]:
-    panels: dict[str, list[Cell]] = {}
-    for cell in report.results:
-        panels.setdefault(f"{cell.method}, {cell.cache} cache", []).append(cell)
-    return panels
+def by_method(results: Sequence[Any]) -> dict[str, list[Any]]:
+    """The rows of a report by what each method is called, in their order. results: with the fields of `Method` in each."""
+    found: dict[str, list[Any]] = {}
+    for row in results:
+        found.setdefault(f"{row.method}, {row.cache} cache", []).append(row)
+    return found

@@ -1,0 +1,249 @@
+"""Tasks of LongBench's kinds made from held-out text: code completion, continuation and retrieval, for several caches and drafts.
+
+SpeCache (arXiv 2503.16163) compares lossy caches on LongBench (arXiv 2308.14508), whose texts are not here. Completion is its kind of LCC
+and RepoBench-P: the next line of a file that stands behind others. Continuation takes the place of summaries: text goes on behind a token.
+Retrieval asks for a line of the prompt that is begun again at its end; unlike the needle's it is the text's own.
+
+Everything follows from a seed, answers are greedy, and every method reads the same prompts. Prefill attends in full precision, so the
+first token of an answer is the same with every cache. A small model scores low; what says something is how the methods compare.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax import plots
+from qspec_jax.decoding.batch import Result
+from qspec_jax.decoding.requests import check_length
+from qspec_jax.decoding.text import text_of
+from qspec_jax.drafts import make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.needle import Method, answers_of, by_method, check
+from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
+from qspec_jax.evaluate.stream import Texts, divided
+from qspec_jax.models.llama import Llama
+from qspec_jax.provenance import Run, this_run
+
+TASKS = COMPLETION, CONTINUATION, RETRIEVAL = "completion", "continuation", "retrieval"
+LEAST_COMPLETED, LEAST_RETRIEVED = 8, 32  # characters of a line without its indentation: shorter ones say little, or occur again
+PLACES = 100  # that are looked at for each sample, at most: many lines are too short, or occur again
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to ask: `samples` prompts of each task, of `length` tokens, whose answers have at most `max_new_tokens`. depths: where the lines
+    to retrieve stand among the prompt's, from 0 to 1; the samples take one after the other."""
+
+    length: int
+    samples: int
+    max_new_tokens: int
+    tasks: Sequence[str] = TASKS
+    depths: Sequence[float] = DEPTHS
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A prompt and what the text has behind it, as token ids, and as text without blanks around it."""
+
+    task: str
+    prompt: list[int]
+    answer: list[int]
+    text: str
+
+
+def _completion(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
+    before, line = texts.cut_at_line(number, at)
+    if len(line.strip()) < LEAST_COMPLETED:
+        return None
+    own, answer = divided(texts.tokenizer, before, line)
+    prompt = texts.prompt(number, own, asked.length)
+    return Sample(COMPLETION, prompt, answer, line.strip()) if prompt and len(answer) <= asked.max_new_tokens else None
+
+
+def _continuation(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
+    tokens, new = texts.tokens[number], asked.max_new_tokens
+    behind = len(tokens) * at // len(texts.lines[number])
+    prompt, answer = texts.prompt(number, tokens[:behind], asked.length), tokens[behind : behind + new]
+    return Sample(CONTINUATION, prompt, answer, text_of(texts.tokenizer, answer).strip()) if prompt and len(answer) == new else None
+
+
+def _retrieval(texts: Texts, number: int, at: int, asked: Settings, depth: float) -> Sample | None:
+    before, _ = texts.cut_at_line(number, at)
+    context = texts.prompt(number, texts.tokenizer(before)["input_ids"], asked.length)
+    # What the line begins with, max_new_tokens at most, pushes as many out at the front.
+    lines = text_of(texts.tokenizer, (context or [])[asked.max_new_tokens :]).split("\n")[1:-1]
+    line = lines[round(depth * (len(lines) - 1))].rstrip() if lines else ""
+    if len(line.strip()) < LEAST_RETRIEVED:
+        return None
+    own, tokens = divided(texts.tokenizer, before, line)
+    half = math.ceil(len(tokens) / 2)
+    prompt, begun, answer = texts.prompt(number, own + tokens[:half], asked.length), tokens[:half], tokens[half:]
+    # Where it stands, and where it is begun again.
+    once = text_of(texts.tokenizer, prompt).count(text_of(texts.tokenizer, begun).strip()) == 2
+    return Sample(RETRIEVAL, prompt, answer, text_of(texts.tokenizer, answer).strip()) if half <= asked.max_new_tokens and once else None
+
+
+MAKERS = {COMPLETION: _completion, CONTINUATION: _continuation, RETRIEVAL: _retrieval}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScore:
+    """What a method came to in a task.
+
+    score, standard_error: mean over the samples, each from 0 to 1; of completion the edit similarity of the first line, of continuation
+    ROUGE-L, of retrieval whether the line is right. exact_match: the share of answers that are the text's own. same_tokens: the share of
+    samples for which the method gives the tokens that the first one with a full cache does; relative: its score divided by that one's.
+    Both are None where there is no such method, and relative where its score is 0.
+    """
+
+    method: str
+    cache: str
+    task: str
+    samples: int
+    score: float
+    standard_error: float
+    exact_match: float
+    same_tokens: float | None
+    relative: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksReport(Run):
+    """What `qspec eval tasks` measured. texts: how many the prompts are made of; results: by method, and by task for each."""
+
+    model: str
+    dtype: str
+    settings: Settings
+    texts: int
+    results: list[TaskScore]
+
+
+def make_samples(tokenizer, texts: Sequence[str], asked: Settings) -> list[Sample]:
+    """The samples of each task. Raises InputError for an unknown task, samples below 1, and texts that have not so many places."""
+    if unknown := [task for task in asked.tasks if task not in TASKS]:
+        raise InputError(f"task {unknown[0]!r} should be one of {', '.join(TASKS)}")
+    if asked.samples < 1:
+        raise InputError(f"samples {asked.samples} should be at least 1")
+    source, found = Texts(tokenizer, [text for text in texts if text.strip()]), []
+    if (total := sum(map(len, source.tokens))) < (needed := asked.length + asked.max_new_tokens):
+        raise InputError(f"the texts have {total:,} tokens, and a prompt with its answer {needed:,}; give more, or fewer --length")
+    for task in asked.tasks:
+        places, of_task = source.places(), []
+        random.Random(f"{asked.seed} {asked.length} {task}").shuffle(places)
+        for number, at in places[: PLACES * asked.samples]:
+            made = MAKERS[task](source, number, at, asked, asked.depths[len(of_task) % len(asked.depths)])
+            of_task += [made] if made and made not in of_task else []
+            if len(of_task) == asked.samples:
+                break
+        else:
+            places = f"the texts have places for {len(of_task)} of {asked.samples} prompts of {asked.length} tokens"
+            raise InputError(f"{task}: {places}; give more text, or a smaller --length, --max-new-tokens or --samples")
+        found += of_task
+    return found
+
+
+def similarity(found: Sequence[Any], true: Sequence[Any]) -> float:
+    """Twice the longest common subsequence by the sum of the lengths, from 0 to 1: of tokens the F1 of ROUGE-L (Lin 2004), of characters
+    the edit similarity that LongBench scores code by (`fuzz.ratio`)."""
+    longest = [0] * (len(true) + 1)  # of what was read of `found` and each beginning of `true`
+    for item in found:
+        diagonal = 0
+        for i, other in enumerate(true, 1):
+            diagonal, longest[i] = longest[i], diagonal + 1 if item == other else max(longest[i], longest[i - 1])
+    return 2 * longest[-1] / (len(found) + len(true)) if found or true else 1.0
+
+
+def score(sample: Sample, answer: Result) -> tuple[float, bool]:
+    """The score of an answer, and whether it is the text's own: its tokens, or its first line, before which a completion may have blank
+    ones."""
+    if sample.task == CONTINUATION:
+        return similarity(answer.token_ids, sample.answer), answer.token_ids == sample.answer
+    line = (answer.text.lstrip() if sample.task == COMPLETION else answer.text).partition("\n")[0].strip()
+    exact = line == sample.text
+    return similarity(line, sample.text) if sample.task == COMPLETION else float(exact), exact
+
+
+def run(
+    name: str,
+    model: Llama,
+    tokenizer,
+    texts: Sequence[str],
+    settings: Settings,
+    methods: Sequence[Method],
+    *,
+    batch_size: int = 4,
+    directory: str | Path | None = None,
+    progress: bool | None = None,
+) -> TasksReport:
+    """Scores every method on the same samples. name: the model's, for the report. directory: where it was loaded from, see `make_draft`.
+    progress: None shows a bar on a terminal. Raises InputError as `make_samples`, `make_draft` and `needle.check` do."""
+    new = settings.max_new_tokens
+    check(model, [settings.length], settings.depths, new)
+    check_length(model, "a prompt", settings.length, new)
+    asked = make_samples(tokenizer, texts, settings)
+    prompts, answers = [sample.prompt for sample in asked], {}
+    with tqdm(total=len(methods) * len(asked), desc="tasks", unit="prompt", disable=None if progress is None else not progress) as bar:
+        for method in methods:
+            draft = make_draft(method.draft, model, directory=directory)
+            answers[method] = answers_of(model, tokenizer, prompts, method, new, batch_size=batch_size, draft=draft, bar=bar)
+    scores = {method: [score(*pair) for pair in zip(asked, answers[method])] for method in methods}
+    full = next((method for method in methods if method.cache == FULL), None)
+    results = []
+    for method, task in itertools.product(methods, settings.tasks):
+        mine = [i for i, sample in enumerate(asked) if sample.task == task]
+        figures, exact = zip(*(scores[method][i] for i in mine))
+        mean, same, relative = statistics.fmean(figures), None, None
+        error = statistics.stdev(figures) / math.sqrt(len(mine)) if len(mine) > 1 else 0.0
+        if full is not None:
+            same = statistics.fmean(answers[method][i].token_ids == answers[full][i].token_ids for i in mine)
+            of_full = statistics.fmean(scores[full][i][0] for i in mine)
+            relative = mean / of_full if of_full else None
+        results.append(TaskScore(method.method, method.cache, task, len(mine), mean, error, statistics.fmean(exact), same, relative))
+    return TasksReport(**this_run(), model=name, dtype=model.dtype.name, settings=settings, texts=len(texts), results=results)
+
+
+def table(report: TasksReport) -> Group:
+    """A line for each method: its scores in hundredths, as LongBench has them, their mean, and how it compares with the full cache."""
+    tasks = list(dict.fromkeys(row.task for row in report.results))
+    grid = grid_of("cache", *tasks, "exact lines", "mean", "of full", "same tokens")
+    means = {name: statistics.fmean(row.score for row in rows) for name, rows in by_method(report.results).items()}
+    full = next((means[name] for name, rows in by_method(report.results).items() if rows[0].cache == FULL), None)
+    for name, rows in by_method(report.results).items():
+        cells = [f"{100 * row.score:.1f} ± {100 * row.standard_error:.1f}" for row in rows]
+        exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
+        same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
+        grid.add_row(name, *cells, exact, f"{100 * means[name]:.1f}", f"{means[name] / full:.1%}" if full else "", same)
+    asked = report.settings
+    prompts = f"\n{asked.samples} prompts of {asked.length:,} tokens a task, from {report.texts} texts; {asked.max_new_tokens} new ones."
+    scores = "completion: edit similarity of the next line, and how often it is exact; continuation: ROUGE-L; retrieval: the line is exact."
+    notes = prompts, scores, "A small model scores low; what counts is how the caches compare. ±: standard errors."
+    return Group(heading("Tasks on held-out text", report), grid, *(Text(note, "dim") for note in notes))
+
+
+def plot(report: TasksReport, path: Path) -> None:
+    """Bars of every method's score with standard errors, by task. Raises InputError if the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    methods = by_method(report.results)
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes, width = figure.subplots(), 0.8 / len(methods)
+    for number, (label, rows) in enumerate(methods.items()):
+        places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(rows))]
+        heights, errors = ([100 * getattr(row, name) for row in rows] for name in ("score", "standard_error"))
+        axes.bar(places, heights, width, yerr=errors, capsize=2, label=label)
+    axes.set_xticks(range(len(rows)), [row.task for row in rows])
+    axes.set(ylabel="score", title=f"{report.model}: prompts of {report.settings.length:,} tokens")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    plots.save(figure, path)
