@@ -9,8 +9,9 @@ import jax
 import pytest
 
 
-def devices(count: int) -> list[jax.Device]:
+def devices(request: pytest.FixtureRequest, count: int) -> list[jax.Device]:
     """So many devices; skips the test that asks, where there are too few."""
+    assert request.node.get_closest_marker("several_devices"), "without the mark nothing would ever run this test"
     if len(jax.devices()) < count:
         pytest.skip(f"needs {count} devices: the module's test_with_simulated_devices runs it where they are simulated")
     return jax.devices()[:count]

@@ -536,6 +536,7 @@ def test_lossy_caches(run, one_layer, caplog):
     caches = ("kivi:bits=1,residual=64", "specache:bits=1,residual=64,k=8,store=host", "specache:bits=1,residual=64,k=8,fetch=now")
     flags = [flag for cache in caches for flag in ("--cache", cache)]
     code, out, err = run(*FAST, "--draft", "none", "--draft", "specache", *flags, "--json")
+    code_of_drafts, drafts_out, _ = run(*FAST, "--draft", "quantspec:weight_bits=16", "--cache", caches[0], "--json")
     rows = {(row["method"], row["gamma"]): row for row in json.loads(out)["rows"]}
     assert (code, {row["status"] for row in rows.values()}) == (0, {"measured"}), err
     assert list(rows) == [("autoregressive", 0), *((f"none, {cache}", 0) for cache in caches), (f"specache, {caches[1]}", 1)]
@@ -551,6 +552,8 @@ def test_lossy_caches(run, one_layer, caplog):
     assert read(kivi)[1] == read(now)[1] == 0
     assert read(host) == (read(kivi)[0] + fetched, fetched) and read(now)[0] == read(kivi)[0] + 2 * fetched
     assert 0 < read(guess)[0] - read(host)[0] < 5000  # the guess's own key and value
+    drafting = json.loads(drafts_out)["rows"][1]["steps"]  # by the same weights, over the same cache
+    assert code_of_drafts == 0 and drafting["draft"]["bytes"] == read(kivi)[0] < drafting["target"]["bytes"]
 
 
 def test_methods_over_other_caches(fails):

@@ -42,8 +42,8 @@ def tokens_of(run) -> list[list[int]]:
 
 
 @pytest.fixture
-def two_devices():
-    return simulated_devices.devices(2)
+def two_devices(request):
+    return simulated_devices.devices(request, 2)
 
 
 @pytest.mark.slow

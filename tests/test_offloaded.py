@@ -15,7 +15,7 @@ from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import batch
+from qspec_jax.decoding import batch, capacity
 from qspec_jax.decoding import residence as residence_module
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -77,6 +77,8 @@ def test_tokens_and_codes_are_those_on_the_device(tmp_path):
         ("full:host", "quantspec:weight_bits=16"),  # whose steps read the target's cache
         ("full:host,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
         ("int8:lower=host,resident=0.5", "none"),
+        ("int8:host", "quantspec:weight_bits=16"),  # which copies the upper plane
+        ("int8:host,resident=0.5", "retrieval:budget=44,chunk=2"),
     ],
 )
 def test_others_and_layers_that_are_resident(cache, draft):
@@ -234,6 +236,7 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
         ("int8:lower=host,resident=0.5", "sparse:budget=0.2"),
         ("full:host,resident=0", "none"),
         ("full:host,resident=0.5", "retrieval:budget=256"),
+        ("int8:host,resident=0", "retrieval:budget=256"),
         ("specache:store=host", "specache"),
     ],
 )
@@ -306,6 +309,30 @@ def test_batches(monkeypatch):
         ):
             here, *there = (of(cache, draft, **settings) for cache in caches)
             assert there == [here], caches
+
+
+@pytest.mark.parametrize(("lengths", "free", "resident"), [((30, 20, 25), 1 << 40, 1), ((100, 20, 90), 1 << 40, 1), ((100, 20, 90), 0, 0)])
+def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypatch):
+    """Prompts go through prefill at once or in parts: with the layers on the device that all rows leave room for, which nobody knew when
+    the first program was compiled."""
+    monkeypatch.setattr(batch, "PART", 128)
+    monkeypatch.setattr(batch, "PAGED", ("cpu",))
+    monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
+    monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 1 << 40)
+    far, replace = [], Engine.replace
+
+    def watched(engine, state, *args):
+        far.append({in_host(layer.keys.lower) for layer in state.cache.layers})
+        return replace(engine, state, *args)
+
+    monkeypatch.setattr(Engine, "replace", watched)
+    model, found = random_model("float32"), []
+    for cache in ("int8", "int8:lower=host", "int8:lower=host,resident=1"):
+        config = dataclasses.replace(CONFIG, cache=cache, draft="none", num_speculative_tokens=0)
+        requests = [Request(prompt, config, jax.random.key(0)) for prompt in random_prompts(lengths)]
+        found.append({result.index: result.token_ids for result in run_batch(model, requests, batch_size=None)})
+    assert found[0] == found[1] == found[2]
+    assert far == [{False}] * 3 + [{not resident}] * 3 + [{False}] * 3
 
 
 def test_as_many_rows_as_host_memory_has_room_for(monkeypatch):

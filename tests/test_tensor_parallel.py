@@ -73,8 +73,8 @@ def rows_of(run) -> list[tuple[list[int], int, int]]:
 
 
 @pytest.fixture
-def eight():
-    return simulated_devices.devices(8)
+def eight(request):
+    return simulated_devices.devices(request, 8)
 
 
 @pytest.mark.slow
@@ -215,8 +215,8 @@ def test_copies_on_other_meshes(checkpoint, eight):
 
 
 @pytest.mark.several_devices
-def test_bench(run):
-    simulated_devices.devices(2)
+def test_bench(run, request):
+    simulated_devices.devices(request, 2)
     code, out, err = run("bench", "all-reduce", "--devices", 2, "--rows", 2, "--width", 32, "--repeats", 2, "--json")
     report = json.loads(out)
     assert (code, report["devices"], [row["error"] for row in report["rows"]]) == (0, 2, [""]), err

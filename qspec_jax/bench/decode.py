@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from pallas_kernels.formats.views import BOTH_PLANES
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
 from qspec_jax import host
 from qspec_jax.bench import streamed_step
 from qspec_jax.bench.attention_shapes import Shape, bytes_read
@@ -40,7 +40,7 @@ from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.specache import SpeCacheDraft
-from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
 from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -447,6 +447,9 @@ class _Measured:
         work = [work_of("target", verified, self.engine.target, size, copied)]
         if isinstance(draft, StepwiseDraft):
             size = step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True)
+            if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
+                of_rows = B * self.shapes[0].cache.bytes_of_pass(self.context + 1)[0] // self.devices
+                size = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True) + of_rows
             work.append(work_of("draft", _drafted, draft, 0 if self._draft_copies(draft) else size))
         # Goes through the logits a few times.
         seconds = max(5e-5, bandwidth.seconds(4 * logits.nbytes))
@@ -474,9 +477,8 @@ class _Measured:
         """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""
         if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes[0].cache, StreamedCache):
             return False
-        if self.config.cache_config.kind.startswith("full"):
-            return True
-        return any(reads.planes == 2 for reads in reads_of_step(draft, self.config.cache_config, self.context + 1))
+        planes = {reads.planes for reads in reads_of_step(draft, self.config.cache_config, self.context + 1)}
+        return any(_copied_bytes(self.shapes[0].cache, UPPER_PLANE if each == 1 else BOTH_PLANES) for each in planes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -579,11 +581,12 @@ def _with_residence(cache: CacheConfig, text: str) -> str:
     return text if share is None or "resident=" in text else f"{text},resident={share:.3g}"
 
 
-def _copied_bytes(cache: Cache) -> int:
-    """Bytes that a verification copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single tokens."""
+def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
+    """Bytes that a pass through this view copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single
+    tokens."""
     if not isinstance(cache, StreamedCache):
         return 0
-    return bytes_of([cache.host_part(layer, BOTH_PLANES) for layer in range(len(cache.layers))])
+    return bytes_of([cache.host_part(layer, view) for layer in range(len(cache.layers))])
 
 
 def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:

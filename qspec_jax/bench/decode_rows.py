@@ -138,8 +138,8 @@ def select_methods(
     names: Iterable[str], drafts: Iterable[str] = (), caches: Iterable[str] = (), *, baseline_cache: str = "full"
 ) -> list[Method]:
     """These methods, and one for each text of a draft over each of these caches ("int8", if there are none), beside the baseline; without
-    any, the baseline and quantspec. Draft "none" decodes one by one. A draft that does not go with one of several caches is left out there,
-    and this is logged.
+    any, the baseline and quantspec. Draft "none" decodes one by one. SpeCache's guess is left out where a cache is
+    another than its own, and this is logged.
 
     baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and for a draft
     that goes with none of them.

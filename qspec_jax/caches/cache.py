@@ -95,6 +95,11 @@ class Cache(AppendedCache):
         among them. None where nobody has counted them."""
         return None
 
+    def with_layer_on_device(self, layer: int, *, after: Any = ()) -> Self:
+        """The cache for those who look many tokens of a layer up: with all of the layer on the device. What is copied there for it waits
+        until `after` is computed, so that those who go from layer to layer have one of them there at a time."""
+        return self
+
     def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """`tokens`, where all are among the last T of their row."""
         return self.tokens(layer, positions)

@@ -104,11 +104,23 @@ class StreamedCache(AppendedCache):
         of that."""
 
     @abc.abstractmethod
+    def with_part(self, held: Any, part: Any) -> Any:
+        """A layer with other arrays in place of its `offloaded_part`."""
+
+    @abc.abstractmethod
     def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View, observe: bool) -> tuple[Array, Any, Array | None]:
         """`attend`, where the layer's host part is copied to the device already."""
 
     def for_pass(self, views):
         return StreamedPass(self, views)
+
+    def with_layer_on_device(self, layer, *, after=()):
+        part = self.offloaded_part(held := self.layers[layer])
+        if not any(map(in_host, jax.tree.leaves(part))):
+            return self
+        part, _ = lax.optimization_barrier((part, after))
+        there = self.with_part(held, jax.tree.map(to_device, part))
+        return dataclasses.replace(self, layers=(*self.layers[:layer], there, *self.layers[layer + 1 :]))
 
     def with_rows(self, rows, slots, pages=None):
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)

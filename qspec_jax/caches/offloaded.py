@@ -2,11 +2,13 @@
 
 `OffloadedCache` is the hierarchical cache with its lower plane there. On the device are the upper plane, scales, zero points and the
 buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor those that look
-older tokens up in the target's cache, as `streaming-llm` does in every round. The target still reads all 8 bits. `OffloadedFullCache` is
-the full-precision cache, all of it there. With either the target says bit for bit what it says with everything on the device.
+older tokens up in the target's cache, as `streaming-llm` does in every round. The target still reads all 8 bits. `OffloadedPlanesCache`
+has both planes there, for drafts with tokens of their own. `OffloadedFullCache` is the full-precision cache, all of it there. With any of
+them the target says bit for bit what it says with everything on the device.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 import jax
@@ -17,25 +19,23 @@ from jaxtyping import Array, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
-from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, taken, to_device, to_host, written
-
-ON_DEVICE = "upper", "scale", "zero"  # arrays of `Planes`
+from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, taken, to_host, written
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadedCache(StreamedCache, HierarchicalCache):
     """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers: they are copied to the device whole,
-    and groups are written into them, and nothing else is done with them.
+    and groups are written into them, and nothing else is done with them. offloaded: the names of such arrays.
 
     A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
     """
 
     Settings: ClassVar[type] = HostSettings
+    offloaded: ClassVar[tuple[str, ...]] = ("lower",)
 
     @classmethod
     def schedule_of(cls, group_size, settings):
@@ -44,7 +44,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     @classmethod
     def make(cls, model, *, capacity, group_size, settings, **sizes):
         cache = super().make(model, capacity=capacity + group_size, group_size=group_size, **sizes)
-        offloaded = lambda planes: dataclasses.replace(planes, lower=to_host(planes.lower))
+        offloaded = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in cls.offloaded})
         there = lambda layer: dataclasses.replace(layer, keys=offloaded(layer.keys), values=offloaded(layer.values))
         streamed = settings.streamed(model.num_layers)
         return dataclasses.replace(cache, layers=tuple(there(layer) if far else layer for layer, far in zip(cache.layers, streamed)))
@@ -54,26 +54,35 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         return super().capacity - self.group_size
 
     def offloaded_part(self, held):
-        return held.keys.lower, held.values.lower
+        return self._arrays(held, self.offloaded)
 
     def host_part(self, layer, view):
         held = self.layers[layer]
-        return self.offloaded_part(held) if view.planes == 2 and _streams(held) else ()
+        names = self.offloaded if view.planes == 2 else [name for name in self.offloaded if name != "lower"]
+        return self._arrays(held, names) if names and _streams(held) else ()
+
+    def with_part(self, held, part):
+        return _with_arrays(held, part)
 
     def whole_layer(self, layer):
-        return _with_lower(self.layers[layer], jax.tree.map(to_device, self.host_part(layer, BOTH_PLANES)))
+        return self.with_layer_on_device(layer).layers[layer]
+
+    def _arrays(self, layer: HierarchicalLayer, names: Iterable[str]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """These arrays of keys and of values."""
+        of = lambda planes: {name: getattr(planes, name) for name in names}
+        return of(layer.keys), of(layer.values)
 
     def _put(self, held, new):
         if not in_host(held.lower):
             return super()._put(held, new)
-        write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
-        on_device = {name: write(getattr(held, name), getattr(new, name)) for name in ON_DEVICE}
-        return Planes(lower=write(held.lower, to_host(new.lower)), **on_device)
+        write = lambda held, new: lax.dynamic_update_slice_in_dim(held, to_host(new) if in_host(held) else new, 0, axis=2)
+        return jax.tree.map(write, held, new)
 
     def attend_to(self, layer, copied, qkv, cos, sin, *, view, observe):
         held = self.layers[layer]
-        # A pass that reads the upper plane alone gets it in place of the lower one too, which then is not copied.
-        read = held if not _streams(held) else _with_lower(held, copied or (held.keys.upper, held.values.upper))
+        read = _with_arrays(held, copied)
+        if in_host(read.keys.lower):  # a pass that reads the upper plane alone gets it in place of the lower one too
+            read = _with_arrays(read, ({"lower": read.keys.upper}, {"lower": read.values.upper}))
         attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view, observe=observe)
         return attended, dataclasses.replace(held, buffer=new.buffer), mass
 
@@ -99,17 +108,30 @@ def _streams(layer: HierarchicalLayer) -> bool:
     return in_host(layer.keys.lower)
 
 
-def _with_lower(layer: HierarchicalLayer, lower: tuple[Array, ...]) -> HierarchicalLayer:
-    """The layer with the lower planes of its keys and of its values; without any, as it is."""
-    put = lambda planes, lower: dataclasses.replace(planes, lower=lower)
-    return dataclasses.replace(layer, keys=put(layer.keys, lower[0]), values=put(layer.values, lower[1])) if lower else layer
+def _with_arrays(layer: HierarchicalLayer, arrays: tuple[dict[str, Array], ...]) -> HierarchicalLayer:
+    """The layer with these arrays of its keys and of its values; without any, as it is."""
+    if not arrays:
+        return layer
+    keys, values = arrays
+    return dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, **keys), values=dataclasses.replace(layer.values, **values))
 
 
 def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
     """The planes with a new group in this place of each row. No row has read what was there: it is the place behind its last group."""
     row = jnp.arange(group.shape[0])
-    on_device = {name: getattr(held, name).at[row, :, group].set(getattr(new, name)[:, :, 0]) for name in ON_DEVICE}
-    return Planes(lower=written(held.lower, new.lower, group), **on_device)
+
+    def put(held: Array, new: Array) -> Array:
+        return written(held, new, group) if in_host(held) else held.at[row, :, group].set(new[:, :, 0])
+
+    return jax.tree.map(put, held, new)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OffloadedPlanesCache(OffloadedCache):
+    """An `OffloadedCache` with both planes in host memory. A draft that reads the upper one copies it in each of its steps."""
+
+    offloaded: ClassVar[tuple[str, ...]] = ("upper", "lower")
 
 
 @jax.tree_util.register_dataclass
@@ -133,6 +155,9 @@ class OffloadedFullCache(StreamedCache, FullCache):
 
     def offloaded_part(self, held):
         return held
+
+    def with_part(self, held, part):
+        return part
 
     def host_part(self, layer, view):
         held = self.layers[layer]

@@ -11,7 +11,7 @@ from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.kivi import KiviCache
-from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
+from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache, OffloadedPlanesCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.caches.streaming_llm import StreamingCache
@@ -56,6 +56,7 @@ CACHES: dict[str, RegisteredCache] = {
     "full:host": OffloadedFullCache,
     "int8": HierarchicalCache,
     "int8:lower=host": OffloadedCache,
+    "int8:host": OffloadedPlanesCache,
     "kivi": KiviCache,
     "specache": SpeCache,
     "streaming-llm": StreamingCache,

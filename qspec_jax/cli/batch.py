@@ -228,6 +228,8 @@ def _check_for_ray(config: GenerationConfig, devices: str, tensor_parallel: int,
         raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
     if config.adaptive and config.draft_cost is None:
         raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
+    if config.cache_config.in_host_memory:
+        raise InputError(f"--ray: cache {config.cache} has a part in host memory, which the actors of a machine would share")
     if not refill:
         raise InputError("--ray: --no-refill is for one process, to compare with")
     if devices != ALL or tensor_parallel > 1:

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from qspec_jax import host
+from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.room import free_bytes
+from qspec_jax.decoding.room import bytes_of_round, free_bytes
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
@@ -18,9 +19,6 @@ from qspec_jax.models.sharding import mesh_of
 log = logging.getLogger(__name__)
 
 UNKNOWN_ROWS = 8  # where a device does not say how much memory it has
-# What a round is taken to hold for each of its tokens besides the batch, an assumption on the safe side: so many float32 arrays as wide as
-# the logits, and as gate and up of an MLP.
-ARRAYS = 8
 BESIDE = 2  # rows that are prefilled while others are put into the batch, in host memory
 
 
@@ -67,9 +65,10 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
         return enough_for(rows, groups)
     size = lambda batch, pages: bytes_of(engine.batch_shapes(row, batch, None if groups is None else pages), on_device=True)
     one = size(1, 2)  # a row with page 0 and another
-    of_page, config = size(1, 3) - one, engine.target.model.config
-    of_round = 4 * ARRAYS * (engine.gamma + 1) * (config.vocab_size + 2 * config.intermediate_size)
-    of_row = size(2, 2) - one + of_round + 2 * max(layers)
+    of_page = size(1, 3) - one
+    of_round = bytes_of_round(engine.target.model.config, engine.gamma)
+    copied = 2 * max(layers) if isinstance(row.cache, StreamedCache) else 0
+    of_row = size(2, 2) - one + of_round + copied
     besides = of_prefill() + bytes_in_loop(engine.draft)
     found = divided(free - besides, of_row, of_page, groups, requests)
     if found is None:

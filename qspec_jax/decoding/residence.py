@@ -9,7 +9,7 @@ import jax
 from qspec_jax import host
 from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.room import free_bytes
+from qspec_jax.decoding.room import bytes_of_round, free_bytes
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.memory import prefill_bytes
@@ -63,6 +63,7 @@ def residence(
         if free is not None:
             copied = 2 * of_layer  # while a layer is computed, the next is copied
             working = draft_bytes() + max(prefill_bytes(config, cache.kind, batch=prompts or batch, context=capacity), copied)
+            working += batch * bytes_of_round(config, num_speculative_tokens)
             room = free - working - (bytes_of(shapes) - layers * of_layer)
             fitting = min(layers, max(0, int(room // of_layer)))
             log.info("cache %s: %d of %d layers stay on the device", cache.kind, fitting, layers)

@@ -95,13 +95,14 @@ class RetrievalDraft(CompactDraft):
         count = jnp.minimum(whole, (budget - width) // chunk)
         place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            score = chunk_scores(q, cache, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
+            there = cache.with_layer_on_device(i, after=layers[-1:])
+            score = chunk_scores(q, there, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
             score = self.step.model.sum_of_copies(score)
             best = best_chunks(score, count, most=(most - width) // chunk)
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(cache.tokens(i, positions, batch_rows))
+            layers.append(there.tokens(i, positions, batch_rows))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):
