@@ -302,8 +302,7 @@ def test_batches(monkeypatch):
             return [(found[i].token_ids, found[i].stats["num_accepted_draft_tokens"]) for i in range(len(prompts))]
 
         for caches, draft, settings in (
-            (("int8", "int8:lower=host"), "quantspec:weight_bits=16", dict(temperature=0.8)),
-            (("int8", "int8:lower=host,resident=0.5"), "none", {}),
+            (("int8", "int8:lower=host,resident=0.5"), "quantspec:weight_bits=16", dict(temperature=0.8)),
             (("full", "full:host"), "none", {}),
             (("specache:residual=16,k=4", "specache:residual=16,k=4,store=host"), "specache", dict(num_speculative_tokens=1)),
         ):
