@@ -240,7 +240,8 @@ def _settings(
         cache=cache,
         group_size=group_size,
     )
-    check_group_size(group_size, [config.cache_config])
+    if cache is not None:
+        check_group_size(group_size, [config.cache_config])
     return config
 
 
