@@ -565,6 +565,9 @@ def test_methods_over_other_caches(fails):
         ("none, int8:lower=host", "int8:lower=host", "none"),
         ("none, int8", "int8", "none"),
     ]
+    over_kivi = decode_rows.select_methods([], ["sparse", "snapkv"], ["kivi", "int8"])[1:]
+    assert [method.name for method in over_kivi] == ["sparse, int8", "snapkv, kivi", "snapkv, int8"]
+    fails([*FAST, "--draft", "sparse", "--cache", "kivi"], "draft sparse reads groups")
     fails([*FAST, "--cache", "int8"], "--cache is the cache of drafts; give one with --draft")
     fails([*FAST, "--draft", "quantspec", "--cache", "int9"], "cache 'int9' should be full or")
     fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be left out")

@@ -23,6 +23,7 @@ from convert.compare import VerificationReport
 from qspec_jax import cli, demo
 from qspec_jax.bench import decode
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.cli import batch as cli_batch
 from qspec_jax.cli import convert as convert_commands
 from qspec_jax.cli import generate
 from qspec_jax.drafts import quantspec
@@ -235,6 +236,8 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--method", "magic"], "magic"),
         (["--dtype", "int8"], "int8"),
         (["--cache", "int2"], "cache 'int2' should be full or full:host or int8"),
+        (["--cache", ""], "cache '' should be full or"),
+        (["--cache", "int8:lower=hosst"], "or the cache should be int8:lower=host[,resident=...]"),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--draft", "streaming-llm:sinks=99999999999999999999"], "sinks 99999999999999999999 should be less than the model's 128"),
         (["--no-such-flag"], "--no-such-flag"),
@@ -528,3 +531,23 @@ def test_devices_that_cannot_talk_to_each_other(monkeypatch, run, library, messa
     monkeypatch.setattr(cli, "_run", fails)
     code, out, err = run("demo")
     assert (code, out, err.count("\n")) == (1, "", 1) and f"{library}, through which devices talk" in err
+
+
+def test_a_group_size_that_makes_no_difference(run, caplog):
+    base = ["generate", "--model", "no/such", "--prompt", "a", "--group-size", 64, "--cache"]
+    for cache, warned in (("h2o:heavy=3", True), ("full", True), ("int8", False), ("kivi", False)):
+        caplog.clear()
+        assert run(*base, cache)[0] == 2
+        words = [f"--group-size 64 makes no difference to cache {cache.partition(':')[0]}"]
+        assert [record.getMessage() for record in caplog.records] == (words if warned else [])
+
+
+def test_a_cache_in_host_memory_is_for_one_device(run, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli_batch, "devices_of", lambda text: jax.devices()[:1] * 8)
+    for cache, words in (
+        ("int8:lower=host", ["cache int8:lower=host: one device of 8 is used, as they would share host memory"]),
+        ("int8", []),
+    ):
+        caplog.clear()
+        assert run("batch", "no/such", tmp_path / "out", "--model", "no/such", "--cache", cache)[0] == 2
+        assert [record.getMessage() for record in caplog.records] == words

@@ -359,6 +359,64 @@ def test_generation_limits_accepted():
     assert dataclasses.replace(config, top_p=1e-6).top_p == 1e-6
 
 
+WITHOUT_GROUPS, WITHOUT_TOKENS = ("full", "full:host", "kivi"), ("h2o:heavy=3", "streaming-llm")
+
+
+@pytest.mark.parametrize(
+    ("draft", "refused"),
+    [
+        *(
+            (draft, ())
+            for draft in ("none", "auto", "quantspec", "small-model:model=x", "prompt-lookup", "combine:prompt-lookup+quantspec")
+        ),
+        *((draft, WITHOUT_GROUPS + WITHOUT_TOKENS) for draft in ("sparse:budget=0.1", "h2o", "exact-topk", "chunk-means")),
+        *((draft, WITHOUT_TOKENS) for draft in ("snapkv", "retrieval", "streaming-llm", "triforce:model=x")),
+        ("triforce:model=x,middle=quantspec", ()),
+        ("triforce:model=x,middle=sparse", WITHOUT_GROUPS + WITHOUT_TOKENS),
+        ("combine:snapkv+(combine:prompt-lookup+sparse)", WITHOUT_GROUPS + WITHOUT_TOKENS),
+        ("combine:prompt-lookup+snapkv", WITHOUT_TOKENS),
+    ],
+)
+def test_a_draft_and_a_cache_that_do_not_go_together(draft, refused):
+    for cache in ("int8", "int8:lower=host", "int8:host", *WITHOUT_GROUPS, *WITHOUT_TOKENS):
+        if cache not in refused:
+            GenerationConfig(draft=draft, cache=cache)
+            continue
+        with pytest.raises(InputError) as error:
+            GenerationConfig(draft=draft, cache=cache)
+        words = str(error.value)
+        assert words.startswith(f"draft {draft} ") and f"and cache {cache} with draft quantspec, " in words and "\n" not in words
+        assert ("it goes with cache int8, " in words) == (cache in WITHOUT_GROUPS or "groups" in words)
+        assert GenerationConfig(draft=draft, cache=cache, num_speculative_tokens=0).cache == cache  # which never asks the draft
+
+
+def test_the_guess_of_specache_goes_with_no_other_draft():
+    with pytest.raises(InputError, match="specache goes with no other draft"):
+        GenerationConfig(draft="combine:prompt-lookup+specache")
+
+
+def test_an_empty_cache_is_none():
+    for draft in ("none", "quantspec", "auto"):
+        with pytest.raises(InputError, match=r"^cache '' should be full or "):
+            GenerationConfig(draft=draft, cache="")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "int8:lower=hosst",
+            "'lower=hosst' should be left out, or the cache should be int8:lower=host[,resident=...] or int8:host[,resident",
+        ),
+        ("full:guest", "'guest' should be left out, or the cache should be full:host[,resident=...]; full has no settings"),
+    ],
+)
+def test_a_cache_whose_name_begins_another(text, words):
+    with pytest.raises(InputError) as error:
+        CacheConfig.parse(text)
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("method", "cache", "kind"),
     [

@@ -367,7 +367,11 @@ def test_texts_that_choose_none(text, words, model):
 def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
     name = text.partition(":")[0]
     with pytest.raises(InputError, match=f"^draft {name} reads groups of the int8 cache; give --cache int8, not full"):
-        generate(model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft=text, cache="full"))
+        generate(
+            model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft="quantspec", cache="full"), draft=make_draft(text, model)
+        )
+    with pytest.raises(InputError, match=f"^draft {text} reads groups of the int8 cache: it goes with cache int8, .*, and cache full with"):
+        dataclasses.replace(CONFIG, draft=text, cache="full")
 
 
 def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):

@@ -195,17 +195,20 @@ def test_they_hold_what_they_say():
 def test_drafts_that_take_tokens_or_groups_are_refused(cache, draft):
     model = random_model("float32")
     with pytest.raises(InputError, match=r"forgets tokens, and this draft takes|reads groups of the int8 cache"):
-        run_rounds(model, PROMPTS, dataclasses.replace(over(cache, gamma=3), draft=draft))
+        run_rounds(model, PROMPTS, over(cache, gamma=3), draft=make_draft(draft, model))
+    does = "reads groups of the int8" if draft == "sparse" else "takes single tokens from the target's"
+    with pytest.raises(InputError, match=rf"^draft {draft} {does} cache: .* draft quantspec, small-model, prompt-lookup or none$"):
+        dataclasses.replace(over(cache, gamma=3), draft=draft)
 
 
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
-        ("streaming-llm:sinks=-1", "cache sinks -1 should be from 0"),
-        ("streaming-llm:window=0", "cache window 0 should be from 1"),
+        ("streaming-llm:sinks=-1", "cache streaming-llm: sinks -1 should be from 0"),
+        ("streaming-llm:window=0", "cache streaming-llm: window 0 should be from 1"),
         ("streaming-llm:window=all", "window should be a whole number, not 'all'"),
-        ("h2o:heavy=0", "cache heavy 0 should be from 1"),
-        ("h2o:recent=100000", "cache recent 100000 should be from 1 to 65536"),
+        ("h2o:heavy=0", "cache h2o: heavy 0 should be from 1"),
+        ("h2o:recent=100000", "cache h2o: recent 100000 should be from 1 to 65536"),
         ("h2o:window=3", "'window=3' should be one of heavy=..., recent=..., queries=..."),
     ],
 )

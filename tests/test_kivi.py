@@ -157,14 +157,14 @@ def test_a_flush_writes_what_prefill_would():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("kivi:bits=3", "cache bits 3 should be 1 or 2"),
-        ("kivi:residual=0", "cache residual 0 should be from 1"),
-        ("kivi:rule=nearest", "cache rule 'nearest' should be centred or extremes"),
+        ("kivi:bits=3", "cache kivi: bits 3 should be 1 or 2"),
+        ("kivi:residual=0", "cache kivi: residual 0 should be from 1"),
+        ("kivi:rule=nearest", "cache kivi: rule 'nearest' should be centred or extremes"),
         ("kivi:bits=two", "bits should be a whole number, not 'two'"),
         ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., each once"),
         ("kivi:bits=2,bits=1", "each once"),
-        ("int8:bits=2", "'bits=2' should be left out; int8 has no settings"),
-        ("kivy", "cache 'kivy' should be full or full:host or int8 or int8:lower=host or kivi"),
+        ("int8:bits=2", "'bits=2' should be left out, or the cache should be int8:lower=host.* or int8:host.*; int8 has no settings"),
+        ("kivy", "cache 'kivy' should be full or full:host or int8 or int8:lower=host or int8:host or kivi"),
     ],
 )
 def test_wrong_settings(text, words):

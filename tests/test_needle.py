@@ -189,7 +189,26 @@ def test_methods_are_each_draft_over_each_cache():
         *(("none", "kivi:bits=1"), ("specache", "specache:bits=1"), ("none", "specache:fetch=now"), ("none", "full"))
     ]
     assert found(["quantspec", "none", "specache"], []) == [("quantspec", "int8"), ("none", "full"), ("specache", "specache")]
-    assert found(["sparse", "none"], ["int8", "kivi"]) == [(draft, cache) for draft in ("sparse", "none") for cache in ("int8", "kivi")]
+    assert found(["snapkv", "none"], ["int8", "kivi"]) == [(draft, cache) for draft in ("snapkv", "none") for cache in ("int8", "kivi")]
+
+
+def test_methods_that_do_not_go_together(caplog):
+    methods = needle.methods_of(["sparse", "snapkv"], ["int8", "kivi", "h2o"])
+    assert [(method.draft, method.cache) for method in methods] == [("sparse", "int8"), ("snapkv", "int8"), ("snapkv", "kivi")]
+    assert [record.getMessage().partition(" the ")[0] for record in caplog.records] == [
+        *["left out: draft sparse reads groups of"] * 2,
+        "left out: draft snapkv takes single tokens from",
+    ]
+    for drafts, caches, words in (
+        (["quantspec", "sparse"], ["kivi", "full"], "draft sparse reads groups"),
+        (["quantspec"], ["int8:lower=host"], "cache 'int8:lower=host' gives the same tokens as on the device; give --cache int8"),
+        ([], ["specache:store=host"], "leave the setting out"),
+        (["quantspec"], ["int4"], "cache 'int4' should be one of full, int8, kivi, specache, streaming-llm, h2o"),
+        (["quantspec"], [""], "cache '' should be one of full, int8"),
+        (["magic"], [], "'magic' should be one of"),
+    ):
+        with pytest.raises(InputError, match=words):
+            needle.methods_of(drafts, caches)
 
 
 def test_a_map_for_every_cache(run, directory, tmp_path, monkeypatch):
@@ -247,7 +266,7 @@ def test_table_and_plot_have_every_cell(tmp_path, monkeypatch):
         (["--format", "xml"], "--format"),
         (["--cache", "int2"], "int2"),
         (["--cache", "full", "--cache", "kivi:bytes=1"], "'bytes=1' should be one of"),
-        (["--cache", "full:host"], "host memory"),
+        (["--cache", "full:host"], "give --cache full"),
         (["--cache", "specache", "--draft", "quantspec"], "cache specache goes with draft specache or none"),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--plot", "needle.txt"], "needle.txt"),

@@ -222,7 +222,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     [
         (["--cache", "int2"], "int2"),
         (["--cache", "kivi:bits=1", "--cache", "kivi:bytes=1"], "'bytes=1' should be one of"),
-        (["--cache", "full:host"], "not scored with a cache in host memory"),
+        (["--cache", "full:host"], "'full:host' gives the same tokens as on the device; give --cache full"),
         (["--scheme", "magic"], "magic"),
         (["--group-size", "7"], "7"),
         (["--prompt-tokens", "0"], "prompt_tokens 0"),

@@ -201,9 +201,9 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (dict(cache="specache:k=0"), "specache k 0 should be from 1"),
-        (dict(cache="specache:fetch=later"), "specache fetch 'later' should be ahead or now"),
-        (dict(cache="specache:store=disk"), "specache store 'disk' should be device or host"),
+        (dict(cache="specache:k=0"), "cache specache: k 0 should be from 1"),
+        (dict(cache="specache:fetch=later"), "cache specache: fetch 'later' should be ahead or now"),
+        (dict(cache="specache:store=disk"), "cache specache: store 'disk' should be device or host"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), "makes one guess a round"),
         (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),

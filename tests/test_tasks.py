@@ -186,7 +186,7 @@ def test_the_command(run, directory, files, tmp_path, monkeypatch):
     code, out, _ = run(*base, "--task", "completion", "--task", "retrieval", "--output", table)
     shown = table.read_text()
     assert (code, out) == (0, "") and "completion" in shown and "retrieval" in shown and "2 prompts of 64 tokens" in shown
-    (line,) = (line for line in shown.splitlines() if line.startswith("autoregressive, full cache"))
+    (line,) = (line for line in shown.splitlines() if line.startswith("none, full "))
     assert f"{100 * report['results'][0]['score']:.1f} ± " in line and "100.0%" in line and "ROUGE-L" in shown
 
 
@@ -202,8 +202,9 @@ def test_the_command(run, directory, files, tmp_path, monkeypatch):
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--depths", "0,1.5"], "depth 1.5"),
         (["--cache", "int2"], "int2"),
-        (["--cache", "full:host"], "host memory"),
+        (["--cache", "full:host"], "give --cache full"),
         (["--draft", "specache", "--cache", "int8"], "specache"),
+        (["--draft", "sparse", "--cache", "kivi"], "draft sparse reads groups"),
         (["--plot", "tasks.txt"], "tasks.txt"),
         (["--output", "no/such/folder/file"], "no/such/folder/file"),
         (["no/such/text"], "no/such/text"),

@@ -29,7 +29,7 @@ class Method:
         return self.draft != NONE
 
     def gammas(self, asked: Sequence[int]) -> Sequence[int]:
-        """Of these numbers of drafts in a round, those that it is measured with."""
+        """Returns those of the asked numbers of drafts a round that the method is measured with."""
         return [1] if self.draft == SPECACHE else asked if self.speculative else [0]
 
 
@@ -79,7 +79,7 @@ class DecodeRow:
     when all programs of a context and batch size begin to be compiled, side by side, until prefill and decode are. new_tokens, rounds,
     flushes: of all rows together.
     tokens_per_second: of all rows together; ms_per_token: from one token of a row to its next, in the mean.
-    draft_steps: of a round; None: as many as gamma.
+    draft_steps: how many steps of the draft a round has; None stands for gamma.
     steps: "target" (verifies all drafts and one token more), "draft", "sampling", "flush due", "flush not due".
     simulated_rate: chance that a draft is accepted, given those before it; None where nothing is simulated. simulated_inner_rate: that of
     the level below, in a draft that itself verifies; None where no other is given. simulated_ratio: accepted over
@@ -138,8 +138,8 @@ def select_methods(
     names: Iterable[str], drafts: Iterable[str] = (), caches: Iterable[str] = (), *, baseline_cache: str = "full"
 ) -> list[Method]:
     """These methods, and one for each text of a draft over each of these caches ("int8", if there are none), beside the baseline; without
-    any, the baseline and quantspec. Draft "none" decodes one by one. SpeCache's guess is left out where a cache is
-    another than its own, and this is logged.
+    any, the baseline and quantspec. Draft "none" decodes one by one. A draft and a cache that do not go together are left out, and this is
+    logged.
 
     baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and for a draft
     that goes with none of them.

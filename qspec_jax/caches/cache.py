@@ -2,8 +2,9 @@
 
 import abc
 import dataclasses
+import enum
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,18 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
+
+MOST_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
+
+
+class Gives(enum.Enum):
+    """What a target's cache may give drafts besides passes over all of it. The value says what such a draft does."""
+
+    GROUPS = "reads groups of the int8 cache"
+    TOKENS = "takes single tokens from the target's cache"
+    GUESSES = "makes the guesses of the cache specache"
 
 
 class AppendedCache(AttendingCache, abc.ABC):
@@ -62,8 +74,14 @@ class Cache(AppendedCache):
     whenever tokens are to be forgotten; at last `commit`, the only way in which tokens come to stay.
 
     prompt_queries: how many of a prompt's last queries `fill` is given besides, after RoPE, [B, Q, N, H], the last one in the last row and
-    zeros before a prompt's first; never more than the prompt's S, and without them where it is 0.
+    zeros before a prompt's first; never more than the prompt's S. Where it is 0, `fill` gets no queries argument.
+
+    gives: what drafts may ask of it, see `Gives`; a draft's settings say what it needs (`qspec_jax.drafts.draft.needs_of`), and
+    `GenerationConfig` compares the two. takes_group_size: whether a group size makes any difference to it.
     """
+
+    gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS})
+    takes_group_size: ClassVar[bool] = True
 
     prompt_queries: int = 0
 
@@ -170,3 +188,9 @@ def no_tokens(batch: int) -> Lengths:
 def longer(lengths: Lengths, tokens: int | Int[Array, "B"]) -> Lengths:
     """The lengths with `tokens` more in the buffer."""
     return dataclasses.replace(lengths, buffered=lengths.buffered + tokens)
+
+
+def check_tokens(cache: str, what: str, tokens: int, least: int = 1) -> None:
+    """Raises InputError for a number of tokens that is out of range. cache: its name, and what: the setting's, for the message."""
+    if not least <= tokens <= MOST_TOKENS:
+        raise InputError(f"cache {cache}: {what} {tokens} should be from {least} to {MOST_TOKENS} tokens")

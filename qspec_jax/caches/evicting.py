@@ -2,10 +2,8 @@
 
 from typing import ClassVar
 
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Gives
 from qspec_jax.errors import InputError
-
-MOST_TOKENS = 1 << 16  # that are ever kept of one sort
 
 
 class EvictingCache(Cache):
@@ -15,6 +13,8 @@ class EvictingCache(Cache):
     row_capacity: int
 
     name: ClassVar[str]
+    gives: ClassVar[frozenset[Gives]] = frozenset()
+    takes_group_size: ClassVar[bool] = False
 
     @property
     def capacity(self):
@@ -22,10 +22,10 @@ class EvictingCache(Cache):
 
     def tokens(self, layer, positions, batch_rows=None):
         """Raises InputError."""
-        raise InputError(f"cache {self.name} forgets tokens, and this draft takes tokens from it; give --draft none, or quantspec")
+        drafts = "quantspec, small-model, prompt-lookup or none"
+        raise InputError(f"cache {self.name} forgets tokens, and this draft takes tokens from it; it goes with draft {drafts}")
 
-
-def check_tokens(what: str, tokens: int, least: int = 1) -> None:
-    """Raises InputError for a number of tokens that is out of range. what: its name, for the message."""
-    if not least <= tokens <= MOST_TOKENS:
-        raise InputError(f"cache {what} {tokens} should be from {least} to {MOST_TOKENS} tokens")
+    def check_not_observed(self, observe: bool) -> None:
+        """Raises ValueError where attention masses are asked for."""
+        if observe:
+            raise ValueError(f"cache {self.name} has no groups whose attention could be observed")

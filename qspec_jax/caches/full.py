@@ -1,6 +1,7 @@
 """The full-precision cache: keys and values in the model's own dtype."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jax import lax
@@ -20,6 +21,8 @@ class FullCache(Cache):
 
     layers: tuple[FullLayer, ...]
     lengths: Lengths
+
+    takes_group_size: ClassVar[bool] = False
 
     @property
     def schedule(self):

@@ -1,7 +1,8 @@
 """The H2O cache, which is lossy: for each KV head the heavy hitters, the tokens with the most accumulated attention, and the recent ones.
 
 A token's attention is accumulated over all queries that have read it, those of the prompt among them, and over the query heads of a KV
-head. Keys keep the RoPE of their positions in the text. In prefill every token attends to the whole prompt.
+head. Keys keep the RoPE of their positions in the text. In prefill nothing is forgotten yet: a token attends to
+all tokens before it.
 
 Source: H2O (arXiv 2306.14048), section 4. There a token is evicted in each step; here as many as are recent at a time, once so many have
 come, as quantizing caches flush. Between two evictions all tokens read the same ones, so that a round may use drafts.
@@ -20,8 +21,8 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import no_tokens
-from qspec_jax.caches.evicting import MOST_TOKENS, EvictingCache, check_tokens
+from qspec_jax.caches.cache import MOST_TOKENS, check_tokens, no_tokens
+from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import equal_parts
 
@@ -39,7 +40,7 @@ class H2OSettings:
 
     def __post_init__(self):
         for name, tokens in vars(self).items():
-            check_tokens(name, tokens)
+            check_tokens("h2o", name, tokens)
 
 
 @pytree()
@@ -99,8 +100,7 @@ class H2OCache(EvictingCache):
         return dataclasses.replace(old, **_rows(FullLayer(keys, values), mass, chosen, n))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe:
-            raise ValueError("an H2O cache has no groups whose attention could be observed")
+        self.check_not_observed(observe)
         old, held, T = self.layers[layer], self._held(self.lengths), qkv.shape[1]
         q, tokens = rotate_and_append(qkv, cos, sin, old.tokens, held)
         readable = jnp.arange(old.mass.shape[2]) < (held[:, None] + jnp.arange(1, T + 1))[..., None]
@@ -145,8 +145,8 @@ class H2OCache(EvictingCache):
         return (lengths.total[:, None] + jnp.arange(T)) % self.layers[0].read.shape[2]
 
     def _kept(self, mass: Float[Array, "B K S"], rivals: Int[Array, "B"], rows: int) -> Int[Array, "B K rows"]:
-        """The tokens that are kept, in the order of the text, of rows the first rivals[b] of which compete for being heavy; behind the
-        last one, numbers beyond it."""
+        """Which tokens are kept, by their numbers, in the order of the text. The first rivals[b] of a row compete for being heavy, and
+        all behind them are kept. Behind the last token stand numbers beyond it."""
         size, kept = mass.shape[2], self._heavy(rivals)[:, None, None]
         _, heaviest = lax.top_k(jnp.where(jnp.arange(size) < rivals[:, None, None], mass, -jnp.inf), min(self.settings.heavy, size))
         number = jnp.arange(rows)

@@ -4,7 +4,7 @@ A draft reads the upper plane (INT4), the target both (INT8). The most recent G 
 """
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
-from qspec_jax.caches.cache import PooledCache, no_tokens
+from qspec_jax.caches.cache import Gives, PooledCache, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import by_heads
 
@@ -33,6 +33,8 @@ class HierarchicalCache(PooledCache):
     lengths: Lengths
     scheme: str = dataclasses.field(metadata={"static": True})
     pages: Int[Array, "B C"] | None = None
+
+    gives: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS, Gives.TOKENS})
 
     @property
     def group_size(self) -> int:

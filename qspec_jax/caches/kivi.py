@@ -17,12 +17,10 @@ from pallas_kernels.formats.low_bits import BITS, RULES, LowBits
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.cache import Cache, check_tokens, no_tokens
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import by_heads
-
-MOST_TOKENS = 1 << 16  # that are ever read in full precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +33,14 @@ class KiviSettings:
     residual: int = 128
     rule: str = "centred"
 
+    name: ClassVar[str] = "kivi"
+
     def __post_init__(self):
         if self.bits not in BITS:
-            raise InputError(f"cache bits {self.bits} should be {' or '.join(map(str, BITS))}")
-        if not 1 <= self.residual <= MOST_TOKENS:
-            raise InputError(f"cache residual {self.residual} should be from 1 to {MOST_TOKENS} tokens")
+            raise InputError(f"cache {self.name}: bits {self.bits} should be {' or '.join(map(str, BITS))}")
+        check_tokens(self.name, "residual", self.residual)
         if self.rule not in RULES:
-            raise InputError(f"cache rule {self.rule!r} should be {' or '.join(RULES)}")
+            raise InputError(f"cache {self.name}: rule {self.rule!r} should be {' or '.join(RULES)}")
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +76,9 @@ class KiviCache(Cache):
             if size % group_size:
                 raise InputError(f"group size {group_size} should divide {what}, {size}")
         if model.head_dim % (in_a_byte := 8 // settings.bits):
-            raise InputError(f"cache bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}")
+            raise InputError(
+                f"cache {settings.name}: bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}"
+            )
         schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
         room = schedule.groups(capacity) * settings.residual
         empty = lambda tokens, channels: LowBits.zeros(B, K, room, H, dtype, bits=settings.bits, tokens=tokens, channels=channels)

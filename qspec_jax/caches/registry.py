@@ -1,12 +1,12 @@
 """Every cache by its name, and the configuration that chooses one. A further cache is a file beside this one, and an entry here."""
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantization import SCHEMES
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Gives
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -26,8 +26,11 @@ class RegisteredCache(Protocol):
     for what is out of range. A field's type is called with the text of its value; one that needs another function has it in its metadata as
     "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache is in host
     memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that
-    does not say.
+    does not say. gives, takes_group_size: see `Cache`.
     """
+
+    gives: ClassVar[frozenset[Gives]]
+    takes_group_size: ClassVar[bool]
 
     def schedule_of(self, group_size: int) -> Schedule:
         """The schedule of a cache with groups of so many tokens."""
@@ -70,8 +73,9 @@ class CacheConfig:
 
     kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi", "specache",
     "streaming-llm" and "h2o" are lossy.
-    group_size: tokens of a key group, even; None is 128 (32 for the lossy ones), or head_dim when that is smaller. scheme: the quantizer of
-    "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's own, of its class `Settings`; None: the defaults.
+    group_size: tokens of a key group, even; None is 128 (32 for kivi and specache), or head_dim when that is smaller; full, streaming-llm
+    and h2o have no groups. scheme: the quantizer of "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's
+    own, of its class `Settings`; None: the defaults.
     """
 
     kind: str = "int8"
@@ -111,7 +115,7 @@ class CacheConfig:
         for part in rest.split(","):
             name, equals, value = part.partition("=")
             if name not in kinds or not equals or name in given:
-                known = f"one of {', '.join(f'{name}=...' for name in kinds)}, each once" if kinds else f"left out; {kind} has no settings"
+                known = f"one of {', '.join(f'{name}=...' for name in kinds)}, each once" if kinds else _no_settings(kind)
                 raise InputError(f"cache {text!r}: {part!r} should be {known}")
             try:
                 given[name] = kinds[name](value)
@@ -119,6 +123,11 @@ class CacheConfig:
                 values = fields[name].metadata.get("values", "a whole number" if kinds[name] is int else "a number")
                 raise InputError(f"cache {text!r}: {name} should be {values}, not {value!r}") from None
         return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
+
+    @property
+    def takes_group_size(self) -> bool:
+        """Whether a group size makes any difference to the cache."""
+        return CACHES[self.kind].takes_group_size
 
     @property
     def in_host_memory(self) -> bool:
@@ -146,3 +155,11 @@ class CacheConfig:
         choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, **self._own)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
         return CACHES[self.kind].make(model, **choice, **sizes)
+
+
+def _no_settings(kind: str) -> str:
+    """What should stand behind a cache without settings, for messages: nothing, or what makes it another one's name."""
+    others = [name for name in CACHES if name.startswith(f"{kind}:")]
+    settings = lambda name: "".join(f"[,{field.name}=...]" for field in dataclasses.fields(CACHES[name].Settings))
+    of_others = " or ".join(name + settings(name) for name in others)
+    return f"left out; {kind} has no settings" if not others else f"left out, or the cache should be {of_others}; {kind} has no settings"

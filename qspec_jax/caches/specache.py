@@ -24,9 +24,9 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.replaced_attention import attend_replaced
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens
 from qspec_jax.caches.host_memory import in_host, taken, to_host, with_rows, written
-from qspec_jax.caches.kivi import MOST_TOKENS, KiviCache, KiviSettings
+from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
@@ -46,14 +46,15 @@ class SpeCacheSettings(KiviSettings):
     fetch: str = "ahead"
     store: str = "device"
 
+    name: ClassVar[str] = "specache"
+
     def __post_init__(self):
         super().__post_init__()
-        if not 1 <= self.k <= MOST_TOKENS:
-            raise InputError(f"specache k {self.k} should be from 1 to {MOST_TOKENS} tokens")
+        check_tokens(self.name, "k", self.k)
         if self.fetch not in FETCH:
-            raise InputError(f"specache fetch {self.fetch!r} should be {' or '.join(FETCH)}")
+            raise InputError(f"cache specache: fetch {self.fetch!r} should be {' or '.join(FETCH)}")
         if self.store not in STORE:
-            raise InputError(f"specache store {self.store!r} should be {' or '.join(STORE)}")
+            raise InputError(f"cache specache: store {self.store!r} should be {' or '.join(STORE)}")
 
     @property
     def in_host_memory(self) -> bool:
@@ -81,6 +82,7 @@ class SpeCache(Cache):
 
     Settings: ClassVar[type] = SpeCacheSettings
     default_group: ClassVar[int] = KiviCache.default_group
+    gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS, Gives.GUESSES})
 
     @property
     def _codes(self) -> KiviCache:

@@ -1,8 +1,8 @@
 """The StreamingLLM cache, which is lossy: the first tokens of the text, the attention sinks, and a window of the most recent ones.
 
 Source: StreamingLLM (arXiv 2309.17453). There the tokens that are kept are numbered anew without a gap; here keys keep the RoPE of their
-positions in the text, as in the rest of this library, since no text is longer here than the model has positions for. In prefill every
-token attends to the whole prompt.
+positions in the text, as in the rest of this library, since no text is longer here than the model has positions for. In prefill nothing
+is forgotten yet: a token attends to all tokens before it.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from jaxtyping import Array, Int
 from pallas_kernels.attention.reference import attend_readable
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.rope_append import split_and_rotate
-from qspec_jax.caches.cache import no_tokens
-from qspec_jax.caches.evicting import EvictingCache, check_tokens
+from qspec_jax.caches.cache import check_tokens, no_tokens
+from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.ring import row_of_token, token_in_row
 from qspec_jax.caches.schedule import Schedule
 
@@ -29,8 +29,8 @@ class StreamingSettings:
     window: int = 252
 
     def __post_init__(self):
-        check_tokens("sinks", self.sinks, least=0)
-        check_tokens("window", self.window)
+        check_tokens("streaming-llm", "sinks", self.sinks, least=0)
+        check_tokens("streaming-llm", "window", self.window)
 
 
 @jax.tree_util.register_dataclass
@@ -70,8 +70,7 @@ class StreamingCache(EvictingCache):
         return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe:
-            raise ValueError("a StreamingLLM cache has no groups whose attention could be observed")
+        self.check_not_observed(observe)
         held, n, T = self.layers[layer], self.lengths.total, qkv.shape[1]
         q, *new = split_and_rotate(qkv, cos, sin, kv_heads=held.keys.shape[1])
         reader = n[:, None] + jnp.arange(T)

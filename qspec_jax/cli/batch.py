@@ -115,7 +115,9 @@ def batch(
     if ray is None:
         on = devices_of(devices)
         if devices == ALL and not distributed and config.cache_config.in_host_memory:
-            on = on[:1]  # whose memory several would share
+            if len(on) > 1:
+                log.warning("cache %s: one device of %d is used, as they would share host memory", config.cache, len(on))
+            on = on[:1]
         places = places_of(on, len(on) if distributed else tensor_parallel)
     else:
         _check_for_ray(config, devices, tensor_parallel, refill)

@@ -16,7 +16,7 @@ import typer
 from tqdm import tqdm
 
 from qspec_jax import demo, plots
-from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
     Calibrate,
@@ -30,6 +30,7 @@ from qspec_jax.cli.options import (
     Plot,
     Seed,
     SensitiveLayers,
+    check_group_size,
     chosen_draft,
     load,
     number_list,
@@ -296,7 +297,7 @@ def perplexity_command(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SETTING=VALUE,...]",
-            help=f"{', '.join(name for name in CACHES if 'host' not in name)}, or int4, the upper plane of int8 alone; may be given "
+            help=f"{', '.join(perplexity.ON_DEVICE)}, or int4, the upper plane of int8 alone; may be given "
             "several times: full, int8 and int4, if not given.",
         ),
     ] = None,
@@ -315,6 +316,7 @@ def perplexity_command(
     names = _cache_names(cache)
     for name in names:  # before the model is read
         perplexity.cache_view(name, scheme=scheme, group_size=group_size)
+    check_group_size(group_size, [perplexity.cache_view(name).cache for name in names])
     network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
     with output_to(output) as write:
         report = perplexity.run(
@@ -376,7 +378,8 @@ MethodDrafts = Annotated[
     typer.Option(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="Over each --cache, or its own if none is given; may be given several times. Without it, one token at a time.",
+        help="Over each --cache that it goes with, or its own if none is given; may be given several times. Without it, one token at a "
+        "time.",
     ),
 ]
 MethodCaches = Annotated[
@@ -384,8 +387,7 @@ MethodCaches = Annotated[
     typer.Option(
         "--cache",
         metavar="NAME[:SETTING=VALUE,...]",
-        help=f"{', '.join(name for name in CACHES if 'host' not in name)}; may be given several times. With neither: full without a "
-        "draft, and quantspec.",
+        help=f"{', '.join(perplexity.ON_DEVICE)}; may be given several times. With neither: full without a draft, and quantspec.",
     ),
 ]
 PromptsAtATime = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
@@ -453,9 +455,11 @@ def tasks_command(
     cache: MethodCaches = None,
     length: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
     samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, and of the text's own at most.")] = 48,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens of an answer; only lines at most as long are asked for.")
+    ] = 48,
     depths: Annotated[
-        str, typer.Option(help="Of retrieval: where the line stands, from 0 to 1, with commas between them; one after the other.")
+        str, typer.Option(help="For retrieval: depths of the line, which samples use in turn, from 0 to 1, with commas between them.")
     ] = ",".join(map(str, text_tasks.DEPTHS)),
     batch_size: PromptsAtATime = 4,
     seed: Seed = 0,

@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ import typer
 from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 
-from qspec_jax.caches.registry import CACHES
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
@@ -149,7 +149,11 @@ TensorParallel = Annotated[
 ]
 GroupSize = Annotated[
     int | None,
-    typer.Option("--group-size", help="Tokens of a key group: 128 (32 for kivi and specache), or head_dim when smaller, if not given."),
+    typer.Option(
+        "--group-size",
+        help="Tokens of a key group: 128 (32 for kivi and specache), or head_dim when smaller, if not given. full, streaming-llm and h2o "
+        "have no groups.",
+    ),
 ]
 Calibrate = Annotated[
     bool,
@@ -213,7 +217,7 @@ def _settings(
     biases = dict(map(_bias, logit_bias or []))
     if len(biases) < len(logit_bias or []):
         raise InputError("--logit-bias is given twice for one token")
-    return GenerationConfig(
+    config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         draft=draft,
         num_speculative_tokens=num_speculative_tokens,
@@ -236,6 +240,16 @@ def _settings(
         cache=cache,
         group_size=group_size,
     )
+    if cache is not None:
+        check_group_size(group_size, [config.cache_config])
+    return config
+
+
+def check_group_size(group_size: int | None, caches: Sequence[CacheConfig]) -> None:
+    """Logs a warning where --group-size is given and none of the caches has groups."""
+    if group_size is not None and not any(cache.takes_group_size for cache in caches):
+        names = ", ".join(dict.fromkeys(cache.kind for cache in caches))
+        log.warning("--group-size %d makes no difference to cache %s", group_size, names)
 
 
 def chosen_draft(draft: str | None, method: Method | None) -> str:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
+from qspec_jax.caches.cache import Gives
+from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.drafts.draft import needs_of
+from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, parse_draft
 from qspec_jax.errors import InputError
 
 # What `draft` was called before version 0.2.
@@ -77,6 +79,7 @@ class GenerationConfig:
         if self.draft == SPECACHE and self.cache is None:
             object.__setattr__(self, "cache", SPECACHE)
         self._check_specache(check)
+        self._check_draft_goes_with_cache(check)
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
@@ -115,6 +118,22 @@ class GenerationConfig:
         elif cache.kind == SPECACHE:
             check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")
 
+    def _check_draft_goes_with_cache(self, check: Callable[[bool, str], None]) -> None:
+        """What the draft needs of the target's cache is what that gives."""
+        if self.draft in (AUTO, NONE, SPECACHE) or self.num_speculative_tokens == 0:  # which has no use for the draft
+            return
+        needs, kind = needs_of(parse_draft(self.draft)), self.cache_config.kind
+        check(Gives.GUESSES not in needs, f"draft {self.draft}: {SPECACHE} goes with no other draft")
+        if needs <= CACHES[kind].gives:
+            return
+        does = " and ".join(need.value for need in Gives if need in needs)
+        caches = [name for name, cache in CACHES.items() if needs <= cache.gives and name != SPECACHE]
+        # What a draft that is made of others needs is only known of one that is made.
+        needed = {name: getattr(settings, "needs", frozenset()) for name, settings in DRAFTS.items()}
+        drafts = [name for name, those in needed.items() if isinstance(those, frozenset) and those <= CACHES[kind].gives]
+        goes = f"it goes with cache {_either(caches)}, and cache {self.cache} with draft {_either([*drafts, NONE])}"
+        check(False, f"draft {self.draft} {does}: {goes}")
+
     @property
     def logprobs(self) -> int | None:
         """How many alternatives to every new token have their log-probabilities put out; None: not even the token."""
@@ -128,4 +147,10 @@ class GenerationConfig:
     @property
     def cache_config(self) -> CacheConfig:
         """The target's cache."""
-        return CacheConfig.parse(self.cache or ("int8" if self.speculative else "full"), self.group_size, self.scheme)
+        usual = "int8" if self.speculative else "full"
+        return CacheConfig.parse(usual if self.cache is None else self.cache, self.group_size, self.scheme)
+
+
+def _either(names: Sequence[str]) -> str:
+    """The names with commas between them, and "or" before the last."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

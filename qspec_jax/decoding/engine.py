@@ -336,8 +336,7 @@ class Engine:
     # Calls, for those who compile and time them themselves --------------------------------------------------------------
 
     def settle_for(self, rows: int) -> None:
-        """Says that what is prefilled from now on are rows of a batch of so many. As many layers of a cache in host memory are then on the
-        device as fit for all of them, and not for those that are prefilled together. 0: none, as long as nobody knows how many rows fit."""
+        """Sets the batch size for which resident layers are chosen; 0 keeps none on the device until it is known."""
         self._rows = rows
         # Those that were made for rows that nobody knew the number of; where they are the same, `Compiled` has them still.
         for name, shape in [key for key in self._executables if key[0] in ("prefill", "parts_begin", "part", "parts_end")]:

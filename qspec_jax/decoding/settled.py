@@ -49,7 +49,7 @@ def with_draft(
     def chosen(config: GenerationConfig) -> GenerationConfig:
         gamma = found.gamma if config.num_speculative_tokens is None else config.num_speculative_tokens
         # The target does not depend on the choice.
-        cache = config.cache or (config.cache_config.kind if found.draft == NONE else None)
+        cache = config.cache_config.kind if config.cache is None and found.draft == NONE else config.cache
         return dataclasses.replace(config, draft=found.draft, num_speculative_tokens=gamma, cache=cache)
 
     return list(map(chosen, configs))

@@ -9,6 +9,7 @@ besides.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Gives
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.draft import Reads
@@ -105,6 +106,8 @@ class ChunkMeansSettings(SelfSpeculativeSettings):
     cache's groups. rebuild: the choice is made anew after so many tokens; 0: never. dense_layers: the first so many layers read everything.
     For the shared ones see `SelfSpeculativeSettings`.
     """
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
     budget: float = 4096
     chunk: int = 8

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, StepwiseDraft, checkpoints_of
+from qspec_jax.caches.cache import Gives
+from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, StepwiseDraft, checkpoints_of, needs_of
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
 
@@ -111,6 +112,11 @@ class CombinedSettings:
     def checkpoints(self) -> tuple[str, ...]:
         """The checkpoints that they read besides the target's."""
         return checkpoints_of(self.first) + checkpoints_of(self.second)
+
+    @property
+    def needs(self) -> frozenset[Gives]:
+        """What they need of the target's cache."""
+        return needs_of(self.first) | needs_of(self.second)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> CombinedDraft:
         """The draft of a model. Raises InputError as the two do."""

@@ -7,13 +7,14 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION, HeldKeys
 from pallas_kernels.rope_append import rotate
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, Gives
 from qspec_jax.caches.compact import KINDS, CompactCache
 from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -113,6 +114,8 @@ class CompactSettings(SelfSpeculativeSettings, abc.ABC):
     quarter of the context is what QuantSpec's paper gives its baselines (section 5). cache: "full", in the model's dtype, or "int8".
     weight_bits: 16 by default, as in that paper. head_bits: see `SelfSpeculativeSettings`.
     """
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS})
 
     budget: float = 0.25
     cache: str = "full"

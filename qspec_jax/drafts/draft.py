@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import DenseView, HeldKeys, View
-from qspec_jax.caches.cache import AppendedCache, Cache
+from qspec_jax.caches.cache import AppendedCache, Cache, Gives
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import Step, ViewedModel
@@ -330,7 +330,8 @@ def propose_by_steps(
 class DraftSettings(Protocol):
     """The settings of a draft: a frozen dataclass of numbers and texts, each with a default.
 
-    One that loads checkpoints of its own has them in `checkpoints`, see `checkpoints_of`.
+    One that loads checkpoints of its own has them in `checkpoints`, see `checkpoints_of`. One that needs more of the target's cache than
+    passes over all of it has that in `needs`, see `needs_of`.
     """
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> Draft:
@@ -342,3 +343,8 @@ class DraftSettings(Protocol):
 def checkpoints_of(settings: DraftSettings | None) -> tuple[str, ...]:
     """The checkpoints, directories or names on the Hub, that a draft reads besides the target's."""
     return getattr(settings, "checkpoints", ())
+
+
+def needs_of(settings: DraftSettings | None) -> frozenset[Gives]:
+    """What a draft needs that not every target's cache gives."""
+    return getattr(settings, "needs", frozenset())

@@ -7,11 +7,13 @@ make can be measured against it (TriForce, arXiv 2404.11912, table 1, has it as 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.views import UPPER_PLANE, LargestMass
+from qspec_jax.caches.cache import Gives
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -66,6 +68,8 @@ class ExactTopKSettings(SelfSpeculativeSettings):
     besides. unit: what it chooses, "group" or "token". dense_layers: the first so many layers read everything. For the shared ones see
     `SelfSpeculativeSettings`.
     """
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
     budget: float = 0.06
     unit: str = "group"

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups
+from qspec_jax.caches.cache import Gives
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
@@ -162,6 +163,7 @@ class SparseSettings(SelfSpeculativeSettings):
     """
 
     kind: ClassVar[type[SparseDraft]] = SparseDraft
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
 
     budget: float = 0.06
     newest: float = 0.5

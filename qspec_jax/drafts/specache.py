@@ -9,6 +9,7 @@ Source: SpeCache (arXiv 2503.16163), section 3.3.
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.formats.views import BOTH_PLANES
+from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.drafts.draft import Draft, Proposal
 from qspec_jax.errors import InputError
@@ -75,6 +77,8 @@ class SpeCacheDraft(Draft):
 @dataclasses.dataclass(frozen=True)
 class GuessSettings:
     """There are none: those of the cache say what is read."""
+
+    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GUESSES})
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SpeCacheDraft:
         """The draft of a model."""

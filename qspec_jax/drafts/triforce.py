@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax.caches.cache import AppendedCache, longer
-from qspec_jax.drafts.draft import Draft, DraftSettings, Proposal, RoundResult, StepwiseDraft, checkpoints_of
+from qspec_jax.caches.cache import AppendedCache, Gives, longer
+from qspec_jax.drafts.draft import Draft, DraftSettings, Proposal, RoundResult, StepwiseDraft, checkpoints_of, needs_of
 from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.errors import InputError
@@ -171,6 +171,11 @@ class TriForceSettings:
     def checkpoints(self) -> tuple[str, ...]:
         """The checkpoints that it reads besides the target's."""
         return self.small.checkpoints + checkpoints_of(self.middle)
+
+    @property
+    def needs(self) -> frozenset[Gives]:
+        """What the middle needs of the target's cache; the small model needs nothing."""
+        return needs_of(self.middle)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> TriForceDraft:
         """The draft of a model. Raises InputError as the small model's settings and the middle's do, and for a middle that does more than

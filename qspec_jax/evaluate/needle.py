@@ -7,6 +7,7 @@ a quantized cache can lose are the tokens behind it. (Greg Kamradt's LLMTest_Nee
 
 import bisect
 import dataclasses
+import logging
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -27,9 +28,11 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import cache_view
+from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
 from qspec_jax.evaluate.stream import divided
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
 LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
@@ -158,15 +161,26 @@ def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ..
     """Each of the drafts over each of the caches, which may have settings.
 
     Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
-    own. Raises InputError for an unknown draft, cache or setting, and for a draft and a cache that do not go together.
+    own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
+    setting, for a cache in host memory, and for a draft that goes with none of the caches.
     """
-    alone = lambda cache: SPECACHE if cache_view(cache).guesses else NONE
-    configs = (
-        GenerationConfig(draft=alone(cache) if draft is None else draft, cache=cache)
-        for draft in drafts or [None]
-        for cache in caches or [None]
-    )
-    return tuple(dict.fromkeys(map(Method.of, configs)))
+    for cache in caches:
+        if cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):
+            raise InputError(f"cache {cache!r} should be one of {', '.join(ON_DEVICE)}")
+    alone = [SPECACHE if cache_view(cache).guesses else NONE for cache in caches]
+    found = []
+    for draft in drafts or [None]:
+        refused = []
+        for own, cache in zip(alone, caches) if caches else [(NONE, None)]:
+            try:
+                found.append(Method.of(GenerationConfig(draft=own if draft is None else draft, cache=cache)))
+            except InputError as error:
+                refused.append(error)
+        if refused and len(refused) >= len(caches):
+            raise refused[0]
+        for error in refused:
+            log.warning("left out: %s", error)
+    return tuple(dict.fromkeys(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,9 +421,9 @@ def plot(report: NeedleReport, path: Path) -> None:
     plots.save(figure, path)
 
 
-def by_method(results: Sequence[Any]) -> dict[str, list[Any]]:
-    """The rows of a report by what each method is called, in their order. results: with the fields of `Method` in each."""
+def by_method(results: Sequence[Any], name: Callable[[Any], str] = lambda row: f"{row.method}, {row.cache} cache") -> dict[str, list[Any]]:
+    """The rows of a report by what each method is called, in their order. results: with the fields of `Method` in each. name: of a row."""
     found: dict[str, list[Any]] = {}
     for row in results:
-        found.setdefault(f"{row.method}, {row.cache} cache", []).append(row)
+        found.setdefault(name(row), []).append(row)
     return found

@@ -26,7 +26,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLAN
 from qspec_jax import plots
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.engine import CacheChoice
@@ -37,6 +37,7 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
 FULL = "full"  # in the model's own precision
+ON_DEVICE = tuple(name for name in CACHES if "host" not in name)  # which others give the same tokens as
 UPPER = "int4"  # the upper plane of the int8 cache alone, which is what a draft reads
 DEFAULT_VIEWS = FULL, "int8", UPPER  # of which decoding is made; the others are to compare with
 _OTHER_GROUPS = ["kivi and specache: groups of 32 tokens, unless --group-size says otherwise."]
@@ -344,7 +345,9 @@ def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int 
     view = {FULL: FULL_PRECISION, UPPER: UPPER_PLANE}.get(cache, BOTH_PLANES)
     config = CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme)
     if config.in_host_memory:
-        raise InputError(f"cache {cache!r}: texts are not scored with a cache in host memory, which scores the same as on the device")
+        there = config.kind.partition(":")[0]
+        instead = f"give --cache {there}" if there != config.kind else "leave the setting out that puts it in host memory"
+        raise InputError(f"cache {cache!r} gives the same tokens as on the device; {instead}")
     return CacheView(config, view)
 
 
@@ -485,7 +488,9 @@ def grid_of(*labels: str) -> Table:
     """A table with these columns: names at the left, figures at the right."""
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for label in labels:
-        grid.add_column(label, justify="left" if label in ("cache", "quantizer", "keys by", "values by", "scheme", "read by") else "right")
+        grid.add_column(
+            label, justify="left" if label in ("cache", "method", "quantizer", "keys by", "values by", "scheme", "read by") else "right"
+        )
     return grid
 
 

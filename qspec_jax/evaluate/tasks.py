@@ -26,8 +26,9 @@ from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.needle import Method, answers_of, by_method, check
+from qspec_jax.evaluate.needle import AUTOREGRESSIVE, Method, answers_of, by_method, check
 from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
 from qspec_jax.evaluate.stream import Texts, divided
 from qspec_jax.models.llama import Llama
@@ -216,26 +217,33 @@ def run(
 def table(report: TasksReport) -> Group:
     """A line for each method: its scores in hundredths, as LongBench has them, their mean, and how it compares with the full cache."""
     tasks = list(dict.fromkeys(row.task for row in report.results))
-    grid = grid_of("cache", *tasks, "exact lines", "mean", "of full", "same tokens")
-    means = {name: statistics.fmean(row.score for row in rows) for name, rows in by_method(report.results).items()}
-    full = next((means[name] for name, rows in by_method(report.results).items() if rows[0].cache == FULL), None)
-    for name, rows in by_method(report.results).items():
+    grid = grid_of("method", *tasks, "exact completions", "mean", "of full", "same tokens")
+    means = {name: statistics.fmean(row.score for row in rows) for name, rows in by_method(report.results, _name).items()}
+    full = next((means[name] for name, rows in by_method(report.results, _name).items() if rows[0].cache == FULL), None)
+    for name, rows in by_method(report.results, _name).items():
         cells = [f"{100 * row.score:.1f} ± {100 * row.standard_error:.1f}" for row in rows]
         exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
         same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
         grid.add_row(name, *cells, exact, f"{100 * means[name]:.1f}", f"{means[name] / full:.1%}" if full else "", same)
     asked = report.settings
-    prompts = f"\n{asked.samples} prompts of {asked.length:,} tokens a task, from {report.texts} texts; {asked.max_new_tokens} new ones."
+    count = lambda number, what: f"{number} {what}" if number == 1 else f"{number} {what}s"
+    new = f"up to {count(asked.max_new_tokens, 'new token')}"
+    prompts = f"\n{count(asked.samples, 'prompt')} of {asked.length:,} tokens a task, from {count(report.texts, 'text')}; {new}."
     scores = "completion: edit similarity of the next line, and how often it is exact; continuation: ROUGE-L; retrieval: the line is exact."
     notes = prompts, scores, "A small model scores low; what counts is how the caches compare. ±: standard errors."
     return Group(heading("Tasks on held-out text", report), grid, *(Text(note, "dim") for note in notes))
+
+
+def _name(row: TaskScore) -> str:
+    """What a method is called, as `bench decode` calls those over several caches."""
+    return f"{NONE if row.method == AUTOREGRESSIVE else row.method}, {row.cache}"
 
 
 def plot(report: TasksReport, path: Path) -> None:
     """Bars of every method's score with standard errors, by task. Raises InputError if the file cannot be written."""
     from matplotlib.figure import Figure
 
-    methods = by_method(report.results)
+    methods = by_method(report.results, _name)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes, width = figure.subplots(), 0.8 / len(methods)
     for number, (label, rows) in enumerate(methods.items()):

@@ -6,7 +6,8 @@ So both are the same on every run with the same settings on the same kind of dev
 import dataclasses
 
 from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.cache import Gives
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
 from qspec_jax.drafts.step_bytes import skipped_by
@@ -80,8 +81,9 @@ def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = No
     planner = Planner(setting.model, device, 0, {}, {})
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
     for text in CANDIDATES:
-        if text == "sparse" and (device.kernels != "mosaic_gpu" or setting.cache.kind == "full"):
-            lacks = "needs the int8 cache" if setting.cache.kind == "full" else "has no kernel for its verifications there"
+        groups = Gives.GROUPS in CACHES[setting.cache.kind].gives
+        if text == "sparse" and (device.kernels != "mosaic_gpu" or not groups):
+            lacks = "has no kernel for its verifications there" if groups else "needs the int8 cache"
             left_out.append(f"{text} {lacks}")
             continue
         drafts = outlined(parse_draft(text), outline(setting.model), lambda: outline(setting.model, int4=True))
