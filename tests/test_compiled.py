@@ -20,8 +20,9 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.decoding import compiled, round
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import DECODE, PREFILL, Engine
+from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.programs import DECODE, PREFILL
 from qspec_jax.drafts import quantspec
 from qspec_jax.models.prompts import CHUNK_TOKENS, bucket, equal_parts
 

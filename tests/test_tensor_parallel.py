@@ -19,9 +19,10 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import DECODE, PREFILL, Engine
+from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.programs import DECODE, PREFILL
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import weight_bytes
@@ -199,6 +200,9 @@ def test_more_heads_than_rows_divide(tmp_path, eight):
     assert found[0] == found[1] == generate(load_model(source), [[1, 2, 3] * 9], config=config).token_ids
     with pytest.raises(InputError, match="no more devices than there are KV heads"):
         make_draft("exact-topk:weight_bits=16", model)
+    for cache in ("h2o", "specache"):
+        with pytest.raises(InputError, match=f"cache {cache} is for no more devices than there are KV heads"):
+            generate(model, [[1, 2, 3]], config=dataclasses.replace(config, cache=cache, num_speculative_tokens=0))
 
 
 @pytest.mark.several_devices

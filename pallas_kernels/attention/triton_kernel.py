@@ -50,8 +50,8 @@ def normalized(low, high):
 
 @triton.jit
 def query_rows(T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, M: tl.constexpr):
-    """Of the block of query rows: their numbers in the KV head, which of its T tokens each is of, whether there is such a row, and
-    where it stands among all rows of the queries."""
+    """The program's block of query rows: their numbers in the KV head, which of its T tokens each is of, whether there is such a row,
+    and where it stands among all rows of the queries."""
     head = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(2) * M + tl.arange(0, M)
     query = rows // PER_HEAD

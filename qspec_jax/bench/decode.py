@@ -31,8 +31,9 @@ from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Call, Engine
+from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.programs import Call
 from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts

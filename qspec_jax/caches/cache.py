@@ -77,11 +77,13 @@ class Cache(AppendedCache):
     zeros before a prompt's first; never more than the prompt's S. Where it is 0, `fill` gets no queries argument.
 
     gives: what drafts may ask of it, see `Gives`; a draft's settings say what it needs (`qspec_jax.drafts.draft.needs_of`), and
-    `GenerationConfig` compares the two. takes_group_size: whether a group size makes any difference to it.
+    `GenerationConfig` compares the two. takes_group_size: whether a group size makes any difference to it. chooses_by_head: whether each KV
+    head keeps or fetches tokens of its own choice; then copies of a head on several devices would choose different ones.
     """
 
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS})
     takes_group_size: ClassVar[bool] = True
+    chooses_by_head: ClassVar[bool] = False
 
     prompt_queries: int = 0
 

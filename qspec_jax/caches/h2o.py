@@ -68,6 +68,7 @@ class H2OCache(EvictingCache):
 
     Settings: ClassVar[type] = H2OSettings
     name: ClassVar[str] = "h2o"
+    chooses_by_head: ClassVar[bool] = True
 
     @property
     def schedule(self):

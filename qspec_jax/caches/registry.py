@@ -26,11 +26,12 @@ class RegisteredCache(Protocol):
     for what is out of range. A field's type is called with the text of its value; one that needs another function has it in its metadata as
     "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache is in host
     memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that
-    does not say. gives, takes_group_size: see `Cache`.
+    does not say. gives, takes_group_size, chooses_by_head: see `Cache`.
     """
 
     gives: ClassVar[frozenset[Gives]]
     takes_group_size: ClassVar[bool]
+    chooses_by_head: ClassVar[bool]
 
     def schedule_of(self, group_size: int) -> Schedule:
         """The schedule of a cache with groups of so many tokens."""

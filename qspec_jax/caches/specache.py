@@ -83,6 +83,7 @@ class SpeCache(Cache):
     Settings: ClassVar[type] = SpeCacheSettings
     default_group: ClassVar[int] = KiviCache.default_group
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS, Gives.GUESSES})
+    chooses_by_head: ClassVar[bool] = True
 
     @property
     def _codes(self) -> KiviCache:

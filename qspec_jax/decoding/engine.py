@@ -1,4 +1,4 @@
-"""The engine: the compiled programs of decoding, whose arguments are assembled here and nowhere else.
+"""The engine: it assembles the arguments of the programs of decoding (`qspec_jax.decoding.programs`), which is done nowhere else.
 
 `generate`, `stream`, batches, evaluations and benchmarks prefill, run rounds and look at what is new through it.
 """
@@ -9,253 +9,46 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.host_memory import HostSettings, in_host
-from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
 from qspec_jax.decoding.limits import Limits
-from qspec_jax.decoding.processors import seen_in, seen_since
+from qspec_jax.decoding.programs import (
+    APART,
+    DECODE,
+    FORK,
+    PART,
+    PREFILL,
+    REPEAT,
+    REPLACE,
+    WINDOW,
+    CacheChoice,
+    Call,
+    begin_call,
+    end_call,
+    queries_of,
+)
 from qspec_jax.decoding.residence import refused, residence
-from qspec_jax.decoding.round import begin, decode
-from qspec_jax.decoding.sampling import TARGET, Sampler
-from qspec_jax.decoding.state import LENGTH, UNLIMITED, Counts, DecodeState, Logprobs, freed, replace_rows, start, stopped
-from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.decoding.sampling import Sampler
+from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs, freed, stopped
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
-from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket, padded
 from qspec_jax.models.sharding import mesh_of
 from qspec_jax.models.viewed import ViewedModel
-
-
-class CacheChoice(Protocol):
-    """What says which cache is made, such as `CacheConfig`: hashable, since programs are compiled for it."""
-
-    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
-        """A cache without tokens; see `RegisteredCache.make`."""
-        ...
-
-
-def _prefilled(
-    target: ViewedModel,
-    draft: Draft | None,
-    tokens: Int[Array, "B S"],
-    n: Int[Array, "B"],
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
-    *,
-    cache: CacheChoice,
-    capacity: int,
-    max_new_tokens: int,
-    gamma: int,
-    logprobs: int | None,
-    extra_rows: int,
-) -> DecodeState:
-    model = target.model
-    empty = _empty(model, tokens, cache, capacity, gamma + extra_rows)
-    with jax.named_scope("prefill"):
-        logits, *found = prefill(model, tokens, n, empty, queries=_queries(draft))
-    sizes = dict(capacity=capacity, max_new_tokens=max_new_tokens, gamma=gamma, logprobs=logprobs)
-    return _started(draft, tokens, n, logits, *found, sampler=sampler, keys=keys, limits=limits, **sizes)
-
-
-def _empty(model: Llama, tokens: Array, cache: CacheChoice, capacity: int, drafts: int) -> Cache:
-    return cache.empty(model.config, batch=tokens.shape[0], capacity=capacity, num_speculative_tokens=drafts, dtype=model.dtype)
-
-
-def _queries(draft: Draft | None) -> int:
-    return 0 if draft is None else draft.prompt_queries
-
-
-def _started(
-    draft: Draft | None,
-    tokens: Int[Array, "B S"],
-    n: Int[Array, "B"],
-    logits: Float[Array, "B V"],
-    filled: Cache,
-    queries: tuple[Array, ...] = (),
-    *,
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
-    capacity: int,
-    max_new_tokens: int,
-    gamma: int,
-    logprobs: int | None,
-) -> DecodeState:
-    """The state after a prefill that came to these logits, cache and last queries."""
-    # As wide for every prompt, so that states fit where one row takes another's place.
-    room = jnp.pad(tokens, ((0, 0), (0, capacity - max_new_tokens - tokens.shape[1])))
-    shapes = dict(capacity=capacity, gamma=gamma, width=tokens.shape[1])
-    draft_state = begin(draft, Prompt(room, n, filled, *([queries] if queries else []), **shapes))
-    seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
-    processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
-    first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
-    of_first = None if logprobs is None else Logprobs.of(logits[:, None], first[:, None], logprobs)
-    sizes = dict(max_new_tokens=max_new_tokens, gamma=gamma)
-    return start(filled, first, keys, limits, **sizes, draft=draft_state, seen=seen, logprobs=of_first)
-
-
-def _parts_begun(
-    target: ViewedModel, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, cache: CacheChoice, capacity: int, drafts: int
-) -> tuple[Array, list[tuple[Array, Array]], Cache]:
-    """What prefill in parts goes on from: hidden states, angles, and an empty cache."""
-    return *embedded(target.model, tokens, n), _empty(target.model, tokens, cache, capacity, drafts)
-
-
-def _parts_ended(
-    target: ViewedModel,
-    draft: Draft | None,
-    tokens: Int[Array, "B S"],
-    n: Int[Array, "B"],
-    x: Float[Array, "B S D"],
-    cache: Cache,
-    queries: tuple[Array, ...],
-    sampler: Sampler,
-    keys: Key[Array, "B"],
-    limits: Limits,
-    **sizes: int | None,
-) -> DecodeState:
-    """The state after the last part."""
-    logits = last_logits(target.model, x, n)
-    return _started(draft, tokens, n, logits, cache.filled(cache.layers, n), queries, sampler=sampler, keys=keys, limits=limits, **sizes)
-
-
-def _repeated(rows: DecodeState, batch: int, pages: int | None) -> DecodeState:
-    """A batch of rows like the first of these, which have all ended; where pages are given, without its cached tokens, in a pool of so
-    many."""
-    row = jax.tree.map(lambda x: x[:1], rows)
-    cache = _rows_like(row.cache, batch) if pages is None else row.cache.pooled(batch, pages)
-    rows = _rows_like(dataclasses.replace(row, cache=None), batch)
-    return dataclasses.replace(rows, cache=cache, status=jnp.full(batch, LENGTH, jnp.int32))
-
-
-def _forked(row: DecodeState, keys: Key[Array, "B"]) -> DecodeState:
-    """A batch of rows that go on from this one, each with a key of its own."""
-    return dataclasses.replace(_rows_like(row, keys.shape[0]), keys=keys)
-
-
-def _rows_like(row: Any, batch: int) -> Any:
-    return jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), row)
-
-
-def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], width: int) -> tuple[Array, Logprobs | None]:
-    """The columns from starts[b] on."""
-    take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width, 0))
-    return jax.tree.map(lambda x: take(x, starts), (tokens, logprobs))
-
-
-PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
-PARTS_BEGIN = Compiled(_parts_begun, static_argnames=("cache", "capacity", "drafts"))
-PART = Compiled(through_layers, static_argnames=("queries",), donate_argnames=("x", "cache"))
-PARTS_END = Compiled(_parts_ended, static_argnames=("capacity", "max_new_tokens", "gamma", "logprobs"), donate_argnames=("cache",))
-DECODE = Compiled(decode, donate_argnames=("state",))
-
-
-class _Apart:
-    """What is called as `PREFILL` is, and does what it does, in three programs: the draft begins in the last.
-
-    In one, XLA (jax 0.11) takes memory as if what goes to host memory, and what a draft then looks up there, were on the device for all
-    layers at once: for a 7B model at 64k tokens and six of its layers 5.9 GB in place of 2.4 GB.
-    """
-
-    def compile(self, *args, **static) -> tuple["_InTurn", float]:
-        return self.lowered(*args, **static)()
-
-    def lowered(self, *args, **static) -> Callable[[], tuple["_InTurn", float]]:
-        """See `Compiled.lowered`."""
-        parts = [call.program.lowered(*call.args, **call.static) for call in self._calls(*args, **static)]
-
-        def compile():
-            made = [part() for part in parts]
-            return _InTurn(*(executable for executable, _ in made)), sum(seconds for _, seconds in made)
-
-        return compile
-
-    def shapes(self, *args, **static) -> DecodeState:
-        """See `Compiled.shapes`."""
-        *_, end = self._calls(*args, **static)
-        return end.shapes()
-
-    def _calls(self, target: ViewedModel, draft: Draft | None, tokens: Array, n: Array, *settings: Any, **static: Any) -> list["Call"]:
-        begin = _begin_call(target, tokens, n, **static)
-        x, angles, cache = begin.shapes()
-        part = Call(PART, (list(target.model.layers), angles, x, n, cache), dict(queries=_queries(draft)))
-        x, layers, queries = part.shapes()
-        return [
-            begin,
-            part,
-            _end_call(target, draft, tokens, n, x, dataclasses.replace(cache, layers=layers), queries, *settings, **static),
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _InTurn:
-    """The executables of `_Apart`, in the place of one."""
-
-    begin: jax.stages.Compiled
-    part: jax.stages.Compiled
-    end: jax.stages.Compiled
-
-    def __call__(self, target: ViewedModel, draft: Draft | None, tokens: Array, n: Array, *settings: Any) -> DecodeState:
-        x, angles, cache = self.begin(target, tokens, n)
-        x, layers, queries = self.part(list(target.model.layers), angles, x, n, cache)
-        return self.end(target, draft, tokens, n, x, dataclasses.replace(cache, layers=layers), queries, *settings)
-
-    def memory_analysis(self) -> Any:
-        """XLA's, of that which takes most besides its arguments."""
-        return max((each.memory_analysis() for each in (self.part, self.end)), key=lambda found: found.temp_size_in_bytes)
-
-
-APART = _Apart()
-REPEAT = Compiled(_repeated, static_argnames=("batch", "pages"))
-FORK = Compiled(_forked)
-REPLACE = Compiled(replace_rows, donate_argnames=("state",))
-WINDOW = Compiled(_window, static_argnames=("width",))
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A program with its arguments, or with their shapes."""
-
-    program: Compiled | _Apart
-    args: tuple
-    static: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def compile(self) -> tuple[jax.stages.Compiled, float]:
-        """The executable, and the seconds that it took to make; see `Compiled.compile`."""
-        return self.program.compile(*self.args, **self.static)
-
-    def shapes(self) -> Any:
-        """Shapes of what the program returns."""
-        return self.program.shapes(*self.args, **self.static)
-
-
-def _begin_call(
-    target: ViewedModel, tokens: Array, n: Array, *, cache: CacheChoice, capacity: int, gamma: int, extra_rows: int, **_
-) -> Call:
-    """What comes before the first part of a prefill, whose settings are those of `_prefilled`."""
-    return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=cache, capacity=capacity, drafts=gamma + extra_rows))
-
-
-def _end_call(*args: Any, cache: CacheChoice, extra_rows: int, **sizes: Any) -> Call:
-    """What follows the last part. args: those of `_parts_ended`, or their shapes."""
-    return Call(PARTS_END, args, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,7 +214,7 @@ class Engine:
             return
         call = self.prefill_call(prompts, sampler, keys, limits)
         target, draft, tokens, n, *settings = call.args
-        x, angles, cache = self._run("parts_begin", _begin_call(target, tokens, n, **call.static), tokens.shape)
+        x, angles, cache = self._run("parts_begin", begin_call(target, tokens, n, **call.static), tokens.shape)
         filled, queries = (), ()
         for first in range(0, len(angles), layers):
             if first:
@@ -432,7 +225,7 @@ class Engine:
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         self._unseen += 1
         cache = dataclasses.replace(cache, layers=filled)
-        yield self._run("parts_end", _end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static), tokens.shape)
+        yield self._run("parts_end", end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static), tokens.shape)
 
     def compile_ahead(self, prefills: Iterable[tuple[tuple, int]]) -> None:
         """Makes, side by side, what `prefill_in_parts` needs. prefills: its arguments, and how many layers at a time."""
@@ -461,7 +254,7 @@ class Engine:
         target, draft, tokens, n, *settings = call.args
         if layers >= (all := target.model.config.num_layers):
             return {("prefill", tokens.shape): call}
-        begin = _begin_call(target, tokens, n, **call.static)
+        begin = begin_call(target, tokens, n, **call.static)
         x, angles, cache = begin.shapes()
         calls: dict[Hashable, Call] = {("parts_begin", tokens.shape): begin}
         filled, queries = (), ()
@@ -472,12 +265,12 @@ class Engine:
             x, *found = calls[key].shapes()
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         cache = dataclasses.replace(cache, layers=filled)
-        return calls | {("parts_end", tokens.shape): _end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static)}
+        return calls | {("parts_end", tokens.shape): end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static)}
 
     def _part_call(self, target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
-        """Some layers of what `_begin_call` returns, or of its shapes."""
+        """Some layers of what `begin_call` returns, or of its shapes."""
         args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
-        return Call(PART, args, dict(queries=_queries(draft)))
+        return Call(PART, args, dict(queries=queries_of(draft)))
 
     def prefill_temporaries(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
@@ -487,7 +280,7 @@ class Engine:
         target, draft, tokens, n, *_ = call.args
         if layers >= target.model.config.num_layers:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
-        x, angles, cache = _begin_call(target, tokens, n, **call.static).shapes()
+        x, angles, cache = begin_call(target, tokens, n, **call.static).shapes()
         call = self._part_call(target, draft, slice(layers), angles, x, n, cache)
         part = self._executable("part", call, _part_shape(tokens, cache.layers[:layers]))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
@@ -584,7 +377,7 @@ def _part_shape(tokens: Array, layers: tuple[Any, ...]) -> Hashable:
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:
     if cache.in_host_memory and model.axis is not None:
         raise InputError(f"cache {cache.kind} with a part in host memory is for one device, and the model is divided over several")
-    if cache.kind in (SPECACHE, H2OCache.name) and model.kv_copies > 1:  # the copies of a KV head would choose different tokens
+    if CACHES[cache.kind].chooses_by_head and model.kv_copies > 1:
         raise InputError(f"cache {cache.kind} is for no more devices than there are KV heads")
     if cache.kind == SPECACHE and not isinstance(draft, SpeCacheDraft | None):
         raise InputError(f"cache {SPECACHE} goes with draft {SPECACHE}, or with none")

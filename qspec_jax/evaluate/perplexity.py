@@ -29,7 +29,7 @@ from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
-from qspec_jax.decoding.engine import CacheChoice
+from qspec_jax.decoding.programs import CacheChoice
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import check_lengths
