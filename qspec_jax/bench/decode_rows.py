@@ -1,17 +1,14 @@
 """Methods of decoding and the rows of figures that `bench decode`, `bench end-to-end` and transformers report of them."""
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, fitting
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
-
-log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -161,19 +158,11 @@ def select_methods(
     elif baseline_cache != "full":
         raise InputError(f"--baseline-cache is of the method {AUTOREGRESSIVE}, which is not among those asked for")
     for text in drafts:
-        own = [] if parse_draft(text) is None else [GenerationConfig(draft=text).cache_config.kind]
-        refused = {}
-        for cache in caches or own:
+        own = [] if parse_draft(text) is None else [None]
+        for config in fitting((text, cache) for cache in caches or own):
+            cache = config.cache or config.cache_config.kind
             name = f"{text}, {cache}" if caches else text
-            try:
-                GenerationConfig(draft=text, cache=cache)
-                chosen[name] = Method(name, cache, text)
-            except InputError as error:
-                refused[cache] = error
-        if caches and len(refused) == len(caches):
-            raise next(iter(refused.values()))
-        for error in refused.values():
-            log.warning("left out: %s", error)
+            chosen[name] = Method(name, cache, text)
     return list(chosen.values())
 
 

@@ -419,7 +419,7 @@ def needle_command(
     """How often a model finds a value in a synthetic text, by length and depth: with none and quantspec, or the caches and drafts given."""
     if method is not None:
         draft = [chosen_draft(draft[0] if draft else None, method)]
-    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
+    methods = needle.methods_of(draft or [], cache or [])
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)
@@ -469,7 +469,7 @@ def tasks_command(
     as_json: Json = False,
 ):
     """Tasks of LongBench's kinds made from the texts (code completion, continuation, retrieval): several caches and drafts side by side."""
-    methods = needle.methods_of(draft or [], cache or []) if draft or cache else needle.METHODS
+    methods = needle.methods_of(draft or [], cache or [])
     names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, output)

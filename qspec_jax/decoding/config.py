@@ -1,14 +1,17 @@
 """The settings of a call to generate, checked where they are made."""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.draft import needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, parse_draft
 from qspec_jax.errors import InputError
+
+log = logging.getLogger(__name__)
 
 # What `draft` was called before version 0.2.
 METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
@@ -149,6 +152,22 @@ class GenerationConfig:
         """The target's cache."""
         usual = "int8" if self.speculative else "full"
         return CacheConfig.parse(usual if self.cache is None else self.cache, self.group_size, self.scheme)
+
+
+def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:
+    """The configs of those of these drafts and caches that go together; the others are left out, and this is logged. Raises InputError
+    where none is left."""
+    found, refused = [], []
+    for draft, cache in pairs:
+        try:
+            found.append(GenerationConfig(draft=draft, cache=cache))
+        except InputError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    for error in refused:
+        log.warning("left out: %s", error)
+    return found
 
 
 def _either(names: Sequence[str]) -> str:

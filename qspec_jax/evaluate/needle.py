@@ -7,7 +7,6 @@ a quantized cache can lose are the tokens behind it. (Greg Kamradt's LLMTest_Nee
 
 import bisect
 import dataclasses
-import logging
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.decoding.batch import Result, run_batch
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig, fitting
 from qspec_jax.decoding.requests import Request, check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import Draft
@@ -31,8 +30,6 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
 from qspec_jax.evaluate.stream import divided
 from qspec_jax.models.llama import Llama
-
-log = logging.getLogger(__name__)
 
 LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
 LEAST_LINE_TOKENS = 4  # fewer than any line of a haystack has
@@ -158,28 +155,22 @@ METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
 
 
 def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ...]:
-    """Each of the drafts over each of the caches, which may have settings.
+    """Each of the drafts over each of the caches, which may have settings; `METHODS` without any.
 
     Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
     own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
     setting, for a cache in host memory, and for a draft that goes with none of the caches.
     """
+    if not drafts and not caches:
+        return METHODS
     for cache in caches:
         if cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):
             raise InputError(f"cache {cache!r} should be one of {', '.join(ON_DEVICE)}")
     alone = [SPECACHE if cache_view(cache).guesses else NONE for cache in caches]
     found = []
     for draft in drafts or [None]:
-        refused = []
-        for own, cache in zip(alone, caches) if caches else [(NONE, None)]:
-            try:
-                found.append(Method.of(GenerationConfig(draft=own if draft is None else draft, cache=cache)))
-            except InputError as error:
-                refused.append(error)
-        if refused and len(refused) >= len(caches):
-            raise refused[0]
-        for error in refused:
-            log.warning("left out: %s", error)
+        pairs = zip(alone, caches) if caches else [(NONE, None)]
+        found += map(Method.of, fitting((own if draft is None else draft, cache) for own, cache in pairs))
     return tuple(dict.fromkeys(found))
 
 
