@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,13 @@ def workers() -> list[int]:
     return found
 
 
+def _within(seconds: float, holds: Callable[[], object]) -> bool:
+    until = time.monotonic() + seconds
+    while not (held := bool(holds())) and time.monotonic() < until:
+        time.sleep(0.1)
+    return held
+
+
 @pytest.mark.slow
 def test_an_actor_that_is_killed(lines, directory, tmp_path):
     """The output is, byte for byte, that of one process without Ray."""
@@ -62,15 +70,15 @@ def test_an_actor_that_is_killed(lines, directory, tmp_path):
     process = subprocess.Popen(
         command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 120
-    while not workers() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
+    assert _within(120, lambda: workers() or process.poll() is not None)
     time.sleep(random.uniform(0, 4))  # of some 10 that they take
     os.kill(random.choice(workers()), signal.SIGKILL)
     _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     assert ours.read_bytes() == alone.read_bytes() and "line 6" in err
-    assert not workers() and not ours.with_name("ours.jsonl.partial").exists()
+    assert not ours.with_name("ours.jsonl.partial").exists()
+    # A worker notices that its cluster is gone, and ends, after the command itself.
+    assert _within(60, lambda: not workers()), workers()
 
 
 def test_a_predictor_of_columns(directory):
