@@ -15,13 +15,14 @@ import pytest
 
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from qspec_jax import host, plots
-from qspec_jax.bench import decode, decode_report, decode_rows, timing, transformers_decode
+from qspec_jax.bench import decode, decode_report, decode_rows, decode_steps, timing, transformers_decode
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, random_int4, random_model
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, rate_of_ratio, ratio_of_rate
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.sampling import Greedy, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
 from qspec_jax.quantization.weights import quantize_head, quantize_linears
 
 ONE_LAYER = ARCHITECTURES["tiny"] | {"num_hidden_layers": 1}
@@ -120,15 +121,15 @@ def test_bytes_of_a_step(model):
     c = model.config
     matrices = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
     others = 256 * 256 + 5 * 256  # the head, and the norms; the embedding gives a row
-    assert decode.weight_bytes(model) == 2 * (matrices + others)
+    assert weight_bytes(model) == 2 * (matrices + others)
     # 4 bits a weight, and a scale and a zero in bfloat16 for 128.
     draft = random_int4(model)
-    assert decode.weight_bytes(draft) == matrices * (4 + 2 * 16 / 128) / 8 + 2 * others
+    assert weight_bytes(draft) == matrices * (4 + 2 * 16 / 128) / 8 + 2 * others
     # 8 bits of the head, and a scale in float32 for each of 256 outputs.
-    assert decode.weight_bytes(quantize_head(draft)) == matrices * (4 + 2 * 16 / 128) / 8 + 256 * (256 + 4) + 2 * 5 * 256
+    assert weight_bytes(quantize_head(draft)) == matrices * (4 + 2 * 16 / 128) / 8 + 256 * (256 + 4) + 2 * 5 * 256
     # 2 layers, 2 KV heads of 64, groups of 64: 200 tokens are 128 and 72, or 200 of 256 bytes.
-    assert 2 * decode.layer_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
-    assert 2 * decode.layer_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
+    assert 2 * decode_steps.layer_bytes_read(model, 200, 1, None) == 2 * 2 * 200 * 256
+    assert 2 * decode_steps.layer_bytes_read(model, 200, 1, 1) == 2 * 2 * (128 * (64 + 8) + 72 * 256)
     assert c.head_dim == 64
 
 
@@ -142,10 +143,10 @@ def test_a_draft_that_says_nothing_of_its_steps_has_no_byte_limit():
 
 
 def test_arrays_that_are_shared_count_once(model):
-    assert decode.bytes_of((model, model)) == decode.bytes_of(model)
+    assert bytes_of((model, model)) == bytes_of(model)
     draft = random_int4(model)
     matrices = sum(w.nbytes for w in draft.weights().values() if isinstance(w, Int4Weight))
-    assert decode.bytes_of((model, draft)) == decode.bytes_of(model) + matrices
+    assert bytes_of((model, draft)) == bytes_of(model) + matrices
 
 
 def test_what_fusions_make_is_seen():
@@ -270,7 +271,7 @@ def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
 
 @pytest.mark.slow
 def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batches, small_model):
-    weights, layers = decode.weight_bytes(small_model), small_model.config.num_layers
+    weights, layers = weight_bytes(small_model), small_model.config.num_layers
     one, four = ({row.method: row for row, _ in decoded_batches if row.batch_size == size} for size in (1, 4))
     assert one.keys() == four.keys() == {"autoregressive", "quantspec-kv-only"}
     for method, row in four.items():
@@ -290,7 +291,7 @@ def test_peak_memory_counts_the_making_of_a_batch(monkeypatch, model):
     """The program that repeats a row is given no weights, which stay where they are; prefill and decode are given them."""
     monkeypatch.setattr(decode, "_working_bytes", lambda size: size)
     measured = types.SimpleNamespace(engine=types.SimpleNamespace(target=model, draft=None))
-    weights = decode.bytes_of(model)
+    weights = bytes_of(model)
     assert decode._Measured._peak_bytes(measured, weights + 10, 30, weights + 20, None) == weights + 30
     assert decode._Measured._peak_bytes(measured, weights + 10, None, weights + 20, None) == weights + 20
 
@@ -394,7 +395,7 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
 
 def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
     """Bytes of a step at 400 tokens, the 401st appended: its budget of them, one more token, and its weights."""
-    weights, group, heads, layers = decode.weight_bytes(model), 64, 2, 2
+    weights, group, heads, layers = weight_bytes(model), 64, 2, 2
     token = {"full": 2 * 64 * 2, "int8": 2 * 64 + 4 * 2}  # bytes of keys and values; with two scales and two zeros
     for text, held, kind in (
         ("streaming-llm:budget=0.5", 200, "full"),
@@ -405,14 +406,14 @@ def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
         ("snapkv:budget=380", 400, "full"),
     ):
         for size in (64, 16):  # tokens of the target's groups, which the draft's own cache does not have
-            found = decode.step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401)
+            found = step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401)
             assert found == weights + layers * heads * (held * token[kind] + token["full"])
-            rows = decode.step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401, batch=3)
+            rows = step_bytes(make_draft(text, model), CacheConfig(group_size=size), 401, batch=3)
             assert rows == weights + 3 * (found - weights)
-    dense = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig(group_size=group), 401)
-    assert dense == weights + layers * decode.layer_bytes_read(model, 401, 1, 1)
-    full = decode.step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig("full"), 401)
-    assert full == weights + layers * decode.layer_bytes_read(model, 401, 1, None)
+    dense = step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig(group_size=group), 401)
+    assert dense == weights + layers * decode_steps.layer_bytes_read(model, 401, 1, 1)
+    full = step_bytes(make_draft("quantspec:weight_bits=16", model), CacheConfig("full"), 401)
+    assert full == weights + layers * decode_steps.layer_bytes_read(model, 401, 1, None)
 
 
 @pytest.mark.slow
@@ -435,8 +436,10 @@ def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, 
         def compile(self, *args):
             raise MemoryError("no room")
 
-    monkeypatch.setattr(decode, "loop", lambda function, trips: Broken() if function is decode._flushed else timing.loop(function, trips))
-    monkeypatch.setattr(decode, "loop_trips", lambda seconds: 2)
+    monkeypatch.setattr(
+        decode, "loop", lambda function, trips: Broken() if function is decode_steps._flushed else timing.loop(function, trips)
+    )
+    monkeypatch.setattr(decode_steps, "loop_trips", lambda seconds: 2)
     cases = [decode_rows.Case(decode_rows.METHODS[name], gamma) for name, gamma in (("quantspec-kv-only", 3), ("autoregressive", 0))]
     held = lambda: sum(array.nbytes for array in jax.live_arrays())
     rows = decode.measure(model, lambda int4: model, cases, [[1] * 500], 32, bandwidth=decode.Bandwidth(20.0), repeats=1)

@@ -14,7 +14,7 @@ from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import needle
+from qspec_jax.evaluate import answers, needle
 from qspec_jax.evaluate.acceptance import teacher_forced
 
 
@@ -104,7 +104,7 @@ def test_cells_count_right_answers(monkeypatch, directory):
             found += "7" if at > 0.8 and request.config.draft == "quantspec" else ""
             yield Result(index, tokenizer(found)["input_ids"], found, "length", {})
 
-    monkeypatch.setattr(needle, "run_batch", answer)
+    monkeypatch.setattr(answers, "run_batch", answer)
     report = needle.run(model, tokenizer, lengths=[100, 118], depths=[0, 0.5, 1], samples=3)
     assert seen == [({n}, method, cache) for method, cache in (("none", "full"), ("quantspec", "int8")) for n in (100, 118)]
     full, int8 = [cell for cell in report.results if cell.cache == "full"], [cell for cell in report.results if cell.cache == "int8"]
@@ -126,7 +126,7 @@ def embedded():
 def test_the_embedded_model_finds_some(embedded, tokenizer):
     """With each cache one token at a time: what quantspec emits over int8 is the same (test_exactness.py), and its program takes far longer
     to compile."""
-    methods = needle.methods_of([], ["full", "int8"])
+    methods = answers.methods_of([], ["full", "int8"])
     report = needle.run(embedded, tokenizer, lengths=[192], depths=[0.5, 0.75], samples=2, methods=methods)
     assert (report.format, report.seed, report.dtype) == ("python", 0, "float32")
     cells = report.results
@@ -184,7 +184,7 @@ def test_one_method_and_its_table(run, directory):
 
 
 def test_methods_are_each_draft_over_each_cache():
-    found = lambda drafts, caches: [(method.draft, method.cache) for method in needle.methods_of(drafts, caches)]
+    found = lambda drafts, caches: [(method.draft, method.cache) for method in answers.methods_of(drafts, caches)]
     assert found([], ["kivi:bits=1", "specache:bits=1", "specache:fetch=now", "full", "full"]) == [
         *(("none", "kivi:bits=1"), ("specache", "specache:bits=1"), ("none", "specache:fetch=now"), ("none", "full"))
     ]
@@ -193,7 +193,7 @@ def test_methods_are_each_draft_over_each_cache():
 
 
 def test_methods_that_do_not_go_together(caplog):
-    methods = needle.methods_of(["sparse", "snapkv"], ["int8", "kivi", "h2o"])
+    methods = answers.methods_of(["sparse", "snapkv"], ["int8", "kivi", "h2o"])
     assert [(method.draft, method.cache) for method in methods] == [("sparse", "int8"), ("snapkv", "int8"), ("snapkv", "kivi")]
     assert [record.getMessage().partition(" the ")[0] for record in caplog.records] == [
         *["left out: draft sparse reads groups of"] * 2,
@@ -208,7 +208,7 @@ def test_methods_that_do_not_go_together(caplog):
         (["magic"], [], "'magic' should be one of"),
     ):
         with pytest.raises(InputError, match=words):
-            needle.methods_of(drafts, caches)
+            answers.methods_of(drafts, caches)
 
 
 def test_a_map_for_every_cache(run, directory, tmp_path, monkeypatch):

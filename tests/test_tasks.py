@@ -11,8 +11,8 @@ from qspec_jax import plots
 from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.text import text_of
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import needle, tasks
-from qspec_jax.evaluate.needle import Method
+from qspec_jax.evaluate import answers, needle, tasks
+from qspec_jax.evaluate.answers import Method
 from qspec_jax.evaluate.stream import divided
 from qspec_jax.evaluate.tasks import Sample, Settings, make_samples, score, similarity
 
@@ -148,7 +148,7 @@ def answering(samples, tokenizer, seen):
 
 def test_who_knows_the_answers_scores_one(model, tokenizer, texts, monkeypatch):
     samples, seen = make_samples(tokenizer, texts, dataclasses.replace(SMALL, samples=4)), []
-    monkeypatch.setattr(needle, "run_batch", answering(samples, tokenizer, seen))
+    monkeypatch.setattr(answers, "run_batch", answering(samples, tokenizer, seen))
     methods = [Method("specache", "specache:bits=1"), Method("autoregressive", "full"), Method("autoregressive", "kivi")]
     run = lambda methods: tasks.run("tiny", model, tokenizer, texts, dataclasses.replace(SMALL, samples=4), methods).results
     rows = run(methods)

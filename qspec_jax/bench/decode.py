@@ -12,36 +12,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
 from qspec_jax import host
 from qspec_jax.bench import streamed_step
-from qspec_jax.bench.attention_shapes import Shape, bytes_read
-from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, Case, DecodeRow, Method, StepTiming, compared
+from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, Case, DecodeRow, Method, compared
+from qspec_jax.bench.decode_steps import StepsOfRound, target_bytes
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
-from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, loop_trips, read_bandwidth, time_loop
+from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwidth
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.programs import Call
 from qspec_jax.decoding.residence import Residence, refused, residence
-from qspec_jax.decoding.sampling import DRAFT, Sampler, make_sampler, prompt_keys
+from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
-from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
+from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.specache import SpeCacheDraft
-from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
+from qspec_jax.drafts.step_bytes import bytes_of, devices_of
 from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
@@ -51,9 +49,6 @@ from qspec_jax.provenance import Run, this_run
 log = logging.getLogger(__name__)
 
 LONG_PREFILL_S = 20.0  # a first prefill of so many seconds is not repeated: what warming up adds to it is negligible
-# How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
-# counted.
-PLANES = {"full": None, "int8": BOTH_PLANES.planes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,8 +330,15 @@ class _Measured:
     def with_steps(self, pool: Executor, bandwidth: Bandwidth, loop: Callable) -> Self:
         """Begins to compile the loops of its steps. loop: as in timing.py, and the same object for the same arguments."""
         state, draft = self.shapes
+        self.steps = StepsOfRound(
+            *(self.engine.target, self.sampler, self.config.cache_config, state.cache),
+            batch_size=self.batch_size,
+            context=self.context,
+            gamma=self.gamma,
+            bandwidth=bandwidth,
+        )
         tokens = jax.ShapeDtypeStruct((self.batch_size, self.gamma + 1), jnp.int32)
-        for step in self._steps(state, draft, bandwidth):
+        for step in self.steps.of(state, draft):
             call = Call(loop(step.function, step.trips), ((tokens, state.cache, step.kept(state.draft)), step.inputs))
             self.loops[step.name] = pool.submit(call.compile), step.trips
         return self
@@ -385,7 +387,7 @@ class _Measured:
             prepared = jax.tree.map(lambda x: jnp.repeat(x, self.batch_size, axis=0), prepared)
         lengths, drafting = prepared
         state = dataclasses.replace(state, cache=state.cache.rollback(lengths), draft=drafting)
-        row = dataclasses.replace(row, steps=self._measured_steps(loops, state, bandwidth, repeats))
+        row = dataclasses.replace(row, steps=self.steps.timed(state, draft, loops, repeats))
         if row.round_floor_us is None:
             return row
         # In a round every row emits so many tokens in the mean.
@@ -427,114 +429,6 @@ class _Measured:
         tokens = [row[:count].tolist() for row, count in zip(np.asarray(state.tokens), after[0])]
         return _Decode(prefill_s, decode_s, emitted, counts, tokens), state
 
-    def _steps(self, state: DecodeState, draft: Draft | None, bandwidth: Bandwidth) -> list["_Work"]:
-        """The steps of a round, each to be timed alone on a filled cache. state: the one after prefill, or of several rows after `fork`."""
-        lengths, B = state.cache.lengths, self.batch_size
-        width, vocabulary = self.gamma + 1, self.model.config.vocab_size
-        logits = jax.random.normal(jax.random.key(0), (B, width, vocabulary))
-        keys, positions = prompt_keys(jax.random.key(0), B), jnp.broadcast_to(jnp.arange(width), (B, width))
-        eligible = jnp.full(B, self.gamma, jnp.int32)
-        _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
-        proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
-
-        def work_of(name: str, function: Callable, model: Any, size: int, host_bytes: int = 0) -> _Work:
-            return _Work(name, function, (lengths, model), max(5e-5, bandwidth.seconds(size, host_bytes)), size, host_bytes)
-
-        verified = _verified_and_observed if draft is not None and draft.observes else _verified
-        size = target_bytes(self.model, self.config.cache_config.kind, self.context, width, B)
-        copied = _copied_bytes(self.shapes[0].cache)
-        if of_row := self.shapes[0].cache.bytes_of_pass(self.context + width):
-            size, copied = weight_bytes(self.model, on_device=True) + B * of_row[0] // self.devices, B * of_row[1]
-        work = [work_of("target", verified, self.engine.target, size, copied)]
-        if isinstance(draft, StepwiseDraft):
-            size = step_bytes(draft, self.config.cache_config, self.context + 1, batch=B, on_device=True)
-            if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
-                of_rows = B * self.shapes[0].cache.bytes_of_pass(self.context + 1)[0] // self.devices
-                size = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True) + of_rows
-            work.append(work_of("draft", _drafted, draft, 0 if self._draft_copies(draft) else size))
-        # Goes through the logits a few times.
-        seconds = max(5e-5, bandwidth.seconds(4 * logits.nbytes))
-        work.append(_Work("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
-        if (group := self.config.cache_config.schedule_for(self.model.config.head_dim).group_size) is not None:
-            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
-                at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
-                work.append(_Work(name, _flushed, (at,), seconds))
-        return work
-
-    def _measured_steps(self, loops: dict, state: DecodeState, bandwidth: Bandwidth, repeats: int) -> dict[str, StepTiming]:
-        """Times every step. loops: the program of each step and its trips. The state's cache and its draft's state are spent: a step
-        overwrites what the one before wrote, and flushes move its buffer."""
-        tokens, cache = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache
-        shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
-        steps = {}
-        for work in self._steps(shown, self.engine.draft_in_loop, bandwidth):
-            carry = tokens, cache, work.kept(state.draft)
-            timing, (tokens, cache, _) = time_loop(*loops[work.name], carry, work.inputs, repeats=repeats)
-            share = bandwidth.seconds(work.bytes, work.host_bytes) * 1e6 / timing.median_us
-            steps[work.name] = StepTiming(timing, work.bytes, share, work.host_bytes)
-        return steps
-
-    def _draft_copies(self, draft: StepwiseDraft) -> bool:
-        """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""
-        if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes[0].cache, StreamedCache):
-            return False
-        planes = {reads.planes for reads in reads_of_step(draft, self.config.cache_config, self.context + 1)}
-        return any(_copied_bytes(self.shapes[0].cache, UPPER_PLANE if each == 1 else BOTH_PLANES) for each in planes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
-    draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it."""
-
-    name: str
-    function: Callable
-    inputs: tuple
-    seconds: float
-    bytes: int = 0
-    host_bytes: int = 0
-
-    @property
-    def trips(self) -> int:
-        return loop_trips(self.seconds)
-
-    def kept(self, state: Any) -> Any:
-        """What the loop has of the draft's state: no step but the draft's needs it, and without it drafts share the program."""
-        return state if self.function is _drafted else ()
-
-
-def _verified(tokens, cache, state, lengths, target, *, observe=False):
-    return *_forward(tokens, cache, lengths, target, width=tokens.shape[1], observe=observe), state
-
-
-def _verified_and_observed(tokens, cache, state, lengths, target):
-    return _verified(tokens, cache, state, lengths, target, observe=True)
-
-
-def _drafted(tokens, cache, state, lengths, draft):
-    tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
-    state, cache = draft.after_steps(state, cache, stepped, jnp.ones(tokens.shape[0], bool))
-    return tokens, cache, state
-
-
-def _forward(tokens, cache, lengths, model, *, width, observe=False):
-    positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
-    logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
-    for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
-        logits = jnp.where((mass < 0).any(), 0, logits)
-    return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
-
-
-def _sampled(tokens, cache, state, sampler, logits, *proposal_and_keys):
-    # The tokens enter, or the loop would do it once.
-    logits = logits + (tokens[..., None] < 0)
-    _, after = sampler.verify(logits, tokens[:, 1:], *proposal_and_keys)
-    return tokens.at[:, 0].set(after), cache, state
-
-
-def _flushed(tokens, cache, state, lengths):
-    return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
-
 
 @dataclasses.dataclass(frozen=True)
 class _Decode:
@@ -566,35 +460,10 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
     )
 
 
-def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
-    """The bytes that each device must read to verify so many tokens a row: its weights, and the cache of every row with the tokens that it
-    appends. 0 for a kind of cache of which nobody has counted them."""
-    kind = kind.partition(":")[0]
-    if kind not in PLANES:
-        return 0
-    of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])
-    return weight_bytes(model, on_device=True) + of_cache // devices_of(model)
-
-
 def _with_residence(cache: CacheConfig, text: str) -> str:
     """The text of a cache, with how many of its layers were resident where it left that open."""
     share = getattr(cache.settings, "resident", None)
     return text if share is None or "resident=" in text else f"{text},resident={share:.3g}"
-
-
-def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
-    """Bytes that a pass through this view copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single
-    tokens."""
-    if not isinstance(cache, StreamedCache):
-        return 0
-    return bytes_of([cache.host_part(layer, view) for layer in range(len(cache.layers))])
-
-
-def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
-    """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
-    c = model.config
-    group = CacheConfig().group_size_for(c.head_dim)
-    return bytes_read(Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
 
 
 def _timed(function: Callable):

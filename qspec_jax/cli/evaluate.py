@@ -45,7 +45,7 @@ from qspec_jax.drafts.quantspec import QuantSpecSettings
 from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_draft, parse_draft, with_budget
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate import acceptance, needle, perplexity, quantizers
+from qspec_jax.evaluate import acceptance, answers, needle, perplexity, quantizers
 from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
 from qspec_jax.files import output_to, read_text
@@ -419,7 +419,7 @@ def needle_command(
     """How often a model finds a value in a synthetic text, by length and depth: with none and quantspec, or the caches and drafts given."""
     if method is not None:
         draft = [chosen_draft(draft[0] if draft else None, method)]
-    methods = needle.methods_of(draft or [], cache or [])
+    methods = answers.methods_of(draft or [], cache or [])
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)
@@ -469,7 +469,7 @@ def tasks_command(
     as_json: Json = False,
 ):
     """Tasks of LongBench's kinds made from the texts (code completion, continuation, retrieval): several caches and drafts side by side."""
-    methods = needle.methods_of(draft or [], cache or [])
+    methods = answers.methods_of(draft or [], cache or [])
     names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, output)

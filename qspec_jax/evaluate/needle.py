@@ -11,23 +11,17 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax import plots
-from qspec_jax.decoding.batch import Result, run_batch
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig, fitting
-from qspec_jax.decoding.requests import Request, check_length
+from qspec_jax.decoding.requests import check_length
 from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
+from qspec_jax.evaluate.answers import METHODS, Method, answers_of, by_method, check
 from qspec_jax.evaluate.stream import divided
 from qspec_jax.models.llama import Llama
 
@@ -134,47 +128,6 @@ class NeedlePrompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """A way to decode: "autoregressive", or the text of a draft, and the target's cache."""
-
-    method: str
-    cache: str
-
-    @property
-    def draft(self) -> str:
-        return NONE if self.method == AUTOREGRESSIVE else self.method
-
-    @classmethod
-    def of(cls, config: GenerationConfig) -> "Method":
-        """The way that a config asks for."""
-        return cls(config.draft if config.speculative else AUTOREGRESSIVE, config.cache or config.cache_config.kind)
-
-
-AUTOREGRESSIVE = "autoregressive"
-METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
-
-
-def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ...]:
-    """Each of the drafts over each of the caches, which may have settings; `METHODS` without any.
-
-    Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
-    own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
-    setting, for a cache in host memory, and for a draft that goes with none of the caches.
-    """
-    if not drafts and not caches:
-        return METHODS
-    for cache in caches:
-        if cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):
-            raise InputError(f"cache {cache!r} should be one of {', '.join(ON_DEVICE)}")
-    alone = [SPECACHE if cache_view(cache).guesses else NONE for cache in caches]
-    found = []
-    for draft in drafts or [None]:
-        pairs = zip(alone, caches) if caches else [(NONE, None)]
-        found += map(Method.of, fitting((own if draft is None else draft, cache) for own, cache in pairs))
-    return tuple(dict.fromkeys(found))
-
-
-@dataclasses.dataclass(frozen=True)
 class Cell:
     """How many samples a method got right. tokens: the length of the shortest of their prompts."""
 
@@ -233,22 +186,6 @@ def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, 
 def is_right(answer: str, value: str) -> bool:
     """Whether an answer begins with the value, and not with a longer one."""
     return re.match(rf"\s*{value}(?!\w)", answer) is not None
-
-
-def check(model: Llama, lengths: Sequence[int], depths: Sequence[float], new_tokens: int) -> None:
-    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1.
-
-    new_tokens: the most of an answer.
-    """
-    most = model.config.max_length - new_tokens
-    for length in lengths:
-        if not 1 <= length <= most:
-            raise InputError(
-                f"length {length} should be from 1 to {most}: of {model.config.max_length} positions {new_tokens} are for the answer"
-            )
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise InputError(f"depth {depth:g} should be from 0 (the beginning) to 1 (the end)")
 
 
 def run(
@@ -349,28 +286,6 @@ def _prompts(
     return prompts
 
 
-def answers_of(
-    model: Llama,
-    tokenizer,
-    prompts: Sequence[Sequence[int]],
-    method: Method,
-    max_new_tokens: int,
-    *,
-    batch_size: int,
-    draft: Draft | None,
-    bar: tqdm,
-) -> list[Result]:
-    """What a method continues each of the prompts (token ids) with, greedily, in their order. draft: the method's. bar: goes on by one for
-    each."""
-    config = GenerationConfig(max_new_tokens=max_new_tokens, draft=method.draft, cache=method.cache)
-    requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
-    results = []
-    for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):
-        results.append(result)
-        bar.update()
-    return sorted(results, key=lambda result: result.index)
-
-
 def table(report: NeedleReport) -> Group:
     """A grid for every method, of the right answers by depth and length."""
     parts = []
@@ -410,11 +325,3 @@ def plot(report: NeedleReport, path: Path) -> None:
         axes.set(xlabel="prompt (tokens)", ylabel="depth of the needle", title=name)
     figure.colorbar(image, ax=figure.axes, label="right")
     plots.save(figure, path)
-
-
-def by_method(results: Sequence[Any], name: Callable[[Any], str] = lambda row: f"{row.method}, {row.cache} cache") -> dict[str, list[Any]]:
-    """The rows of a report by what each method is called, in their order. results: with the fields of `Method` in each. name: of a row."""
-    found: dict[str, list[Any]] = {}
-    for row in results:
-        found.setdefault(name(row), []).append(row)
-    return found

@@ -28,7 +28,7 @@ from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.needle import AUTOREGRESSIVE, Method, answers_of, by_method, check
+from qspec_jax.evaluate.answers import AUTOREGRESSIVE, Method, answers_of, by_method, check
 from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
 from qspec_jax.evaluate.stream import Texts, divided
 from qspec_jax.models.llama import Llama
@@ -188,7 +188,7 @@ def run(
     progress: bool | None = None,
 ) -> TasksReport:
     """Scores every method on the same samples. name: the model's, for the report. directory: where it was loaded from, see `make_draft`.
-    progress: None shows a bar on a terminal. Raises InputError as `make_samples`, `make_draft` and `needle.check` do."""
+    progress: None shows a bar on a terminal. Raises InputError as `make_samples`, `make_draft` and `answers.check` do."""
     new = settings.max_new_tokens
     check(model, [settings.length], settings.depths, new)
     check_length(model, "a prompt", settings.length, new)

@@ -1,0 +1,185 @@
+"""The steps of a round, each timed alone on a filled cache, and the bytes that each must read.
+
+Those are its weights, and what every row has cached. Nothing is counted that a step writes, nor activations.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
+from qspec_jax.bench.attention_shapes import Shape, bytes_read
+from qspec_jax.bench.decode_rows import StepTiming
+from qspec_jax.bench.timing import Bandwidth, loop_trips, time_loop
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.host_memory import StreamedCache
+from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.sampling import DRAFT, Sampler, prompt_keys
+from qspec_jax.decoding.state import DecodeState
+from qspec_jax.drafts.draft import Draft, ModelDraft, StepwiseDraft
+from qspec_jax.drafts.step_bytes import bytes_of, devices_of, reads_of_step, skipped_by, step_bytes, weight_bytes
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
+
+# How many planes a verification reads of a cache, None where that has none, by the beginning of its name. The bytes of other caches are not
+# counted.
+PLANES = {"full": None, "int8": BOTH_PLANES.planes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step to be timed: tokens, cache, state = function(tokens, cache, state, *inputs), where the state is the draft's in a step of the
+    draft. seconds: about how long it takes. bytes: what it must read on the device (0: not counted). host_bytes: what it copies to it."""
+
+    name: str
+    function: Callable
+    inputs: tuple
+    seconds: float
+    bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def trips(self) -> int:
+        return loop_trips(self.seconds)
+
+    def kept(self, state: Any) -> Any:
+        """What the loop has of the draft's state: no step but the draft's needs it, and without it drafts share the program."""
+        return state if self.function is _drafted else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsOfRound:
+    """What the steps of a round depend on. target: the model as it verifies. shapes: of the cache, after prefill. context: of the prompts,
+    in tokens. gamma: drafts in a round. bandwidth: by which the seconds of a step are estimated."""
+
+    target: ViewedModel
+    sampler: Sampler
+    cache_config: CacheConfig
+    shapes: Cache
+    batch_size: int
+    context: int
+    gamma: int
+    bandwidth: Bandwidth
+
+    def of(self, state: DecodeState, draft: Draft | None) -> list[Step]:
+        """The steps. state: the one after prefill, with the rows of the batch. Of both arguments the shapes are enough to compile them."""
+        lengths, B = state.cache.lengths, self.batch_size
+        width, vocabulary = self.gamma + 1, self.target.model.config.vocab_size
+        logits = jax.random.normal(jax.random.key(0), (B, width, vocabulary))
+        keys, positions = prompt_keys(jax.random.key(0), B), jnp.broadcast_to(jnp.arange(width), (B, width))
+        eligible = jnp.full(B, self.gamma, jnp.int32)
+        _, proposal = self.sampler.choose(logits[:, 0], keys, positions[:, 0], DRAFT)
+        proposals = jnp.broadcast_to(proposal[:, None], (B, self.gamma, proposal.shape[-1]))
+        steps = [self._verification(lengths, observed=draft is not None and draft.observes)]
+        if isinstance(draft, StepwiseDraft):
+            steps.append(self._draft_step(lengths, draft))
+        # Goes through the logits a few times.
+        seconds = max(5e-5, self.bandwidth.seconds(4 * logits.nbytes))
+        steps.append(Step("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
+        if (group := self.cache_config.schedule_for(self.target.model.config.head_dim).group_size) is not None:
+            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
+                at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
+                steps.append(Step(name, _flushed, (at,), seconds))
+        return steps
+
+    def timed(
+        self, state: DecodeState, draft: Draft | None, programs: Mapping[str, tuple[Callable, int]], repeats: int
+    ) -> dict[str, StepTiming]:
+        """Times every step. programs: the loop of each, by its name, and its trips. The state's cache and its draft's state are spent: a
+        step overwrites what the one before wrote, and flushes move its buffer."""
+        tokens, cache = jnp.zeros((self.batch_size, self.gamma + 1), jnp.int32), state.cache
+        shown = dataclasses.replace(state, cache=state.cache.rollback(jax.tree.map(jnp.copy, state.cache.lengths)))
+        timings = {}
+        for step in self.of(shown, draft):
+            carry = tokens, cache, step.kept(state.draft)
+            timing, (tokens, cache, _) = time_loop(*programs[step.name], carry, step.inputs, repeats=repeats)
+            share = self.bandwidth.seconds(step.bytes, step.host_bytes) * 1e6 / timing.median_us
+            timings[step.name] = StepTiming(timing, step.bytes, share, step.host_bytes)
+        return timings
+
+    def _verification(self, lengths: Lengths, *, observed: bool) -> Step:
+        width, B = self.gamma + 1, self.batch_size
+        size, copied = target_bytes(self.target.model, self.cache_config.kind, self.context, width, B), _copied_bytes(self.shapes)
+        if of_row := self.shapes.bytes_of_pass(self.context + width):
+            size, copied = weight_bytes(self.target.model, on_device=True) + B * of_row[0] // devices_of(self.target.model), B * of_row[1]
+        return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
+
+    def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> Step:
+        tokens, B = self.context + 1, self.batch_size
+        size, of_row = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True), self.shapes.bytes_of_pass(tokens)
+        if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
+            of_rows = B * of_row[0] // devices_of(self.target.model)
+            size = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True) + of_rows
+        return self._step("draft", _drafted, (lengths, draft), 0 if self._draft_copies(draft) else size)
+
+    def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> Step:
+        return Step(name, function, inputs, max(5e-5, self.bandwidth.seconds(size, host_bytes)), size, host_bytes)
+
+    def _draft_copies(self, draft: StepwiseDraft) -> bool:
+        """Whether a step of the draft may copy something of the target's cache from host memory. What that takes is not counted."""
+        if not isinstance(draft, ModelDraft) or draft.own_cache or not isinstance(self.shapes, StreamedCache):
+            return False
+        planes = {reads.planes for reads in reads_of_step(draft, self.cache_config, self.context + 1)}
+        return any(_copied_bytes(self.shapes, UPPER_PLANE if each == 1 else BOTH_PLANES) for each in planes)
+
+
+def _verified(tokens, cache, state, lengths, target, *, observe=False):
+    return *_forward(tokens, cache, lengths, target, width=tokens.shape[1], observe=observe), state
+
+
+def _verified_and_observed(tokens, cache, state, lengths, target):
+    return _verified(tokens, cache, state, lengths, target, observe=True)
+
+
+def _drafted(tokens, cache, state, lengths, draft):
+    tokens, stepped = _forward(tokens, draft.cache_of_steps(state, cache), lengths, draft.step_in_round(state, cache), width=1)
+    state, cache = draft.after_steps(state, cache, stepped, jnp.ones(tokens.shape[0], bool))
+    return tokens, cache, state
+
+
+def _forward(tokens, cache, lengths, model, *, width, observe=False):
+    positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
+    logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
+    for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
+        logits = jnp.where((mass < 0).any(), 0, logits)
+    return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
+
+
+def _sampled(tokens, cache, state, sampler, logits, *proposal_and_keys):
+    # The tokens enter, or the loop would do it once.
+    logits = logits + (tokens[..., None] < 0)
+    _, after = sampler.verify(logits, tokens[:, 1:], *proposal_and_keys)
+    return tokens.at[:, 0].set(after), cache, state
+
+
+def _flushed(tokens, cache, state, lengths):
+    return tokens, dataclasses.replace(cache.rollback(lengths).flush()[0], lengths=lengths), state
+
+
+def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
+    """The bytes that each device must read to verify so many tokens a row: its weights, and the cache of every row with the tokens that it
+    appends. 0 for a kind of cache of which nobody has counted them."""
+    kind = kind.partition(":")[0]
+    if kind not in PLANES:
+        return 0
+    of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])
+    return weight_bytes(model, on_device=True) + of_cache // devices_of(model)
+
+
+def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None) -> int:
+    """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
+    c = model.config
+    group = CacheConfig().group_size_for(c.head_dim)
+    return bytes_read(Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
+
+
+def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
+    """Bytes that a pass through this view copies to the device of a cache, or of its shapes, in host memory. 0 for one that fetches single
+    tokens."""
+    if not isinstance(cache, StreamedCache):
+        return 0
+    return bytes_of([cache.host_part(layer, view) for layer in range(len(cache.layers))])

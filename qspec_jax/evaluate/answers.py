@@ -1,0 +1,105 @@
+"""Greedy answers to the same prompts by several methods: drafts, and the caches that they decode over."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig, fitting
+from qspec_jax.decoding.requests import Request
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import NONE
+from qspec_jax.errors import InputError
+from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
+from qspec_jax.models.llama import Llama
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to decode: "autoregressive", or the text of a draft, and the target's cache."""
+
+    method: str
+    cache: str
+
+    @property
+    def draft(self) -> str:
+        return NONE if self.method == AUTOREGRESSIVE else self.method
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> "Method":
+        """The way that a config asks for."""
+        return cls(config.draft if config.speculative else AUTOREGRESSIVE, config.cache or config.cache_config.kind)
+
+
+METHODS = (Method(AUTOREGRESSIVE, "full"), Method("quantspec", "int8"))
+
+
+def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ...]:
+    """Each of the drafts over each of the caches, which may have settings; `METHODS` without any.
+
+    Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
+    own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
+    setting, for a cache in host memory, and for a draft that goes with none of the caches.
+    """
+    if not drafts and not caches:
+        return METHODS
+    for cache in caches:
+        if cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):
+            raise InputError(f"cache {cache!r} should be one of {', '.join(ON_DEVICE)}")
+    alone = [SPECACHE if cache_view(cache).guesses else NONE for cache in caches]
+    found = []
+    for draft in drafts or [None]:
+        pairs = zip(alone, caches) if caches else [(NONE, None)]
+        found += map(Method.of, fitting((own if draft is None else draft, cache) for own, cache in pairs))
+    return tuple(dict.fromkeys(found))
+
+
+def check(model: Llama, lengths: Sequence[int], depths: Sequence[float], new_tokens: int) -> None:
+    """Raises InputError for a length that this model has no positions for, and for a depth that is not from 0 to 1.
+
+    new_tokens: the most of an answer.
+    """
+    most = model.config.max_length - new_tokens
+    for length in lengths:
+        if not 1 <= length <= most:
+            raise InputError(
+                f"length {length} should be from 1 to {most}: of {model.config.max_length} positions {new_tokens} are for the answer"
+            )
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise InputError(f"depth {depth:g} should be from 0 (the beginning) to 1 (the end)")
+
+
+def answers_of(
+    model: Llama,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    method: Method,
+    max_new_tokens: int,
+    *,
+    batch_size: int,
+    draft: Draft | None,
+    bar: tqdm,
+) -> list[Result]:
+    """What a method continues each of the prompts (token ids) with, greedily, in their order. draft: the method's. bar: goes on by one for
+    each."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, draft=method.draft, cache=method.cache)
+    requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
+    results = []
+    for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):
+        results.append(result)
+        bar.update()
+    return sorted(results, key=lambda result: result.index)
+
+
+def by_method(results: Sequence[Any], name: Callable[[Any], str] = lambda row: f"{row.method}, {row.cache} cache") -> dict[str, list[Any]]:
+    """The rows of a report by what each method is called, in their order. results: with the fields of `Method` in each. name: of a row."""
+    found: dict[str, list[Any]] = {}
+    for row in results:
+        found.setdefault(name(row), []).append(row)
+    return found
