@@ -13,7 +13,7 @@ from qspec_jax.decoding.text import text_of
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle, tasks
 from qspec_jax.evaluate.answers import Method
-from qspec_jax.evaluate.stream import divided
+from qspec_jax.evaluate.stream import split_tokens
 from qspec_jax.evaluate.tasks import Sample, Settings, make_samples, score, similarity
 
 SMALL = Settings(64, 5, 16, depths=(0, 0.5, 1))
@@ -95,8 +95,8 @@ def test_texts_without_places(tokenizer, texts):
         ask(texts, samples=0)
 
 
-def test_divided_where_the_second_begins(tokenizer):
-    before, after = divided(tokenizer, "def f(x):\n", "    return x")
+def test_split_tokens_where_the_second_begins(tokenizer):
+    before, after = split_tokens(tokenizer, "def f(x):\n", "    return x")
     # A token has both the end of a line and blanks.
     assert text_of(tokenizer, before) == "def f(x):" and text_of(tokenizer, after) == "\n    return x"
     assert before + after == tokenizer("def f(x):\n    return x")["input_ids"]

@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from qspec_jax import host
 from qspec_jax.bench import streamed_step
-from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, Case, DecodeRow, Method, compared
+from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.bench.decode_steps import StepsOfRound, target_bytes
 from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwidth
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.programs import Call

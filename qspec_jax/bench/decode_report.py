@@ -10,7 +10,8 @@ from rich.text import Text
 
 from qspec_jax import plots
 from qspec_jax.bench.decode import DecodeReport
-from qspec_jax.bench.decode_rows import AUTOREGRESSIVE, METHODS, DecodeRow
+from qspec_jax.bench.decode_rows import METHODS, DecodeRow
+from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.errors import InputError
 
 

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from qspec_jax.bench.timing import Timing
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.decoding.config import SPECACHE, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, SPECACHE, fitting
 from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
-
-AUTOREGRESSIVE = "autoregressive"
 
 
 @dataclasses.dataclass(frozen=True)

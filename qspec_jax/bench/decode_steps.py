@@ -1,6 +1,6 @@
 """The steps of a round, each timed alone on a filled cache, and the bytes that each must read.
 
-Those are its weights, and what every row has cached. Nothing is counted that a step writes, nor activations.
+A step reads its weights and what every row has cached. What it writes is not counted, nor are activations.
 """
 
 import dataclasses
@@ -103,17 +103,21 @@ class StepsOfRound:
 
     def _verification(self, lengths: Lengths, *, observed: bool) -> Step:
         width, B = self.gamma + 1, self.batch_size
-        size, copied = target_bytes(self.target.model, self.cache_config.kind, self.context, width, B), _copied_bytes(self.shapes)
+        model = self.target.model
         if of_row := self.shapes.bytes_of_pass(self.context + width):
-            size, copied = weight_bytes(self.target.model, on_device=True) + B * of_row[0] // devices_of(self.target.model), B * of_row[1]
+            size, copied = weight_bytes(model, on_device=True) + B * of_row[0] // devices_of(model), B * of_row[1]
+        else:
+            size, copied = target_bytes(model, self.cache_config.kind, self.context, width, B), _copied_bytes(self.shapes)
         return self._step("target", _verified_and_observed if observed else _verified, (lengths, self.target), size, copied)
 
     def _draft_step(self, lengths: Lengths, draft: StepwiseDraft) -> Step:
         tokens, B = self.context + 1, self.batch_size
-        size, of_row = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True), self.shapes.bytes_of_pass(tokens)
+        of_row = self.shapes.bytes_of_pass(tokens)
         if of_row and isinstance(draft, ModelDraft) and not draft.own_cache:
             of_rows = B * of_row[0] // devices_of(self.target.model)
             size = weight_bytes(draft.step.model, skipped=skipped_by(draft), on_device=True) + of_rows
+        else:
+            size = step_bytes(draft, self.cache_config, tokens, batch=B, on_device=True)
         return self._step("draft", _drafted, (lengths, draft), 0 if self._draft_copies(draft) else size)
 
     def _step(self, name: str, function: Callable, inputs: tuple, size: int, host_bytes: int = 0) -> Step:

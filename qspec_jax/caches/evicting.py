@@ -22,8 +22,9 @@ class EvictingCache(Cache):
 
     def tokens(self, layer, positions, batch_rows=None):
         """Raises InputError."""
-        drafts = "quantspec, small-model, prompt-lookup or none"
-        raise InputError(f"cache {self.name} forgets tokens, and this draft takes tokens from it; it goes with draft {drafts}")
+        raise InputError(
+            f"cache {self.name} forgets tokens, and this draft takes tokens from it; give a cache that keeps them, such as int8"
+        )
 
     def check_not_observed(self, observe: bool) -> None:
         """Raises ValueError where attention masses are asked for."""

@@ -1,8 +1,7 @@
 """The H2O cache, which is lossy: for each KV head the heavy hitters, the tokens with the most accumulated attention, and the recent ones.
 
 A token's attention is accumulated over all queries that have read it, those of the prompt among them, and over the query heads of a KV
-head. Keys keep the RoPE of their positions in the text. In prefill nothing is forgotten yet: a token attends to
-all tokens before it.
+head. Keys keep the RoPE of their positions in the text. In prefill nothing is forgotten yet: a token attends to all tokens before it.
 
 Source: H2O (arXiv 2306.14048), section 4. There a token is evicted in each step; here as many as are recent at a time, once so many have
 come, as quantizing caches flush. Between two evictions all tokens read the same ones, so that a round may use drafts.

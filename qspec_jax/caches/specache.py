@@ -52,9 +52,9 @@ class SpeCacheSettings(KiviSettings):
         super().__post_init__()
         check_tokens(self.name, "k", self.k)
         if self.fetch not in FETCH:
-            raise InputError(f"cache specache: fetch {self.fetch!r} should be {' or '.join(FETCH)}")
+            raise InputError(f"cache {self.name}: fetch {self.fetch!r} should be {' or '.join(FETCH)}")
         if self.store not in STORE:
-            raise InputError(f"cache specache: store {self.store!r} should be {' or '.join(STORE)}")
+            raise InputError(f"cache {self.name}: store {self.store!r} should be {' or '.join(STORE)}")
 
     @property
     def in_host_memory(self) -> bool:

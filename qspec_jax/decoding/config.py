@@ -13,8 +13,9 @@ from qspec_jax.errors import InputError
 
 log = logging.getLogger(__name__)
 
+AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
 # What `draft` was called before version 0.2.
-METHODS = {"quantspec": "quantspec", "autoregressive": NONE}
+METHODS = {"quantspec": "quantspec", AUTOREGRESSIVE: NONE}
 SPECACHE = "specache"  # the name of both the draft and the cache of SpeCache, which is lossy
 GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
 

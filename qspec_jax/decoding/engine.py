@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
@@ -27,7 +26,6 @@ from qspec_jax.decoding.programs import (
     APART,
     DECODE,
     FORK,
-    PART,
     PREFILL,
     REPEAT,
     REPLACE,
@@ -36,7 +34,7 @@ from qspec_jax.decoding.programs import (
     Call,
     begin_call,
     end_call,
-    queries_of,
+    part_call,
 )
 from qspec_jax.decoding.residence import refused, residence
 from qspec_jax.decoding.sampling import Sampler
@@ -69,9 +67,9 @@ class Engine:
 
     draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
     logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. view: what the target
-    reads of its cache, anything but all of it for measurements alone. on_compile: called
-    with None when a program is needed that the engine does not hold, and then with the seconds that it took to make, 0 where another engine
-    has made it before. Raises InputError for a cache that does not go with the draft, or with how the model is divided over devices.
+    reads of its cache, anything but all of it for measurements alone. on_compile: called with None when a program is needed that the engine
+    does not hold, and then with the seconds that it took to make, 0 where another engine has made it before. Raises InputError for a cache
+    that does not go with the draft, or with how the model is divided over devices.
     """
 
     def __init__(
@@ -220,7 +218,7 @@ class Engine:
             if first:
                 yield x
             part = slice(first, first + layers)
-            call = self._part_call(target, draft, part, angles, x, n, cache)
+            call = part_call(target, draft, part, angles, x, n, cache)
             x, *found = self._run("part", call, _part_shape(tokens, cache.layers[part]))
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         self._unseen += 1
@@ -261,16 +259,11 @@ class Engine:
         for first in range(0, all, layers):
             part = slice(first, first + layers)
             key = "part", _part_shape(tokens, cache.layers[part])
-            calls.setdefault(key, self._part_call(target, draft, part, angles, x, n, cache))
+            calls.setdefault(key, part_call(target, draft, part, angles, x, n, cache))
             x, *found = calls[key].shapes()
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         cache = dataclasses.replace(cache, layers=filled)
         return calls | {("parts_end", tokens.shape): end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static)}
-
-    def _part_call(self, target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
-        """Some layers of what `begin_call` returns, or of its shapes."""
-        args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
-        return Call(PART, args, dict(queries=queries_of(draft)))
 
     def prefill_temporaries(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits, *, layers: int
@@ -281,7 +274,7 @@ class Engine:
         if layers >= target.model.config.num_layers:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
         x, angles, cache = begin_call(target, tokens, n, **call.static).shapes()
-        call = self._part_call(target, draft, slice(layers), angles, x, n, cache)
+        call = part_call(target, draft, slice(layers), angles, x, n, cache)
         part = self._executable("part", call, _part_shape(tokens, cache.layers[:layers]))
         held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
         return part.memory_analysis().temp_size_in_bytes + held

@@ -180,13 +180,10 @@ class _Apart:
     def _calls(self, target: ViewedModel, draft: Draft | None, tokens: Array, n: Array, *settings: Any, **static: Any) -> list["Call"]:
         begin = begin_call(target, tokens, n, **static)
         x, angles, cache = begin.shapes()
-        part = Call(PART, (list(target.model.layers), angles, x, n, cache), dict(queries=queries_of(draft)))
+        part = part_call(target, draft, slice(None), angles, x, n, cache)
         x, layers, queries = part.shapes()
-        return [
-            begin,
-            part,
-            end_call(target, draft, tokens, n, x, dataclasses.replace(cache, layers=layers), queries, *settings, **static),
-        ]
+        end = end_call(target, draft, tokens, n, x, dataclasses.replace(cache, layers=layers), queries, *settings, **static)
+        return [begin, part, end]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +196,7 @@ class _InTurn:
 
     def __call__(self, target: ViewedModel, draft: Draft | None, tokens: Array, n: Array, *settings: Any) -> DecodeState:
         x, angles, cache = self.begin(target, tokens, n)
-        x, layers, queries = self.part(list(target.model.layers), angles, x, n, cache)
+        x, layers, queries = self.part(*part_call(target, draft, slice(None), angles, x, n, cache).args)
         return self.end(target, draft, tokens, n, x, dataclasses.replace(cache, layers=layers), queries, *settings)
 
     def memory_analysis(self) -> Any:
@@ -236,6 +233,12 @@ def begin_call(
 ) -> Call:
     """What comes before the first part of a prefill, whose settings are those of `_prefilled`."""
     return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=cache, capacity=capacity, drafts=gamma + extra_rows))
+
+
+def part_call(target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
+    """Takes x through some of the layers. angles, n, cache: of all layers, as `begin_call` returns them, or their shapes."""
+    args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
+    return Call(PART, args, dict(queries=queries_of(draft)))
 
 
 def end_call(*args: Any, cache: CacheChoice, extra_rows: int, **sizes: Any) -> Call:

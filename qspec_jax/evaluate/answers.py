@@ -8,15 +8,13 @@ import jax
 from tqdm import tqdm
 
 from qspec_jax.decoding.batch import Result, run_batch
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig, fitting
+from qspec_jax.decoding.config import AUTOREGRESSIVE, SPECACHE, GenerationConfig, fitting
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
 from qspec_jax.models.llama import Llama
-
-AUTOREGRESSIVE = "autoregressive"
 
 
 @dataclasses.dataclass(frozen=True)

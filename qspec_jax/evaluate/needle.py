@@ -22,7 +22,7 @@ from qspec_jax.decoding.requests import check_length
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.answers import METHODS, Method, answers_of, by_method, check
-from qspec_jax.evaluate.stream import divided
+from qspec_jax.evaluate.stream import split_tokens
 from qspec_jax.models.llama import Llama
 
 LEAST_RIGHT = 0.9  # of the answers with a full cache: below, acceptance on answers says nothing of drafts
@@ -260,7 +260,7 @@ def answered(
     """Prompts of a length, `samples` for each depth, with their answers. Raises InputError as `run` does."""
     asked = [prompt for of_cell in _prompts(model, tokenizer, [length], depths, samples, style, seed).values() for prompt in of_cell]
     form, tokens = FORMATS[style], [prompt.tokens for prompt in asked]
-    answers = [divided(tokenizer, prompt.text, prompt.value + form.ending) for prompt in asked]
+    answers = [split_tokens(tokenizer, prompt.text, prompt.value + form.ending) for prompt in asked]
     shortest = min(len(answer) for _, answer in answers)
     with tqdm(disable=True) as bar:
         results = answers_of(model, tokenizer, tokens, METHODS[0], form.new_tokens, batch_size=batch_size, draft=None, bar=bar)

@@ -48,7 +48,7 @@ class Texts:
         return [found[-length] if bos is None else bos, *found[len(found) - length + 1 :]]
 
 
-def divided(tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
+def split_tokens(tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
     """The tokens of two texts, one behind the other, divided where the second begins.
 
     Where the tokenizer joins the end of the one with the beginning of the other, that is before the token which has both.

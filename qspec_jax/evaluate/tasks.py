@@ -23,14 +23,15 @@ from tqdm import tqdm
 
 from qspec_jax import plots
 from qspec_jax.decoding.batch import Result
+from qspec_jax.decoding.config import AUTOREGRESSIVE
 from qspec_jax.decoding.requests import check_length
 from qspec_jax.decoding.text import text_of
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.answers import AUTOREGRESSIVE, Method, answers_of, by_method, check
+from qspec_jax.evaluate.answers import Method, answers_of, by_method, check
 from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
-from qspec_jax.evaluate.stream import Texts, divided
+from qspec_jax.evaluate.stream import Texts, split_tokens
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import Run, this_run
 
@@ -67,7 +68,7 @@ def _completion(texts: Texts, number: int, at: int, asked: Settings, depth: floa
     before, line = texts.cut_at_line(number, at)
     if len(line.strip()) < LEAST_COMPLETED:
         return None
-    own, answer = divided(texts.tokenizer, before, line)
+    own, answer = split_tokens(texts.tokenizer, before, line)
     prompt = texts.prompt(number, own, asked.length)
     return Sample(COMPLETION, prompt, answer, line.strip()) if prompt and len(answer) <= asked.max_new_tokens else None
 
@@ -87,7 +88,7 @@ def _retrieval(texts: Texts, number: int, at: int, asked: Settings, depth: float
     line = lines[round(depth * (len(lines) - 1))].rstrip() if lines else ""
     if len(line.strip()) < LEAST_RETRIEVED:
         return None
-    own, tokens = divided(texts.tokenizer, before, line)
+    own, tokens = split_tokens(texts.tokenizer, before, line)
     half = math.ceil(len(tokens) / 2)
     prompt, begun, answer = texts.prompt(number, own + tokens[:half], asked.length), tokens[:half], tokens[half:]
     # Where it stands, and where it is begun again.
@@ -218,9 +219,10 @@ def table(report: TasksReport) -> Group:
     """A line for each method: its scores in hundredths, as LongBench has them, their mean, and how it compares with the full cache."""
     tasks = list(dict.fromkeys(row.task for row in report.results))
     grid = grid_of("method", *tasks, "exact completions", "mean", "of full", "same tokens")
-    means = {name: statistics.fmean(row.score for row in rows) for name, rows in by_method(report.results, _name).items()}
-    full = next((means[name] for name, rows in by_method(report.results, _name).items() if rows[0].cache == FULL), None)
-    for name, rows in by_method(report.results, _name).items():
+    methods = by_method(report.results, _name)
+    means = {name: statistics.fmean(row.score for row in rows) for name, rows in methods.items()}
+    full = next((means[name] for name, rows in methods.items() if rows[0].cache == FULL), None)
+    for name, rows in methods.items():
         cells = [f"{100 * row.score:.1f} ± {100 * row.standard_error:.1f}" for row in rows]
         exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
         same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
