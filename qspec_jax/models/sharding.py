@@ -6,7 +6,7 @@ nowhere else, so nothing is gathered that is not meant to be. Source: Megatron-L
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -105,18 +105,36 @@ def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callabl
     leaves, tree = jax.tree.flatten(args)
     specs = tuple(_spec(leaf, mesh) for leaf in leaves)
     whole, alone = PartitionSpec(), Mesh(mesh.devices.reshape(-1)[:1], (MODEL,))
+    given = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def over(mesh: Mesh, specs: tuple, out_specs: Any, returned: Callable = lambda out: out) -> Callable:
-        run = lambda *leaves: returned(function(*jax.tree.unflatten(tree, leaves)))
-        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        parts = [jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype) for spec, x in zip(specs, given)]
+        run = lambda *some: returned(function(*jax.tree.unflatten(tree, _with_empty(some, parts))))
+        return jax.shard_map(run, mesh=mesh, in_specs=_without_empty(specs, given), out_specs=out_specs, check_vma=False)
 
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    shapes = _without_empty(given, given)
     on_one, out_tree = jax.tree.flatten(jax.eval_shape(over(alone, (whole,) * len(specs), whole), *shapes))
     on_each = jax.tree.leaves(jax.eval_shape(over(mesh, specs, whole), *shapes))
     out_specs = tuple(_out_spec(one.shape, each.shape) for one, each in zip(on_one, on_each, strict=True))
-    run = over(mesh, specs, out_specs, returned=lambda out: tuple(jax.tree.leaves(out)))
+    run = over(mesh, specs, _without_empty(out_specs, on_one), returned=lambda out: _without_empty(jax.tree.leaves(out), on_one))
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in zip(on_one, out_specs)]
-    return lambda *args: jax.tree.unflatten(out_tree, run(*jax.tree.leaves(args))), jax.tree.unflatten(out_tree, placed)
+
+    def on_all(*args: Any) -> Any:
+        return jax.tree.unflatten(out_tree, _with_empty(run(*_without_empty(jax.tree.leaves(args), given)), on_one))
+
+    return on_all, jax.tree.unflatten(out_tree, placed)
+
+
+def _without_empty(those: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple:
+    """What belongs to arrays of these shapes, without those that have no elements: the process ends within XLA for GPUs where such an
+    array goes into a `shard_map` or comes out of it (jax 0.11)."""
+    return tuple(each for each, x in zip(those, shapes, strict=True) if x.size)
+
+
+def _with_empty(arrays: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
+    """The arrays of these shapes, of which those with elements are given."""
+    some = iter(arrays)
+    return [next(some) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes]
 
 
 def divided_over(mesh: Mesh | None, function: Callable) -> Callable:
