@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulated_devices
@@ -28,7 +29,7 @@ from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import weight_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.sharding import AXES, model_mesh
+from qspec_jax.models.sharding import AXES, model_mesh, on_each_device
 
 VOCABULARY = 64
 # Groups of inputs are then the same on each of 8 devices as on one: 128 of 1,024.
@@ -185,6 +186,23 @@ def test_what_cannot_be_divided(tmp_path, changes, count, words):
 def test_a_mesh_of_other_axes(directory):
     with pytest.raises(InputError, match="the mesh has axes rows 1; a model is divided over a mesh of one axis, model"):
         load_model(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("rows",)))
+
+
+def test_nothing_without_elements_crosses_into_a_device_program():
+    """XLA for GPUs ends the process over an array without elements that goes into a `shard_map` or comes out of it, also a constant."""
+    mesh, x, empty = model_mesh(jax.devices()[:1]), jnp.ones((2, 3)), jnp.ones((2, 0))
+
+    def function(x, empty):
+        # The places of a whole slice are a constant without elements.
+        return {"x": jax.lax.fori_loop(0, 3, lambda _, x: x.at[:, :3].add(1), x), "empty": empty, "more": empty[:1]}
+
+    run, shapes = on_each_device(function, mesh, (x, empty))
+    jaxpr = jax.make_jaxpr(run)(x, empty)
+    (inner,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "shard_map")
+    assert all(variable.aval.size for variable in [*inner.invars, *inner.outvars])
+    found, of_one = run(x, empty), function(x, empty)
+    jax.tree.map(np.testing.assert_array_equal, found, of_one)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, shapes)
 
 
 @pytest.mark.several_devices

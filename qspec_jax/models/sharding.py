@@ -110,7 +110,8 @@ def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callabl
     def over(mesh: Mesh, specs: tuple, out_specs: Any, returned: Callable = lambda out: out) -> Callable:
         parts = [jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype) for spec, x in zip(specs, given)]
         run = lambda *some: returned(function(*jax.tree.unflatten(tree, _with_empty(some, parts))))
-        return jax.shard_map(run, mesh=mesh, in_specs=_without_empty(specs, given), out_specs=out_specs, check_vma=False)
+        # Jitted, it keeps its constants to itself: JAX would give them to the `shard_map`, those without elements too.
+        return jax.shard_map(jax.jit(run), mesh=mesh, in_specs=_without_empty(specs, given), out_specs=out_specs, check_vma=False)
 
     shapes = _without_empty(given, given)
     on_one, out_tree = jax.tree.flatten(jax.eval_shape(over(alone, (whole,) * len(specs), whole), *shapes))
