@@ -41,28 +41,33 @@ def watched() -> Iterator[list[Choice]]:
         _seen.reset(token)
 
 
-_device: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar("_device", default=None)
+_devices: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVar("_devices", default=())
 
 
 @contextlib.contextmanager
-def on(device: jax.Device | None) -> Iterator[None]:
-    """What is traced within is for such a device. None: for the first that JAX has."""
-    token = _device.set(device)
+def on(*devices: jax.Device) -> Iterator[None]:
+    """What is traced within runs on these devices, on all of them at once. None given: on the first that JAX has."""
+    token = _devices.set(devices)
     try:
         yield
     finally:
-        _device.reset(token)
+        _devices.reset(token)
+
+
+def devices() -> tuple[jax.Device, ...]:
+    """The devices that are traced for, see `on`."""
+    return _devices.get() or (jax.devices()[0],)
 
 
 def device() -> jax.Device:
-    """The device that is traced for, see `on`."""
-    return _device.get() or jax.devices()[0]
+    """The first of them: they are alike."""
+    return devices()[0]
 
 
 def platform() -> str:
     """The platform of the device that is traced for: "gpu", "cpu", ..."""
-    traced_for = _device.get()
-    return jax.default_backend() if traced_for is None else traced_for.platform
+    traced_for = _devices.get()
+    return traced_for[0].platform if traced_for else jax.default_backend()
 
 
 def choose(

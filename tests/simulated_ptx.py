@@ -349,7 +349,7 @@ INSTRUCTIONS = {
     r"ld\.shared::cluster(?:\.v(\d))?\.([bf])32": _load_cluster,
     r"mapa\.shared::cluster\.u32": _in_block,
     r"barrier\.cluster\.arrive\.release\.aligned; barrier\.cluster\.wait\.acquire\.aligned;": _meet_cluster,
-    r"st\.(?:relaxed\.gpu\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
+    r"st\.(?:relaxed\.(?:gpu|sys)\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\d+B)? \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,

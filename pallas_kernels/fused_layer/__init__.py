@@ -25,12 +25,16 @@ def between_attentions(
     *,
     eps: float,
     biases: Mapping[str, Float[Array, "out"]] | None = None,
+    axis: str | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
     x: the residual stream. attended: what attention read. The weights [out, in] may be of any format; `norm`, `following_norm` and `eps`
     are those of RMSNorm. biases: those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
+
+    axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. What `o` gives on each of
+    them is then a part of a sum, and so is what `down` gives; the sums are the same on all of them. None: there is one device.
 
     Returns the new residual stream and the outputs of `following`, one after the other in the last axis; without `following` and its
     norm, the stream before the MLP and what the MLP adds to it. Last comes the handoff buffer for the next layer's call.
@@ -47,6 +51,6 @@ def between_attentions(
     if others := set(biases or ()) - set(BIASED):
         raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
     args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
-    settings = {"eps": eps, "biases": dict(biases or {})}
+    settings = {"eps": eps, "biases": dict(biases or {}), "axis": axis}
     module = choose("fused_layer", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, **settings)
     return module.between_attentions(*args, **settings)

@@ -14,15 +14,19 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.dispatch import devices, multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight, Weight
+from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, unsupported_stage, weight_inputs
+from pallas_kernels.matmul import support
+from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, weight_inputs
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, MATH_WARPS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
+MAX_DEVICES = 8  # NVLink joins no more in one machine
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
 
 
@@ -40,6 +44,7 @@ def unsupported(
     *,
     eps: float,
     biases: Mapping[str, Array] | None = None,
+    axis: str | None = None,
 ) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
@@ -48,6 +53,10 @@ def unsupported(
         return "needs all weights in INT4"
     if biases:
         return f"adds no biases, and there are some of {', '.join(biases)}"
+    if axis is not None and (reason := exchange.unreachable(devices())):
+        return reason
+    if (count := devices_of(axis)) > MAX_DEVICES:
+        return f"adds up over {MAX_DEVICES} devices at most, not {count}"
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     norms = [norm, following_norm] if following else [norm]
     if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:
@@ -56,26 +65,35 @@ def unsupported(
         return f"needs output projections and norms as wide as x, {width}, not {', '.join(map(str, sorted(others)))}"
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate.shape[0]), x.dtype)
     for inputs, weights in (attended, [o]), (x, [gate, up]), (hidden, [down]), *([(x, following)] if following else []):
-        if reason := unsupported_stage(inputs, weights):
+        if reason := support.unsupported(inputs, weights):
             return reason
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
-    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps).slots < LEAST_SLOTS:
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, devices_of(axis)).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 
 
-def plan_for(rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float) -> Plan:
+def devices_of(axis: str | None) -> int:
+    """Over how many devices a layer is divided."""
+    return 1 if axis is None else lax.axis_size(axis)
+
+
+def plan_for(
+    rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, devices: int = 1
+) -> Plan:
     groups = lambda weight: weight.codes.shape[1]
+    several = devices > 1
     stages = [
-        Stage(groups(o), o.shape[:1]),
+        Stage(groups(o), o.shape[:1], summed=several),
         Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
-        Stage(groups(down), down.shape[:1]),
+        # Of a stage whose outputs leave the launch the sums are made after it.
+        Stage(groups(down), down.shape[:1], summed=several and bool(following)),
     ]
     if following:
         stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
-    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps)
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, devices)
 
 
 def between_attentions(
@@ -92,17 +110,26 @@ def between_attentions(
     *,
     eps: float,
     biases: Mapping[str, Array] | None = None,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
     """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
     rows = math.prod(x.shape[:-1])
-    plan = plan_for(rows, o, gate, down, following, eps)
+    plan = plan_for(rows, o, gate, down, following, eps, devices_of(axis))
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
     flat = lambda a: a.reshape(rows, -1)
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
-    *found, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff)
-    return *(a.reshape(*x.shape[:-1], -1) for a in found), handoff
+    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, _table(plan, axis) if plan.devices > 1 else None)
+    if plan.devices > 1 and not following:
+        y = lax.psum(y, axis)
+    return *(a.reshape(*x.shape[:-1], -1) for a in (residual, y)), handoff
+
+
+def _table(plan: Plan, axis: str) -> UInt32[Array, "devices_and_1 2"]:
+    """What `mosaic_exchange.Exchange` has to know of the devices: this one's number, and where their memory is."""
+    number = jnp.stack([lax.axis_index(axis).astype(jnp.uint32), jnp.uint32(0)])
+    return jnp.concatenate([number[None], jnp.asarray(exchange.addresses(devices(), plan.exchange_words, COUNTER_WORDS))])
 
 
 def empty_handoff(plan: Plan) -> Array:
@@ -122,16 +149,20 @@ def run(
     norms: Sequence[Float[Array, "D"]],
     weights: Sequence[Sequence[Int4Weight]],
     handoff: Array,
+    table: UInt32[Array, "devices_and_1 2"] | None = None,
 ) -> tuple[Array, Array, Array]:
     """One launch: the residual stream, the last stage's outputs, and the next launch's handoff buffer.
 
-    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place.
+    norms: one for each stage that has one. weights: those of every stage. handoff: used up; the last result takes its place. table: of the
+    devices, if there are several, for `mosaic_exchange.Exchange`.
     """
     from pallas_kernels.matmul import mosaic_block
 
     inputs = {"residual": x, "x": attended} | {f"norm{i}": norm for i, norm in enumerate(norms)}
     for number, several in enumerate(weights):
         inputs |= weight_inputs(number, several)
+    if table is not None:
+        inputs["devices"] = table
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
     outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
     outputs["next_handoff"] = jax.ShapeDtypeStruct((plan.handoff_words,), handoff.dtype)

@@ -18,7 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, cf, llvm, scf
 
 ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
-SPIN_TRIES = 1 << 23  # of `spin_wait`: some seconds, where microseconds are to be expected
+# Of `spin_wait`, for another block and for another device: some seconds where microseconds are to be expected, and most of a minute, as
+# another device may begin that much later.
+SPIN_TRIES, DEVICE_SPIN_TRIES = 1 << 23, 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,30 +385,31 @@ def load_cluster(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
 # Waiting for other blocks ----------------------------------------------------------------------------------------------
 
 
-def store_relaxed(at: Value, word: Value) -> None:
-    """Stores 32 bits for another block that waits for them with `spin_wait`."""
-    inline("st.relaxed.gpu.global.b32 [$0], $1;", at, word)
+def store_relaxed(at: Value, word: Value, *, devices: bool = False) -> None:
+    """Stores 32 bits for another block that waits for them with `spin_wait`. devices: which may be another device's, as the memory may."""
+    inline(f"st.relaxed.{'sys' if devices else 'gpu'}.global.b32 [$0], $1;", at, word)
 
 
-def spin_wait(at: Sequence[Value]) -> list[tuple[Value, ...]]:
+def spin_wait(at: Sequence[Value], *, devices: bool = False) -> list[tuple[Value, ...]]:
     """Loads four words at each address, again and again until none is `ABSENT`: other blocks store them with `store_relaxed`.
 
     A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
-    whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error.
+    whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error. devices: whether blocks
+    of other devices store them; the attempts are then DEVICE_SPIN_TRIES.
     """
-    count = 4 * len(at)
+    count, scope, tries = 4 * len(at), "sys" if devices else "gpu", DEVICE_SPIN_TRIES if devices else SPIN_TRIES
     loads, checks = [], []
     for i in range(len(at)):
         words = [f"${4 * i + j}" for j in range(4)]
-        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{', '.join(words)}}}, [${count + 1 + i}];")
+        loads.append(f"ld.relaxed.{scope}.global.v4.b32 {{{', '.join(words)}}}, [${count + 1 + i}];")
         checks += [f"max.u32 most, most, {word};" for word in words]
-    code = f"""{{ .reg .pred again; .reg .b32 most, left; mov.b32 left, {SPIN_TRIES}; spin: {" ".join(loads)}
+    code = f"""{{ .reg .pred again; .reg .b32 most, left; mov.b32 left, {tries}; spin: {" ".join(loads)}
         mov.b32 most, 0; {" ".join(checks)} sub.u32 left, left, 1; setp.ne.u32 again, left, 0;
         setp.eq.and.u32 again, most, {ABSENT}, again; @again bra spin;
         setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
     # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
     *out, in_vain = inline(code, *at, results="r" * (count + 1), collective=True)
-    fail_where(in_vain == 1, "a block of a fused layer waited in vain for another")
+    fail_where(in_vain == 1, f"a block of a fused layer waited in vain for another{' device' if devices else ''}")
     return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring
+from pallas_kernels.matmul.mosaic_exchange import Exchange
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
@@ -68,6 +69,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
+    exchange = Exchange(plan, at["devices"], shared + plan.notes_start) if plan.devices > 1 else None
     with ptx.when(thread == 0):
         # Every lane of a producer warp arrives once its own copies are there, and one more time the lane that announces bytes.
         ring.start(33 * PRODUCER_WARPS, MATH_WARPS)
@@ -75,27 +77,34 @@ def emit_block(plan: Plan, refs: dict) -> None:
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
-        make_handoff(plan, at["next_handoff"], block, thread)
+        empty(plan, at["next_handoff"], plan.handoff_words, block, thread, counted=True)
+    if exchange:
+        empty(plan, exchange.begin(thread), plan.place_words, block, thread, counted=False)
     ptx.synchronize(ptx.i32(0), warps)
     # The first lane of the producer warps draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
     with ptx.when(warp < MATH_WARPS):
-        do_math(plan, at, drawn(), ring, sums, warp, thread)
+        do_math(plan, at, drawn(), ring, sums, exchange, warp, thread)
+        if exchange:
+            with ptx.when(thread == 0):
+                exchange.count()
     with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
         produce(plan, at, drawn(at.get("handoff")), ring, warp - MATH_WARPS, lane)
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
-        write_outputs(plan, at, drawn(), sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
+        write_outputs(plan, at, drawn(), sums, exchange, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
-def make_handoff(plan: Plan, handoff, block, thread) -> None:
-    """Fills the handoff buffer of the next launch: no ticket is drawn from it, and no number is in it."""
+def empty(plan: Plan, start, words: int, block, thread, *, counted: bool) -> None:
+    """Fills words of global memory for a later launch: no number is there. counted: the first of them count, and nothing has been counted;
+    so a handoff buffer begins, from which no ticket is drawn."""
     threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
-    pieces = plan.handoff_words // WORDS_AT_ONCE
+    pieces = words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
-        word = ptx.select(piece == 0, ptx.i32(0), ptx.i32(-1))  # `ABSENT`
+        absent = ptx.i32(-1)  # `ABSENT`
+        word = ptx.select(piece == 0, ptx.i32(0), absent) if counted else absent
         with ptx.when(piece < pieces):
-            ptx.store_global_words(handoff + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
+            ptx.store_global_words(start + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,14 +236,29 @@ def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> N
         array, row = source("codes", output)
         place = ptx.i64(row) * stage.groups + ptx.i64(first)
         ptx.copy_bulk(slot + output * CODE_PITCH, array + place * CODE_BYTES, row_bytes, arrival)
-    output, pair = warp * rows + lane // words, lane % words * 2
-    there = pair < left
-    group = ptx.i64(ptx.select(there, first + pair, ptx.i32(0)))
+    output, word = warp * rows + lane // words, lane % words
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
-        to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH + pair * 2
-        ptx.copy_async(to, array + (ptx.i64(row) * stage.groups + group) * 2, ptx.select(there, ptx.i32(4), ptx.i32(0)), width=4)
+        skipped = skipped_before(stage, row)
+        start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(skipped)) * 2
+        to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH
+        copy_word(to, start, word, left + skipped)
+        if stage.groups % 2:  # a row that begins in the middle of a word has one word more
+            with ptx.when(word == 0):
+                copy_word(to, start, ptx.i32(words), left + skipped)
     ptx.arrive_after_copies(arrival)
+
+
+def copy_word(to, start, number, entries) -> None:
+    """Copies the word of that number of a row of 16-bit entries; entries from number `entries` on become 0."""
+    there = ptx.minimum(ptx.maximum(entries - number * 2, ptx.i32(0)), ptx.i32(2))
+    source = start + ptx.i64(ptx.select(ptx.i32(0) < there, number, ptx.i32(0))) * 4
+    ptx.copy_async(to + number * 4, source, there * 2, width=4)
+
+
+def skipped_before(stage: Stage, row):
+    """How many scales there are in a row's first word that are not its own: one where it begins in the middle of a word."""
+    return row & 1 if stage.groups % 2 else ptx.i32(0)
 
 
 def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> tuple:
@@ -259,9 +283,9 @@ def row_of(arrays: list, outputs: tuple[int, ...], row) -> tuple:
 # Math warps -----------------------------------------------------------------------------------------------------
 
 
-def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, warp, thread) -> None:
+def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: Ring, exchange: Exchange | None, warp, thread) -> None:
     """Multiplies the tiles of all stages, and puts the warp's sums of them in the ring of sums."""
-    x = Activations(plan, at, warp, thread)
+    x = Activations(plan, at, exchange, warp, thread)
 
     def work(number: int, share: Share, carry: tuple) -> tuple:
         if plan.stages[number].normed:
@@ -275,7 +299,7 @@ def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: 
 
 def outputs_of(plan: Plan, at: dict, number: int):
     """The address of a stage's outputs in the handoff buffer; the last stage has none there."""
-    return at["handoff"] + (4 * COUNTER_WORDS + 2 * plan.rows * sum(stage.width for stage in plan.stages[:number]))
+    return at["handoff"] + 4 * (COUNTER_WORDS + plan.words_before(number))
 
 
 def read_all(addresses: list) -> list:
@@ -294,8 +318,8 @@ class Activations:
     0 for groups that are not there.
     """
 
-    def __init__(self, plan: Plan, at: dict, warp, thread):
-        self.plan, self.at, self.warp, self.lane = plan, at, warp, thread & 31
+    def __init__(self, plan: Plan, at: dict, exchange: Exchange | None, warp, thread):
+        self.plan, self.at, self.exchange, self.warp, self.lane = plan, at, exchange, warp, thread & 31
         self.x = at["shared"]
         self.sums = self.x + plan.x_bytes
         self.squares = self.sums + PASS * plan.room * plan.group_pitch
@@ -318,11 +342,15 @@ class Activations:
         return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
 
     def inputs(self, number: int, pieces: list) -> list:
-        """Pieces of a stage's inputs before any norm, for which other blocks may have to be waited for."""
+        """Pieces of a stage's inputs before any norm, for which other blocks, and devices, may have to be waited for."""
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
+        if not self.plan.stages[number - 1].summed:
+            return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
+        wait = functools.partial(ptx.spin_wait, devices=True)
+        parts = (self.load(part, stage, pieces, wait) for part in self.exchange.received(number - 1))
+        return functools.reduce(self.sums_of, parts)
 
     def place(self, number: int, first) -> None:
         """Places a stage's inputs of some passes from `first` on."""
@@ -418,8 +446,10 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
-    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (warp >> 1) * 4
-    shift = ((warp & 1) ^ 1) << 4  # a word holds two groups: to the upper half
+    # Of the tile's rows g and g + 8, which are even or odd as they are in their weight. A word holds two groups: to the upper half.
+    entry = warp + skipped_before(stage, g)
+    parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (entry >> 1) * 4
+    shift = ((entry & 1) ^ 1) << 4
 
     def take(slot):
         """The codes, and the scales and zeros, of the warp's group."""
@@ -489,16 +519,25 @@ def add_group(totals: list, codes: list, parameters: list, x: list, sums: list) 
 # Epilogue warps ------------------------------------------------------------------------------------------------
 
 
-def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, thread) -> None:
+def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, exchange: Exchange | None, thread) -> None:
     """Writes the outputs of all tiles of all stages."""
     carry = (ptx.i32(0), ptx.i32(0))
-    for number in range(len(plan.stages)):
-        work = lambda share, carry, number=number: write_stage(plan, number, at, share, sums, thread, carry)
+    for number, stage in enumerate(plan.stages):
+        if number + 1 == len(plan.stages):
+            places, store = [at["y"]], ptx.store_global
+        elif stage.summed:
+            places, store = exchange.destinations(number), functools.partial(ptx.store_relaxed, devices=True)
+        else:
+            places, store = [outputs_of(plan, at, number)], ptx.store_relaxed
+        work = functools.partial(write_stage, plan, number, places, store, sums, thread)
         carry = shares.of_stage(number, carry, work)
 
 
-def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thread, carry: tuple) -> tuple:
-    """Writes the share's outputs of a stage. carry: slot of the ring of sums, and its parity."""
+def write_stage(plan: Plan, number: int, places: list, store: Callable, sums: Ring, thread, share: Share, carry: tuple) -> tuple:
+    """Writes the share's outputs of a stage, each word by `store` to all of the places where they lie.
+
+    carry: slot of the ring of sums, and its parity.
+    """
     stage, lane = plan.stages[number], thread & 31
     lower, upper = share.tiles(stage)
     size = plan.rows * stage.tile_outputs
@@ -509,7 +548,7 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
         for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
             with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
-                write_output(plan, number, at, sums.slot(slot), which, tile)
+                write_output(plan, number, places, store, sums.slot(slot), which, tile)
         ptx.synchronize(None, 1)
         with ptx.when(lane == 0):
             ptx.arrive(sums.emptied(slot))
@@ -518,7 +557,7 @@ def write_stage(plan: Plan, number: int, at: dict, share: Share, sums: Ring, thr
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
-def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
+def write_output(plan: Plan, number: int, places: list, store: Callable, sums, which, tile) -> None:
     """Adds the math warps' sums for one of the tile's rows and outputs, and writes the result in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
@@ -536,9 +575,6 @@ def write_output(plan: Plan, number: int, at: dict, sums, which, tile) -> None:
         found = numerics.round_bf16(gate / (numerics.exp2(gate * -LOG2_E) + 1.0)) * up
     word = numerics.pair(found, ptx.shuffle("bfly", found, 1), "bf16")
     place = (ptx.i64(row) * stage.width + ptx.i64(tile * outputs + output)) * 2
-    hands_over = number + 1 < len(plan.stages)
     with ptx.when(there):
-        if hands_over:
-            ptx.store_relaxed(outputs_of(plan, at, number) + place, word)
-        else:
-            ptx.store_global(at["y"] + place, word)
+        for start in places:
+            store(start + place, word)

@@ -20,23 +20,13 @@ from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import mosaic_wide, support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
-from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or (mosaic_wide.unsupported if _wide(x) else unsupported_stage)(x, weights)
-
-
-def unsupported_stage(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    """Why these arguments cannot be a stage's, or None."""
-    if reason := support.unsupported(x, weights):
-        return reason
-    if (groups := weights[0].codes.shape[1]) % 2:
-        return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"
-    return None
+    return no_mosaic_gpu() or (mosaic_wide.unsupported if _wide(x) else support.unsupported)(x, weights)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:

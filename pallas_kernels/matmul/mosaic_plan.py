@@ -23,6 +23,8 @@ LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 TICKET_SLOTS = 4  # tickets that warps of a block may be apart
 COUNTER_WORDS = 32  # of a handoff buffer, before what stages hand over: the first counts tickets, the others keep lines apart
+NOTES = 4  # words that a block keeps of the exchange with other devices
+TURNS = 3  # places that launches on several devices exchange parts of sums in (mosaic_exchange.py)
 NUMBERS = 8  # of a row of activations that a thread moves at once
 PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
 MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
@@ -33,13 +35,15 @@ class Stage:
     """A matmul. groups: groups of inputs. outputs: the number of each weight's outputs.
 
     normed: whether its inputs are the norm of the residual stream plus what the stage before gave. gated: whether what the first weight
-    gives goes through silu and multiplies what the second gives.
+    gives goes through silu and multiplies what the second gives. summed: whether it gives a part of what it should: the parts of all
+    devices are added up.
     """
 
     groups: int
     outputs: tuple[int, ...]
     normed: bool = False
     gated: bool = False
+    summed: bool = False
 
     @property
     def tiles(self) -> int:
@@ -63,7 +67,8 @@ class Stage:
 class Plan:
     """The stages of one launch, and where everything lies in shared memory.
 
-    room: passes whose activations there is place for in a block. eps: the norms' epsilon.
+    room: passes whose activations there is place for in a block. eps: the norms' epsilon. devices: that run this launch at the same time,
+    and add up what `summed` stages give.
 
     A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. In any
     other stage a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
@@ -74,14 +79,15 @@ class Plan:
     blocks: int
     room: int
     eps: float = 0.0
+    devices: int = 1
 
     @classmethod
-    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0) -> "Plan":
+    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0, devices: int = 1) -> "Plan":
         """A plan with as many stages resident as leave enough slots; those with a norm always are."""
         least = max((stage.passes for stage in stages if stage.normed), default=0)
         for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
             others = any(stage.passes > most for stage in stages)
-            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps)
+            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, devices)
             if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
@@ -103,13 +109,35 @@ class Plan:
         """Bytes from one column of activations to the next in shared memory: neighbours lie in different banks."""
         return GROUP_SIZE * PASS * self.room + 64
 
+    def words_before(self, number: int) -> int:
+        """Words of 32 bits, pairs of numbers, that stages before this one hand over in the same way: to other blocks, or to all devices."""
+        return self._words(self.stages[number].summed, self.stages[:number])
+
+    def _words(self, summed: bool, stages: tuple[Stage, ...]) -> int:
+        return self.rows * sum(stage.width for stage in stages if stage.summed == summed) // 2
+
     @property
     def handoff_words(self) -> int:
-        """Words of 32 bits of a handoff buffer: the counter of tickets, and pairs of numbers that stages hand to those after them."""
-        return COUNTER_WORDS + self.rows * sum(stage.width for stage in self.stages[:-1]) // 2
+        """Words of a handoff buffer: the counter of tickets, and what stages hand to those after them."""
+        return COUNTER_WORDS + self._words(False, self.stages[:-1])
+
+    @property
+    def part_words(self) -> int:
+        """Words of a device's parts of all sums of a launch."""
+        return self._words(True, self.stages[:-1])
+
+    @property
+    def place_words(self) -> int:
+        """Words of the parts of all devices."""
+        return self.devices * self.part_words
+
+    @property
+    def exchange_words(self) -> int:
+        """Words of the memory of each device that all of them write to: counters, and places for the parts."""
+        return COUNTER_WORDS + TURNS * self.place_words
 
     # Shared memory holds, in this order: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps'
-    # sums of tiles, the ring of tickets, the mbarriers of the three rings, and the ring of codes.
+    # sums of tiles, the ring of tickets, the notes, the mbarriers of the three rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -135,8 +163,13 @@ class Plan:
         return self.sums_start + SUMS_SLOTS * MATH_WARPS * self.tile_bytes
 
     @property
-    def arrivals_start(self) -> int:
+    def notes_start(self) -> int:
+        """A multiple of 16."""
         return self.tickets_start + 4 * TICKET_SLOTS
+
+    @property
+    def arrivals_start(self) -> int:
+        return self.notes_start + (4 * NOTES if self.devices > 1 else 0)
 
     @property
     def ring_start(self) -> int:

@@ -141,7 +141,7 @@ class Compiled:
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
         mesh = mesh_of(args)
-        with dispatch.on(None if mesh is None else mesh.devices.flat[0]):
+        with dispatch.on(*(() if mesh is None else mesh.devices.flat)):
             if mesh is None:
                 program.traced = self._traced_with_host_memory(args, static) or self._jitted(self._function).trace(*args, **static)
                 program.shapes = _with_memory_kinds(program.traced)

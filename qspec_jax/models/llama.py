@@ -148,13 +148,6 @@ class Block(nnx.Module):
 
         Without one: x before the MLP, and what the MLP adds. Last comes the carry for the following layer, which kernels alone look into.
         """
-        if self.axis is not None:  # no kernel spans what the devices add up
-            x, h = self.add_attention(x, attended)
-            added = self.down_proj(self.mlp_hidden(h))
-            if following is None:
-                return x, added, None
-            x, h = following.input_norm.add(x, added)
-            return x, following.qkv(h), None
         own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
         o, gate, up, down = _weights(*own.values())
         norm, following_norm, projections = self.post_attention_norm, None, []
@@ -164,7 +157,7 @@ class Block(nnx.Module):
         attended = attended.reshape(*attended.shape[:2], -1)
         args = x, attended, o, norm.weight.get_value(), gate, up, down, following_norm, projections, carry
         biases = {name: layer.bias.get_value() for name, layer in own.items() if layer.bias is not None}
-        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases)
+        x, y, carry = between_attentions(*args, eps=norm.eps, biases=biases, axis=self.axis)
         return x, following._finish_qkv(y) if following else y, carry
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
