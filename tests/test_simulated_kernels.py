@@ -38,7 +38,7 @@ from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
 from pallas_kernels.matmul import mosaic_block
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, TURNS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import BUFFERS, COUNTER_WORDS, Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
@@ -133,15 +133,15 @@ def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> I
 )
 @pytest.mark.slow
 def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows, blocks, resident, launches):
-    """Launches at the same time, one on each: blocks of all devices in one launch of the simulated one."""
+    """One simulated launch runs the blocks of all devices."""
     x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
     exact = test_fused_layer_gpu.exact(*problem)
-    divided = [[part_of(o, d, devices, inputs=True)] for d in range(devices)]
-    divided = [[mine, [part_of(w, d, devices, inputs=False) for w in (gate, up)]] for d, mine in enumerate(divided)]
-    divided = [[*mine, [part_of(down, d, devices, inputs=True)]] for d, mine in enumerate(divided)]
-    last = [[part_of(w, d, devices, inputs=False) for w in following] for d in range(devices)]
-    (first_o,), (first_gate, _), (first_down,) = divided[0]
-    plan = fused_layer.plan_for(rows, first_o, first_gate, first_down, last[0], test_fused_layer_gpu.EPS, devices)
+    weights = []
+    for d in range(devices):
+        by_inputs, by_outputs = (functools.partial(part_of, device=d, devices=devices, inputs=inputs) for inputs in (True, False))
+        weights.append([[by_inputs(o)], [by_outputs(gate), by_outputs(up)], [by_inputs(down)], [by_outputs(w) for w in following]])
+    (first_o,), (first_gate, _), (first_down,), last = weights[0]
+    plan = fused_layer.plan_for(rows, first_o, first_gate, first_down, last, test_fused_layer_gpu.EPS, devices)
     plan = dataclasses.replace(plan, blocks=blocks)
     norms = [weight, following_weight] if following else [weight]
     memories = [np.where(np.arange(plan.exchange_words) < COUNTER_WORDS, 0, ptx.ABSENT).astype(np.uint32)] * devices
@@ -158,8 +158,7 @@ def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows
         for d in range(devices):
             heads = jnp.array_split(attended, devices, axis=1)[d]
             table = np.zeros((1 + devices, 2), np.uint32)
-            weights = [*divided[d], last[d]][: len(plan.stages)]
-            at_once(fused_layer.run)(plan, x, heads, norms, weights, fused_layer.empty_handoff(plan), table)
+            at_once(fused_layer.run)(plan, x, heads, norms, weights[d][: len(plan.stages)], fused_layer.empty_handoff(plan), table)
         of_device = lambda arrays, d: {f"{name}/{d}": array for name, array in arrays.items()}
         several = [{}, {}, {}]
         for d, (_, *arrays) in enumerate(launched):
@@ -169,7 +168,7 @@ def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows
         def emit(refs):
             device = here.block.index % devices
             memory = here.block.device.memory
-            entry = refs[f"devices/{device}"] - memory.start
+            entry = refs[f"exchange_table/{device}"] - memory.start
             addresses = [device, *(refs[f"memory/{d}"] for d in range(devices))]
             memory.bytes[entry : entry + 8 * len(addresses)].view(np.int64)[:] = addresses
             mine = {name.partition("/")[0]: ref for name, ref in refs.items() if name.endswith(f"/{device}")}
@@ -180,15 +179,15 @@ def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows
         memories = [np.asarray(found[f"memory/{d}"]) for d in range(devices)]
         for memory in memories:
             assert memory[0] == turn + 1 and memory[1] == 0
-            places = memory[COUNTER_WORDS:].reshape(TURNS, -1)
-            assert (places[(turn + 2) % TURNS] == ptx.ABSENT).all() and (places[turn % TURNS] != ptx.ABSENT).all()
+            buffers = memory[COUNTER_WORDS:].reshape(BUFFERS, -1)
+            assert (buffers[(turn + 2) % BUFFERS] == ptx.ABSENT).all() and (buffers[turn % BUFFERS] != ptx.ABSENT).all()
         residuals, outputs = ([np.asarray(found[f"{name}/{d}"], np.float32) for d in range(devices)] for name in ("residual_out", "y"))
         assert all(np.array_equal(residual, residuals[0]) for residual in residuals)
-        y = (
-            sum(outputs)
-            if not following
-            else np.concatenate([part for i in range(len(following)) for part in (split(out, last[0])[i] for out in outputs)], axis=-1)
-        )
+        if following:
+            of_weight = zip(*(split(out, last) for out in outputs))
+            y = np.concatenate([part for parts in of_weight for part in parts], axis=-1)
+        else:
+            y = sum(outputs)
         for ours, wanted in zip((residuals[0], y), exact):
             # Parts are rounded to bfloat16 one by one.
             assert np.linalg.norm(ours - wanted) <= 2e-2 * np.linalg.norm(wanted)
@@ -210,9 +209,10 @@ def test_a_launch_leaves_an_empty_handoff_buffer():
 
     def emit(refs: dict) -> None:
         start = ptx.address(refs["next"])
-        mosaic_block.empty(plan, start, plan.handoff_words, ptx.block_index(), ptx.thread_index(), counted=True)
+        mosaic_block.fill_absent(plan, start, plan.handoff_words, ptx.block_index(), ptx.thread_index(), with_counter=True)
 
-    found = launch("empty", emit, {}, {"next": jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)}, 3, fused_layer.WARPGROUPS, 128)
+    shape = jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)
+    found = launch("fill_absent", emit, {}, {"next": shape}, 3, fused_layer.WARPGROUPS, 128)
     assert found["next"].size == fused_layer.empty_handoff(plan).size
     assert_empty(found["next"])
 

@@ -61,34 +61,32 @@ triforce-offloaded) # TriForce, table 3: of the card JAX gets 24 GB; 80 GB of ho
     megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1 || true)
     XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 24e9 / (${megabytes:-81559} * 2 ^ 20) }")
     export XLA_PYTHON_CLIENT_MEM_FRACTION
-    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 3 --cache full:host \
+    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 48 $rates --repeats 2 --cache full:host \
         --cache int8:host --baseline-cache full:host --draft "triforce:model=$small,middle=(retrieval:budget=8192)" \
         --draft retrieval:budget=8192,weight_bits=16 --json --output "$out/triforce-offloaded.json"
     ;;
-offloaded-128k) # how near copies come to what the copy engine reaches, nothing resident; 80 GB of host memory
-    qspec bench decode --arch llama-2-7b --context 131072 --gamma 7 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 3 \
+offloaded-64k) # how near copies come to what the copy engine reaches, nothing resident; 45 GB of host memory
+    qspec bench decode --arch llama-2-7b --context 65536 --gamma 7 --max-new-tokens 48 --simulate-acceptance 0.92 --repeats 3 \
         --cache int8:lower=host,resident=0 --baseline-cache full:host,resident=0 --draft quantspec --draft sparse:budget=0.03 --draft none \
-        --json --output "$out/offloaded-128k.json"
+        --json --output "$out/offloaded-64k.json"
     ;;
 offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 90 GB of host memory
     qspec bench decode --arch llama-2-7b --context 524288 --gamma 16 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 2 \
         --cache int8:lower=host --baseline-cache full:host --draft sparse:budget=0.03 --draft none --json --output "$out/offloaded-512k.json"
     ;;
 specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 110 GB of host memory have room for
-    throughput() { # CONTEXT BATCH...
-        context=$1 sizes=()
-        for batch in "${@:2}"; do sizes+=(--batch-size "$batch"); done
-        qspec bench decode --arch mistral-7b --context "$context" "${sizes[@]}" --max-new-tokens 64 --repeats 3 --draft specache --draft none \
-            --cache kivi:bits=1,residual=64 --cache kivi:bits=2,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
-            --cache specache:bits=1,store=host,fetch=now --json --output "$out/specache-$context.json"
+    throughput() { # CONTEXT BATCH
+        qspec bench decode --arch mistral-7b --context "$1" --batch-size "$2" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
+            --cache kivi:bits=1,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
+            --cache specache:bits=1,store=host,fetch=now --json --output "$out/specache-$1.json"
     }
-    throughput 2048 64 192 320
-    throughput 8192 16 48 80
-    throughput 32768 4 12 20
+    throughput 32768 20
+    throughput 8192 80
+    throughput 2048 320
     ;;
 *)
     echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
-        "triforce-offloaded, offloaded-128k, offloaded-512k, specache-throughput" >&2
+        "triforce-offloaded, offloaded-64k, offloaded-512k, specache-throughput" >&2
     exit 2
     ;;
 esac

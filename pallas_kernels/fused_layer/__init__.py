@@ -34,7 +34,7 @@ def between_attentions(
     are those of RMSNorm. biases: those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
 
     axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. What `o` gives on each of
-    them is then a part of a sum, and so is what `down` gives; the sums are the same on all of them. None: there is one device.
+    them is then a partial sum, and so is what `down` gives; the sums are the same on all of them. None: nothing is divided.
 
     Returns the new residual stream and the outputs of `following`, one after the other in the last axis; without `following` and its
     norm, the stream before the MLP and what the MLP adds to it. Last comes the handoff buffer for the next layer's call.

@@ -26,7 +26,7 @@ from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, weight_inputs
 from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, MATH_WARPS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
-MAX_DEVICES = 8  # NVLink joins no more in one machine
+MAX_DEVICES = 8  # GPUs of a usual Hopper server
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
 
 
@@ -55,7 +55,7 @@ def unsupported(
         return f"adds no biases, and there are some of {', '.join(biases)}"
     if axis is not None and (reason := exchange.unreachable(devices())):
         return reason
-    if (count := devices_of(axis)) > MAX_DEVICES:
+    if (count := num_devices_of(axis)) > MAX_DEVICES:
         return f"adds up over {MAX_DEVICES} devices at most, not {count}"
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     norms = [norm, following_norm] if following else [norm]
@@ -70,30 +70,30 @@ def unsupported(
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
-    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, devices_of(axis)).slots < LEAST_SLOTS:
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, num_devices_of(axis)).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 
 
-def devices_of(axis: str | None) -> int:
-    """Over how many devices a layer is divided."""
+def num_devices_of(axis: str | None) -> int:
+    """How many devices a layer is divided over."""
     return 1 if axis is None else lax.axis_size(axis)
 
 
 def plan_for(
-    rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, devices: int = 1
+    rows: int, o: Int4Weight, gate: Int4Weight, down: Int4Weight, following: Sequence[Int4Weight], eps: float, num_devices: int = 1
 ) -> Plan:
     groups = lambda weight: weight.codes.shape[1]
-    several = devices > 1
+    several = num_devices > 1
     stages = [
-        Stage(groups(o), o.shape[:1], summed=several),
+        Stage(groups(o), o.shape[:1], partial=several),
         Stage(groups(gate), gate.shape[:1] * 2, normed=True, gated=True),
-        # Of a stage whose outputs leave the launch the sums are made after it.
-        Stage(groups(down), down.shape[:1], summed=several and bool(following)),
+        # The last stage's outputs are added up after the launch.
+        Stage(groups(down), down.shape[:1], partial=several and bool(following)),
     ]
     if following:
         stages.append(Stage(groups(following[0]), tuple(weight.shape[0] for weight in following), normed=True))
-    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, devices)
+    return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, num_devices)
 
 
 def between_attentions(
@@ -114,14 +114,14 @@ def between_attentions(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
     """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
     rows = math.prod(x.shape[:-1])
-    plan = plan_for(rows, o, gate, down, following, eps, devices_of(axis))
+    plan = plan_for(rows, o, gate, down, following, eps, num_devices_of(axis))
     norms = [norm, following_norm] if following else [norm]
     weights = [[o], [gate, up], [down], following][: len(plan.stages)]
     flat = lambda a: a.reshape(rows, -1)
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
-    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, _table(plan, axis) if plan.devices > 1 else None)
-    if plan.devices > 1 and not following:
+    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, _table(plan, axis) if plan.num_devices > 1 else None)
+    if plan.num_devices > 1 and not following:
         y = lax.psum(y, axis)
     return *(a.reshape(*x.shape[:-1], -1) for a in (residual, y)), handoff
 
@@ -162,7 +162,7 @@ def run(
     for number, several in enumerate(weights):
         inputs |= weight_inputs(number, several)
     if table is not None:
-        inputs["devices"] = table
+        inputs["exchange_table"] = table
     shapes = {"residual_out": x.shape, "y": (plan.rows, plan.stages[-1].width)}
     outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
     outputs["next_handoff"] = jax.ShapeDtypeStruct((plan.handoff_words,), handoff.dtype)

@@ -1,4 +1,4 @@
-"""Memory of each of several devices that kernels on all of them write to.
+"""Exchange memory: memory of each of several devices that kernels on all of them write to.
 
 JAX knows arrays that lie on one device, and no kernel of another device finds them. So kernels get addresses, which stay the same for as
 long as the process lives, as a constant of the program. What lies there, and who waits for what, is the kernel's affair
@@ -16,7 +16,7 @@ _kept: list[jax.Array] = []  # or the memory would be freed
 
 
 def unreachable(devices: tuple[jax.Device, ...]) -> str | None:
-    """Why kernels on these devices cannot write to each other's memory, or None."""
+    """Why kernels on these devices cannot write to each other's memory, or None, also for devices that are not here (see `addresses`)."""
     if len({device.process_index for device in devices}) > 1:
         return "needs all devices in one process"
     for one, other in itertools.permutations(devices if _here(devices) else (), 2):

@@ -18,9 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, cf, llvm, scf
 
 ABSENT = 0xFFFFFFFF  # a word that nobody has handed over yet: two NaNs in bfloat16 that no conversion gives
-# Of `spin_wait`, for another block and for another device: some seconds where microseconds are to be expected, and most of a minute, as
-# another device may begin that much later.
-SPIN_TRIES, DEVICE_SPIN_TRIES = 1 << 23, 1 << 26
+SPIN_TRIES = 1 << 23  # of `spin_wait` for another block: some seconds, where microseconds are to be expected
+DEVICE_SPIN_TRIES = 1 << 26  # for another device, which may begin later: most of a minute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,19 +384,20 @@ def load_cluster(at: Value, words: int, result: str = "r") -> tuple[Value, ...]:
 # Waiting for other blocks ----------------------------------------------------------------------------------------------
 
 
-def store_relaxed(at: Value, word: Value, *, devices: bool = False) -> None:
-    """Stores 32 bits for another block that waits for them with `spin_wait`. devices: which may be another device's, as the memory may."""
-    inline(f"st.relaxed.{'sys' if devices else 'gpu'}.global.b32 [$0], $1;", at, word)
+def store_relaxed(at: Value, word: Value, *, across_devices: bool = False) -> None:
+    """Stores 32 bits for another block that waits for them with `spin_wait`. across_devices: the block, or the memory, may be another
+    device's."""
+    inline(f"st.relaxed.{'sys' if across_devices else 'gpu'}.global.b32 [$0], $1;", at, word)
 
 
-def spin_wait(at: Sequence[Value], *, devices: bool = False) -> list[tuple[Value, ...]]:
+def spin_wait(at: Sequence[Value], *, across_devices: bool = False) -> list[tuple[Value, ...]]:
     """Loads four words at each address, again and again until none is `ABSENT`: other blocks store them with `store_relaxed`.
 
     A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
-    whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error. devices: whether blocks
-    of other devices store them; the attempts are then DEVICE_SPIN_TRIES.
+    whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error. across_devices:
+    blocks of other devices may store them; the attempts are then DEVICE_SPIN_TRIES.
     """
-    count, scope, tries = 4 * len(at), "sys" if devices else "gpu", DEVICE_SPIN_TRIES if devices else SPIN_TRIES
+    count, scope, tries = 4 * len(at), "sys" if across_devices else "gpu", DEVICE_SPIN_TRIES if across_devices else SPIN_TRIES
     loads, checks = [], []
     for i in range(len(at)):
         words = [f"${4 * i + j}" for j in range(4)]
@@ -409,7 +409,7 @@ def spin_wait(at: Sequence[Value], *, devices: bool = False) -> list[tuple[Value
         setp.eq.u32 again, most, {ABSENT}; vote.sync.any.pred again, again, -1; selp.b32 ${count}, 1, 0, again; }}"""
     # All lanes vote, so that none of them branches alone: instructions for whole warps follow.
     *out, in_vain = inline(code, *at, results="r" * (count + 1), collective=True)
-    fail_where(in_vain == 1, f"a block of a fused layer waited in vain for another{' device' if devices else ''}")
+    fail_where(in_vain == 1, f"a block of a fused layer waited in vain for another{' device' if across_devices else ''}")
     return [tuple(out[i : i + 4]) for i in range(0, count, 4)]
 
 

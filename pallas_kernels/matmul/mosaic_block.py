@@ -54,7 +54,7 @@ STEPS = GROUP_SIZE // 32  # words of a lane in a group
 # Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks tell each other waits behind them.
 COPIES, COPIES_AHEAD = 4, 2
 PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
-WORDS_AT_ONCE = 4  # of a handoff buffer that a thread fills
+WORDS_AT_ONCE = 4  # that a thread fills
 LOG2_E = 1.4426950408889634
 
 
@@ -69,7 +69,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
-    exchange = Exchange(plan, at["devices"], shared + plan.notes_start) if plan.devices > 1 else None
+    exchange = Exchange(plan, at["exchange_table"], shared + plan.state_start) if plan.num_devices > 1 else None
     with ptx.when(thread == 0):
         # Every lane of a producer warp arrives once its own copies are there, and one more time the lane that announces bytes.
         ring.start(33 * PRODUCER_WARPS, MATH_WARPS)
@@ -77,9 +77,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
         if hands_over:
             tickets.start(1, warps)
     if hands_over:
-        empty(plan, at["next_handoff"], plan.handoff_words, block, thread, counted=True)
+        fill_absent(plan, at["next_handoff"], plan.handoff_words, block, thread, with_counter=True)
     if exchange:
-        empty(plan, exchange.begin(thread), plan.place_words, block, thread, counted=False)
+        buffer = exchange.begin(thread)
+        fill_absent(plan, buffer, plan.buffer_words, block, thread, with_counter=False)
     ptx.synchronize(ptx.i32(0), warps)
     # The first lane of the producer warps draws tickets for all warps.
     drawn = lambda counter=None: Tickets(plan, tickets, thread, counter) if hands_over else OwnShare(plan, block)
@@ -94,15 +95,15 @@ def emit_block(plan: Plan, refs: dict) -> None:
         write_outputs(plan, at, drawn(), sums, exchange, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
 
 
-def empty(plan: Plan, start, words: int, block, thread, *, counted: bool) -> None:
-    """Fills words of global memory for a later launch: no number is there. counted: the first of them count, and nothing has been counted;
-    so a handoff buffer begins, from which no ticket is drawn."""
+def fill_absent(plan: Plan, start, words: int, block, thread, *, with_counter: bool) -> None:
+    """Fills words of global memory with `ABSENT`, for a later launch. with_counter: the first four become 0, as in a handoff buffer, from
+    which no ticket is drawn yet."""
     threads = 32 * (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS)
     pieces = words // WORDS_AT_ONCE
     for first in range(0, pieces, threads * plan.blocks):
         piece = block * threads + thread + first
         absent = ptx.i32(-1)  # `ABSENT`
-        word = ptx.select(piece == 0, ptx.i32(0), absent) if counted else absent
+        word = ptx.select(piece == 0, ptx.i32(0), absent) if with_counter else absent
         with ptx.when(piece < pieces):
             ptx.store_global_words(start + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
 
@@ -239,25 +240,25 @@ def copy_pass(stage: Stage, first, left, source, slot, arrival, warp, lane) -> N
     output, word = warp * rows + lane // words, lane % words
     for i, name in enumerate(("scale", "zero")):
         array, row = source(name, output)
-        skipped = skipped_before(stage, row)
-        start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(skipped)) * 2
+        leading = leading_entries(stage, row)
+        start = array + (ptx.i64(row) * stage.groups + ptx.i64(first) - ptx.i64(leading)) * 2
         to = slot + TILE * CODE_PITCH + (output + i * TILE) * PARAMETER_PITCH
-        copy_word(to, start, word, left + skipped)
+        copy_word(to, start, word, left + leading)
         if stage.groups % 2:  # a row that begins in the middle of a word has one word more
             with ptx.when(word == 0):
-                copy_word(to, start, ptx.i32(words), left + skipped)
+                copy_word(to, start, ptx.i32(words), left + leading)
     ptx.arrive_after_copies(arrival)
 
 
 def copy_word(to, start, number, entries) -> None:
     """Copies the word of that number of a row of 16-bit entries; entries from number `entries` on become 0."""
-    there = ptx.minimum(ptx.maximum(entries - number * 2, ptx.i32(0)), ptx.i32(2))
-    source = start + ptx.i64(ptx.select(ptx.i32(0) < there, number, ptx.i32(0))) * 4
-    ptx.copy_async(to + number * 4, source, there * 2, width=4)
+    count = ptx.minimum(ptx.maximum(entries - number * 2, ptx.i32(0)), ptx.i32(2))
+    source = start + ptx.i64(ptx.select(ptx.i32(0) < count, number, ptx.i32(0))) * 4
+    ptx.copy_async(to + number * 4, source, count * 2, width=4)
 
 
-def skipped_before(stage: Stage, row):
-    """How many scales there are in a row's first word that are not its own: one where it begins in the middle of a word."""
+def leading_entries(stage: Stage, row):
+    """How many entries of the row before are in the first word of a row of scales: one where the row begins in the middle of the word."""
     return row & 1 if stage.groups % 2 else ptx.i32(0)
 
 
@@ -346,11 +347,10 @@ class Activations:
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        if not self.plan.stages[number - 1].summed:
+        if not self.plan.stages[number - 1].partial:
             return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
-        wait = functools.partial(ptx.spin_wait, devices=True)
-        parts = (self.load(part, stage, pieces, wait) for part in self.exchange.received(number - 1))
-        return functools.reduce(self.sums_of, parts)
+        wait = functools.partial(ptx.spin_wait, across_devices=True)
+        return functools.reduce(self.sums_of, (self.load(array, stage, pieces, wait) for array in self.exchange.received(number - 1)))
 
     def place(self, number: int, first) -> None:
         """Places a stage's inputs of some passes from `first` on."""
@@ -446,10 +446,10 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
     resident, at_once = plan.resident(stage), passes_at_once(plan.rows)
     g, t = lane >> 2, lane & 3
     codes_at = g * CODE_PITCH + warp * CODE_BYTES + t * 16
-    # Of the tile's rows g and g + 8, which are even or odd as they are in their weight. A word holds two groups: to the upper half.
-    entry = warp + skipped_before(stage, g)
+    # Rows g and g + 8 of a tile have the parity of their rows in the weight: tiles start at even rows.
+    entry = warp + leading_entries(stage, g)
     parameters_at = TILE * CODE_PITCH + g * PARAMETER_PITCH + (entry >> 1) * 4
-    shift = ((entry & 1) ^ 1) << 4
+    shift = ((entry & 1) ^ 1) << 4  # a word holds two groups: to the upper half
 
     def take(slot):
         """The codes, and the scales and zeros, of the warp's group."""
@@ -524,17 +524,17 @@ def write_outputs(plan: Plan, at: dict, shares: OwnShare | Tickets, sums: Ring, 
     carry = (ptx.i32(0), ptx.i32(0))
     for number, stage in enumerate(plan.stages):
         if number + 1 == len(plan.stages):
-            places, store = [at["y"]], ptx.store_global
-        elif stage.summed:
-            places, store = exchange.destinations(number), functools.partial(ptx.store_relaxed, devices=True)
+            arrays, store = [at["y"]], ptx.store_global
+        elif stage.partial:
+            arrays, store = exchange.destinations(number), functools.partial(ptx.store_relaxed, across_devices=True)
         else:
-            places, store = [outputs_of(plan, at, number)], ptx.store_relaxed
-        work = functools.partial(write_stage, plan, number, places, store, sums, thread)
+            arrays, store = [outputs_of(plan, at, number)], ptx.store_relaxed
+        work = functools.partial(write_stage, plan, number, arrays, store, sums, thread)
         carry = shares.of_stage(number, carry, work)
 
 
-def write_stage(plan: Plan, number: int, places: list, store: Callable, sums: Ring, thread, share: Share, carry: tuple) -> tuple:
-    """Writes the share's outputs of a stage, each word by `store` to all of the places where they lie.
+def write_stage(plan: Plan, number: int, arrays: list, store: Callable, sums: Ring, thread, share: Share, carry: tuple) -> tuple:
+    """Writes the share's outputs of a stage, each word by `store` to all of these arrays.
 
     carry: slot of the ring of sums, and its parity.
     """
@@ -548,7 +548,7 @@ def write_stage(plan: Plan, number: int, places: list, store: Callable, sums: Ri
         for first in range(0, size, 32 * EPILOGUE_WARPS):
             which = thread + first
             with ptx.when((which - lane < size) & (tile < upper)):  # whole warps, whose lanes exchange outputs
-                write_output(plan, number, places, store, sums.slot(slot), which, tile)
+                write_output(plan, number, arrays, store, sums.slot(slot), which, tile)
         ptx.synchronize(None, 1)
         with ptx.when(lane == 0):
             ptx.arrive(sums.emptied(slot))
@@ -557,7 +557,7 @@ def write_stage(plan: Plan, number: int, places: list, store: Callable, sums: Ri
     return ptx.loop(lower, lower + share.turns(stage) * plan.together(stage), carry, step)
 
 
-def write_output(plan: Plan, number: int, places: list, store: Callable, sums, which, tile) -> None:
+def write_output(plan: Plan, number: int, arrays: list, store: Callable, sums, which, tile) -> None:
     """Adds the math warps' sums for one of the tile's rows and outputs, and writes the result in a word with its neighbour's."""
     stage = plan.stages[number]
     outputs = stage.tile_outputs
@@ -576,5 +576,5 @@ def write_output(plan: Plan, number: int, places: list, store: Callable, sums, w
     word = numerics.pair(found, ptx.shuffle("bfly", found, 1), "bf16")
     place = (ptx.i64(row) * stage.width + ptx.i64(tile * outputs + output)) * 2
     with ptx.when(there):
-        for start in places:
-            store(start + place, word)
+        for array in arrays:
+            store(array + place, word)

@@ -26,12 +26,12 @@ WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or (mosaic_wide.unsupported if _wide(x) else support.unsupported)(x, weights)
+    return no_mosaic_gpu() or (mosaic_wide.unsupported if _wide(x, weights) else support.unsupported)(x, weights)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
     """See `pallas_kernels.matmul.int4_matmul`."""
-    if _wide(x):
+    if _wide(x, weights):
         return mosaic_wide.int4_matmul(x, weights)
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
@@ -39,8 +39,9 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _wide(x: Array) -> bool:
-    return math.prod(x.shape[:-1]) >= mosaic_wide.FEWEST_ROWS
+def _wide(x: Array, weights: Sequence[Int4Weight]) -> bool:
+    rows = math.prod(x.shape[:-1])
+    return rows >= mosaic_wide.FEWEST_ROWS and (rows > support.MAX_ROWS or not mosaic_wide.unsupported(x, weights))
 
 
 def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:

@@ -22,9 +22,9 @@ SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zero
 LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 TICKET_SLOTS = 4  # tickets that warps of a block may be apart
-COUNTER_WORDS = 32  # of a handoff buffer, before what stages hand over: the first counts tickets, the others keep lines apart
-NOTES = 4  # words that a block keeps of the exchange with other devices
-TURNS = 3  # places that launches on several devices exchange parts of sums in (mosaic_exchange.py)
+COUNTER_WORDS = 32  # at the start of a handoff buffer, and of exchange memory: counters, and what keeps them apart from the rest
+BUFFERS = 3  # for partial sums, in exchange memory (mosaic_exchange.py)
+STATE_WORDS = 4  # of shared memory, for what a block knows of the exchange
 NUMBERS = 8  # of a row of activations that a thread moves at once
 PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
 MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
@@ -35,15 +35,15 @@ class Stage:
     """A matmul. groups: groups of inputs. outputs: the number of each weight's outputs.
 
     normed: whether its inputs are the norm of the residual stream plus what the stage before gave. gated: whether what the first weight
-    gives goes through silu and multiplies what the second gives. summed: whether it gives a part of what it should: the parts of all
-    devices are added up.
+    gives goes through silu and multiplies what the second gives. partial: whether its outputs are partial
+    sums, which are added up over the devices within the launch.
     """
 
     groups: int
     outputs: tuple[int, ...]
     normed: bool = False
     gated: bool = False
-    summed: bool = False
+    partial: bool = False
 
     @property
     def tiles(self) -> int:
@@ -67,8 +67,8 @@ class Stage:
 class Plan:
     """The stages of one launch, and where everything lies in shared memory.
 
-    room: passes whose activations there is place for in a block. eps: the norms' epsilon. devices: that run this launch at the same time,
-    and add up what `summed` stages give.
+    room: passes whose activations there is place for in a block. eps: the norms' epsilon. num_devices: how many devices run this launch at
+    the same time and add up partial sums.
 
     A stage whose activations all have their place is resident: a block takes its tiles one after the other, each over all inputs. In any
     other stage a block takes as many tiles together as it may, all of them over the inputs of some passes, then over those of the next.
@@ -79,15 +79,15 @@ class Plan:
     blocks: int
     room: int
     eps: float = 0.0
-    devices: int = 1
+    num_devices: int = 1
 
     @classmethod
-    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0, devices: int = 1) -> "Plan":
+    def fitting(cls, rows: int, stages: tuple[Stage, ...], blocks: int, eps: float = 0.0, num_devices: int = 1) -> "Plan":
         """A plan with as many stages resident as leave enough slots; those with a norm always are."""
         least = max((stage.passes for stage in stages if stage.normed), default=0)
         for most in sorted({least, *(stage.passes for stage in stages if stage.passes >= least)}, reverse=True):
             others = any(stage.passes > most for stage in stages)
-            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, devices)
+            plan = cls(rows, stages, blocks, max(most, passes_at_once(rows) if others else 0), eps, num_devices)
             if plan.slots >= ENOUGH_SLOTS:
                 break
         return plan
@@ -111,10 +111,10 @@ class Plan:
 
     def words_before(self, number: int) -> int:
         """Words of 32 bits, pairs of numbers, that stages before this one hand over in the same way: to other blocks, or to all devices."""
-        return self._words(self.stages[number].summed, self.stages[:number])
+        return self._words(self.stages[number].partial, self.stages[:number])
 
-    def _words(self, summed: bool, stages: tuple[Stage, ...]) -> int:
-        return self.rows * sum(stage.width for stage in stages if stage.summed == summed) // 2
+    def _words(self, partial: bool, stages: tuple[Stage, ...]) -> int:
+        return self.rows * sum(stage.width for stage in stages if stage.partial == partial) // 2
 
     @property
     def handoff_words(self) -> int:
@@ -122,22 +122,22 @@ class Plan:
         return COUNTER_WORDS + self._words(False, self.stages[:-1])
 
     @property
-    def part_words(self) -> int:
-        """Words of a device's parts of all sums of a launch."""
+    def partial_words(self) -> int:
+        """Words of a device's partial sums of a launch."""
         return self._words(True, self.stages[:-1])
 
     @property
-    def place_words(self) -> int:
-        """Words of the parts of all devices."""
-        return self.devices * self.part_words
+    def buffer_words(self) -> int:
+        """Words of the partial sums of all devices."""
+        return self.num_devices * self.partial_words
 
     @property
     def exchange_words(self) -> int:
-        """Words of the memory of each device that all of them write to: counters, and places for the parts."""
-        return COUNTER_WORDS + TURNS * self.place_words
+        """Words of each device's exchange memory."""
+        return COUNTER_WORDS + BUFFERS * self.buffer_words
 
     # Shared memory holds, in this order: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps'
-    # sums of tiles, the ring of tickets, the notes, the mbarriers of the three rings, and the ring of codes.
+    # sums of tiles, the ring of tickets, the state of the exchange, the mbarriers of the three rings, and the ring of codes.
 
     @property
     def x_bytes(self) -> int:
@@ -163,13 +163,13 @@ class Plan:
         return self.sums_start + SUMS_SLOTS * MATH_WARPS * self.tile_bytes
 
     @property
-    def notes_start(self) -> int:
+    def state_start(self) -> int:
         """A multiple of 16."""
         return self.tickets_start + 4 * TICKET_SLOTS
 
     @property
     def arrivals_start(self) -> int:
-        return self.notes_start + (4 * NOTES if self.devices > 1 else 0)
+        return self.state_start + (4 * STATE_WORDS if self.num_devices > 1 else 0)
 
     @property
     def ring_start(self) -> int:

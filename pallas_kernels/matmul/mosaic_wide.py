@@ -18,7 +18,7 @@ from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-FEWEST_ROWS = 9  # with fewer, `mosaic_gpu` takes its other kernel
+FEWEST_ROWS = 9  # with fewer, `mosaic_gpu` takes its other kernel, as it does up to 16 with an odd number of groups
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:

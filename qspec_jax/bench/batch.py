@@ -5,6 +5,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -127,13 +128,20 @@ def run(
     short = [i for i, request in enumerate(requests) if len(request.tokens) <= SHORT][: TOGETHER.get(jax.default_backend(), 0)]
     first = list(dict.fromkeys([*short, *{bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()]))
     order = [*first, *(i for i in range(len(requests)) if i not in first)]
-    for own in [[device] for device in devices] if SEVERAL in ways else [None]:
-        warm_up, ended = run_batch(model, [requests[i] for i in order], **settings, devices=own), set()
-        for result in warm_up:
+
+    def warm_up(own: list[jax.Device] | None) -> None:
+        results, ended = run_batch(model, [requests[i] for i in order], **settings, devices=own), set()
+        for result in results:
             ended.add(result.index)
             if ended.issuperset(range(len(first))):
-                warm_up.close()
+                results.close()
                 break
+
+    if SEVERAL in ways:
+        with ThreadPoolExecutor() as pool:  # each device has programs of its own
+            list(pool.map(warm_up, [[device] for device in devices]))
+    else:
+        warm_up(None)
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way], devices=devices if way == SEVERAL else None)

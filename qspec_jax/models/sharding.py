@@ -105,37 +105,37 @@ def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callabl
     leaves, tree = jax.tree.flatten(args)
     specs = tuple(_spec(leaf, mesh) for leaf in leaves)
     whole, alone = PartitionSpec(), Mesh(mesh.devices.reshape(-1)[:1], (MODEL,))
-    given = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def over(mesh: Mesh, specs: tuple, out_specs: Any, returned: Callable = lambda out: out) -> Callable:
-        parts = [jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype) for spec, x in zip(specs, given)]
-        run = lambda *some: returned(function(*jax.tree.unflatten(tree, _with_empty(some, parts))))
-        # Jitted, it keeps its constants to itself: JAX would give them to the `shard_map`, those without elements too.
-        return jax.shard_map(jax.jit(run), mesh=mesh, in_specs=_without_empty(specs, given), out_specs=out_specs, check_vma=False)
+        parts = [jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype) for spec, x in zip(specs, shapes)]
+        run = lambda *arrays: returned(function(*jax.tree.unflatten(tree, _with_empty(arrays, parts))))
+        # `jit` keeps constants inside. Otherwise JAX passes them to the `shard_map` as arguments, those without elements too.
+        return jax.shard_map(jax.jit(run), mesh=mesh, in_specs=_without_empty(specs, shapes), out_specs=out_specs, check_vma=False)
 
-    shapes = _without_empty(given, given)
-    on_one, out_tree = jax.tree.flatten(jax.eval_shape(over(alone, (whole,) * len(specs), whole), *shapes))
-    on_each = jax.tree.leaves(jax.eval_shape(over(mesh, specs, whole), *shapes))
+    with_elements = _without_empty(shapes, shapes)
+    on_one, out_tree = jax.tree.flatten(jax.eval_shape(over(alone, (whole,) * len(specs), whole), *with_elements))
+    on_each = jax.tree.leaves(jax.eval_shape(over(mesh, specs, whole), *with_elements))
     out_specs = tuple(_out_spec(one.shape, each.shape) for one, each in zip(on_one, on_each, strict=True))
     run = over(mesh, specs, _without_empty(out_specs, on_one), returned=lambda out: _without_empty(jax.tree.leaves(out), on_one))
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in zip(on_one, out_specs)]
 
     def on_all(*args: Any) -> Any:
-        return jax.tree.unflatten(out_tree, _with_empty(run(*_without_empty(jax.tree.leaves(args), given)), on_one))
+        return jax.tree.unflatten(out_tree, _with_empty(run(*_without_empty(jax.tree.leaves(args), shapes)), on_one))
 
     return on_all, jax.tree.unflatten(out_tree, placed)
 
 
-def _without_empty(those: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple:
-    """What belongs to arrays of these shapes, without those that have no elements: the process ends within XLA for GPUs where such an
-    array goes into a `shard_map` or comes out of it (jax 0.11)."""
-    return tuple(each for each, x in zip(those, shapes, strict=True) if x.size)
+def _without_empty(items: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple:
+    """Those of the items, one for each array of these shapes, whose array has elements: XLA for GPUs ends the process where an array
+    without any goes into a `shard_map` or comes out of it (jax 0.11)."""
+    return tuple(item for item, x in zip(items, shapes, strict=True) if x.size)
 
 
 def _with_empty(arrays: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
-    """The arrays of these shapes, of which those with elements are given."""
-    some = iter(arrays)
-    return [next(some) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes]
+    """Arrays of all of these shapes. arrays: those of them that have elements."""
+    given = iter(arrays)
+    return [next(given) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes]
 
 
 def divided_over(mesh: Mesh | None, function: Callable) -> Callable:

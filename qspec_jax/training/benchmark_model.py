@@ -71,7 +71,7 @@ RECIPE = Recipe(
     embedded_model.MODEL
     | {
         "hidden_size": 2048,
-        "intermediate_size": 5632,  # an even number of groups, which the INT4 kernels for Hopper want
+        "intermediate_size": 5632,  # an even number of groups, which INT4 matmuls of many rows want on Hopper
         "num_hidden_layers": 8,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
