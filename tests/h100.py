@@ -49,10 +49,7 @@ METHODS = {
 
 
 def main() -> None:
-    # No GPU is there to be asked.
-    dispatch.compute_capability = lambda: 9.0
-    for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, matmul, norm):
-        package.choose = choose
+    use_first_kernels()
     prefill = functools.cache(lambda kind: [prefill_temporaries(kind, layers, place=place) for layers in (2, 5)])
     for name, (kind, rows, gamma, draft, paged) in METHODS.items():
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_device())):
@@ -62,6 +59,13 @@ def main() -> None:
             found = prefill(kind)
         kernels = compiled.as_text().count('custom_call_target="mosaic_gpu')
         print(json.dumps({"method": name, "faults": faults_of(compiled, state), "kernels": kernels, "prefill": found}), flush=True)
+
+
+def use_first_kernels() -> None:
+    """Of each operation, the kernel that an H100 would run: no GPU is there to be asked."""
+    dispatch.compute_capability = lambda: 9.0
+    for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, matmul, norm):
+        package.choose = choose
 
 
 def abstract_device() -> AbstractDevice:

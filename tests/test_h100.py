@@ -15,13 +15,24 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def methods() -> dict:
-    script = Path(__file__).with_name("h100.py")
+def said_by(name: str) -> list[dict]:
+    """The JSON objects that a script of this folder prints."""
+    script = Path(__file__).with_name(name)
     root = str(script.parents[1])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    return {found["method"]: found for found in map(json.loads, run.stdout.splitlines())}
+    return list(map(json.loads, run.stdout.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def methods() -> dict:
+    return {found["method"]: found for found in said_by("h100.py")}
+
+
+def test_a_model_on_two_devices_compiles():
+    """XLA adds up embeddings and, in each of two layers, what the target finds; of the draft only what comes after the last layer."""
+    found = {each.pop("draft"): each["all_reduces"] for each in said_by("h100_divided.py")}
+    assert found == {"none": 1 + 4, "quantspec": 2 + 4 + 1, "sparse:budget=0.2": 2 + 4 + 1}
 
 
 def test_the_matmul_of_many_rows_keeps_all_in_registers(tmp_path):
