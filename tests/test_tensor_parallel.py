@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simulated_devices
 from checkpoints import hf_config, write_checkpoint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_fused_layer_gpu import problem as fused_layer_problem
 
 from convert import convert
@@ -206,6 +206,18 @@ def test_nothing_without_elements_crosses_into_a_device_program():
     found, of_one = run(x, empty), function(x, empty)
     jax.tree.map(np.testing.assert_array_equal, found, of_one)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, shapes)
+
+
+@pytest.mark.several_devices
+def test_an_array_without_elements_lies_where_it_should(eight):
+    """What a program returns can be given to it again, and the program is not compiled again for it."""
+    divided = NamedSharding(model_mesh(eight[:2]), PartitionSpec("model", None))
+    weight, empty = (jax.device_put(jnp.ones(shape), divided) for shape in ((4, 3), (4, 0)))
+    program = Compiled(lambda weight, empty: (jnp.concatenate([empty, weight], 1), empty))
+    for _ in range(2):
+        executable, _ = program.compile(weight, empty)
+        weight, empty = executable(weight, empty)
+        assert weight.sharding == empty.sharding == divided and len(program.programs) == 1
 
 
 @pytest.mark.several_devices

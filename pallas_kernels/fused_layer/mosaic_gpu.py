@@ -53,10 +53,13 @@ def unsupported(
         return "needs all weights in INT4"
     if biases:
         return f"adds no biases, and there are some of {', '.join(biases)}"
-    if axis is not None and (reason := exchange.unreachable(devices())):
-        return reason
-    if (count := num_devices_of(axis)) > MAX_DEVICES:
-        return f"adds up over {MAX_DEVICES} devices at most, not {count}"
+    if (count := num_devices_of(axis)) > 1:
+        if count > MAX_DEVICES:
+            return f"adds up over {MAX_DEVICES} devices at most, not {count}"
+        if count != len(devices()):
+            return f"needs to know the {count} devices of {axis}, and is traced for {len(devices())} (`dispatch.on`)"
+        if reason := exchange.unreachable(devices()):
+            return reason
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     norms = [norm, following_norm] if following else [norm]
     if attended.shape[:-1] != x.shape[:-1] or gate.shape[0] != up.shape[0]:

@@ -395,7 +395,7 @@ def spin_wait(at: Sequence[Value], *, across_devices: bool = False) -> list[tupl
 
     A vector load is a load of each of its words (PTX ISA, "Vector Data-types" of the memory consistency model), and each word says itself
     whether it is there, so no order between them matters. After SPIN_TRIES attempts the launch ends with an error. across_devices:
-    blocks of other devices may store them; the attempts are then DEVICE_SPIN_TRIES.
+    blocks of other devices may store them, or be waited for by those that do; the attempts are then DEVICE_SPIN_TRIES.
     """
     count, scope, tries = 4 * len(at), "sys" if across_devices else "gpu", DEVICE_SPIN_TRIES if across_devices else SPIN_TRIES
     loads, checks = [], []

@@ -347,10 +347,11 @@ class Activations:
         stage = self.plan.stages[number]
         if number == 0:
             return self.load(self.at["x"], stage, pieces, read_all)
-        if not self.plan.stages[number - 1].partial:
-            return self.load(outputs_of(self.plan, self.at, number - 1), stage, pieces, ptx.spin_wait)
-        wait = functools.partial(ptx.spin_wait, across_devices=True)
-        return functools.reduce(self.sums_of, (self.load(array, stage, pieces, wait) for array in self.exchange.received(number - 1)))
+        # Also a block of this device may wait for another device, and be waited for.
+        wait = functools.partial(ptx.spin_wait, across_devices=self.exchange is not None)
+        partial = self.plan.stages[number - 1].partial
+        arrays = self.exchange.received(number - 1) if partial else [outputs_of(self.plan, self.at, number - 1)]
+        return functools.reduce(self.sums_of, (self.load(array, stage, pieces, wait) for array in arrays))
 
     def place(self, number: int, first) -> None:
         """Places a stage's inputs of some passes from `first` on."""

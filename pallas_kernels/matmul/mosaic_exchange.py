@@ -5,8 +5,7 @@ partial sums to all devices, itself among them, and adds up those that it finds 
 the same bits. As between the blocks of a launch no flag says that a number is there; who needs it reads until it is no longer the NaN that
 was there before.
 
-Launches take turns with three buffers. The launch that begins when n were counted before uses buffer n % 3, and fills buffer (n + 2) % 3 of
-its own device with that NaN:
+Launches take turns with three buffers. Launch n uses buffer n % 3, and fills buffer (n + 2) % 3 of its own device with that NaN:
 
 * Nobody reads there any more: it was read in the launch before, which has ended here.
 * Nobody has written there yet: others do in their launch n + 2. They begin it once their launch n + 1 has ended, which needs partial sums
@@ -35,10 +34,10 @@ class Exchange:
         """Stores the state, which other warps may read after the block's next barrier; returns the address of the buffer to fill."""
         device = ptx.load_global(self.table)[0]
         memory = ptx.load_global(self._entry(device), 2)
-        launches = ptx.load_global(_joined(*memory))[0]
+        buffer = ptx.load_global(_joined(*memory))[0]
         with ptx.when(thread == 0):
-            ptx.store_shared(self.state, *memory, launches % BUFFERS, device)
-        return self._buffer(_joined(*memory), (launches + 2) % BUFFERS)
+            ptx.store_shared(self.state, *memory, buffer, device)
+        return self._buffer(_joined(*memory), (buffer + 2) % BUFFERS)
 
     def received(self, stage: int) -> list:
         """The addresses, in this device's memory, of all devices' partial sums of a stage."""
@@ -53,13 +52,14 @@ class Exchange:
         return [self._partial(self._buffer(memory, buffer), own, stage) for memory in memories]
 
     def count(self) -> None:
-        """Counts the block, in one of its threads. The last block counts the launch: by then all blocks have read the old count."""
-        memory = _joined(*ptx.load_shared(self.state, 4)[:2])
-        launches = ptx.load_global(memory)[0]
+        """Counts the block, in one of its threads. The last block says which buffer is the next: all blocks have read by then which one is
+        this launch's."""
+        lower, upper, buffer, _ = ptx.load_shared(self.state, 4)
+        memory = _joined(lower, upper)
         blocks = ptx.take_ticket(memory + 4, ptx.i32(1))
         with ptx.when(blocks == self.plan.blocks - 1):
             ptx.store_global(memory + 4, ptx.i32(0))
-            ptx.store_global(memory, launches + 1)
+            ptx.store_global(memory, (buffer + 1) % BUFFERS)
 
     def _entry(self, device: ptx.Value) -> ptx.Value:
         return self.table + ptx.i64(device + 1) * 8

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import dispatch
-from qspec_jax.models.sharding import mesh_of, on_each_device
+from qspec_jax.models.sharding import mesh_of, on_each_device, shardings_of
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class Compiled:
                 program.shapes = _with_memory_kinds(program.traced)
             else:
                 run, program.shapes = on_each_device(functools.partial(self._function, **static), mesh, args)
-                program.traced = self._jitted(lambda *args, **static: run(*args)).trace(*args, **static)
+                jitted = self._jitted(lambda *args, **static: run(*args), out_shardings=shardings_of(program.shapes))
+                program.traced = jitted.trace(*args, **static)
         return program.traced
 
     def _traced_with_host_memory(self, args: tuple, static: dict[str, Any]) -> jax.stages.Traced | None:

@@ -151,7 +151,13 @@ def _call(function: Callable, mesh: Mesh, *args: Array) -> Any:
 @functools.lru_cache(maxsize=64)
 def _jitted(function: Callable, mesh: Mesh, tree: Any, specs: tuple, shapes: tuple) -> Callable:
     placed = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, spec)) for each, spec in zip(shapes, specs)]
-    return jax.jit(on_each_device(function, mesh, jax.tree.unflatten(tree, placed))[0])
+    run, returned = on_each_device(function, mesh, jax.tree.unflatten(tree, placed))
+    return jax.jit(run, out_shardings=shardings_of(returned))
+
+
+def shardings_of(shapes: Any) -> Any:
+    """Where arrays of these shapes, a tree, are to lie."""
+    return jax.tree.map(lambda shape: shape.sharding, shapes)
 
 
 def _spec(leaf: Any, mesh: Mesh) -> PartitionSpec:
