@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ import pytest
 from gpus import skip_or_fail
 from test_matmul_gpu import random_weight
 
+from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
-from pallas_kernels.gpu import ptx
+from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
 
@@ -304,6 +306,27 @@ def test_takes_no_other_arguments(monkeypatch, change, reason):
     for place, value in change.items():
         args[place] = value
     assert reason in mosaic_gpu.unsupported(*args, eps=EPS)
+
+
+def test_which_devices_it_adds_up_over(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    args, reached = problem(256, 256, 256, (512,), 1), {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2)}
+    device = lambda number, process=0: SimpleNamespace(local_hardware_id=number, process_index=process, platform="gpu")
+    one, two, three, elsewhere = device(0), device(1), device(2), device(0, process=1)
+    monkeypatch.setattr(mosaic_gpu, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(exchange, "_here", lambda devices: True)
+    monkeypatch.setattr(exchange, "_reaches", lambda number, other: (number, other) in reached)
+
+    def reason(*devices, axis_size: int) -> str | None:
+        monkeypatch.setattr(mosaic_gpu, "num_devices_of", lambda axis: axis_size)
+        with dispatch.on(*devices):
+            return mosaic_gpu.unsupported(*args, eps=EPS, axis="model")
+
+    assert reason(one, axis_size=1) is None and reason(one, two, axis_size=2) is None
+    assert "is traced for 1" in reason(one, axis_size=2)
+    assert "8 devices at most, not 9" in reason(*map(device, range(9)), axis_size=9)
+    assert "all devices in one process" in reason(one, elsewhere, axis_size=2)
+    assert "does not reach that of" in reason(one, two, three, axis_size=3)
 
 
 @pytest.mark.parametrize("missing", [7, 8])
