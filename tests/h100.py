@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def use_first_kernels() -> None:
-    """Of each operation, the kernel that an H100 would run: no GPU is there to be asked."""
+    """From here on each operation takes the kernel that an H100 would run: no GPU is there to be asked."""
     dispatch.compute_capability = lambda: 9.0
     for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, matmul, norm):
         package.choose = choose

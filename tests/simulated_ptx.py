@@ -418,3 +418,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in replaced.items():
         monkeypatch.setattr(ptx, name, value)
+
+
+def at_once(function):
+    """What a jitted function does, without tracing it."""
+    return function.__wrapped__

@@ -31,8 +31,9 @@ def methods() -> dict:
 
 def test_a_model_on_two_devices_compiles():
     """XLA adds up embeddings and, in each of two layers, what the target finds; of the draft only what comes after the last layer."""
-    found = {each.pop("draft"): each["all_reduces"] for each in said_by("h100_divided.py")}
-    assert found == {"none": 1 + 4, "quantspec": 2 + 4 + 1, "sparse:budget=0.2": 2 + 4 + 1}
+    said = said_by("h100_divided.py")
+    assert {each["draft"]: each["all_reduces"] for each in said} == {"none": 1 + 4, "quantspec": 2 + 4 + 1, "sparse:budget=0.2": 2 + 4 + 1}
+    assert [each["copied"] for each in said] == [0, 0, 0]
 
 
 def test_the_matmul_of_many_rows_keeps_all_in_registers(tmp_path):

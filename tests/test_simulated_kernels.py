@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels on a CPU, instruction by instruction (simulated_ptx.py): what they compute. The GPU tests take real shapes.
 
-Not here: flush, which is not written for warps.
+Not here: the fused layer (test_simulated_fused_layer.py), and flush, which is not written for warps.
 """
 
 import contextlib
@@ -13,17 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_fused_layer_gpu
 import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
 from paging import in_pages
-from simulated_gpu import COPIED, Lanes, Past, Touched, constant, here, launch
-from simulated_ptx import simulate
+from simulated_gpu import COPIED, Past, Touched, here, launch
+from simulated_ptx import at_once, simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
-import pallas_kernels.fused_layer.mosaic_gpu as fused_layer
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
 import pallas_kernels.matmul.mosaic_wide as wide_matmul
@@ -37,8 +35,7 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
-from pallas_kernels.matmul import mosaic_block
-from pallas_kernels.matmul.mosaic_plan import BUFFERS, COUNTER_WORDS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
@@ -48,7 +45,7 @@ from pallas_kernels.rope_append import reference as rope_append_reference
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, fused_layer, matmul, norm, skinny_matmul, wide_matmul, rope_append):
+    for kernel in (attention, matmul, norm, skinny_matmul, wide_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -57,12 +54,7 @@ def simulated(monkeypatch):
 SEEN, IN_VAIN = (AssertionError, TimeoutError), "waits for .* in vain"
 
 
-def at_once(function):
-    """What a jitted function does, without tracing it."""
-    return function.__wrapped__
-
-
-# INT4 matmul, and all between two attentions ---------------------------------------------------------------------------
+# INT4 matmul -----------------------------------------------------------------------------------------------------------
 
 
 # In these matmuls the data decide nothing about what is done, so that half of the problems have outliers.
@@ -99,141 +91,6 @@ def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
     clean, spoilt = run(x, [weight]), run(x.at[1, 9].set(jnp.nan), [weight])
     assert np.isnan(np.asarray(spoilt[1], np.float32)).all()
     np.testing.assert_array_equal(np.asarray(spoilt)[[0, 2]], np.asarray(clean)[[0, 2]])
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows", "blocks", "resident"),
-    [((256, 256, 256, ()), 3, 2, 2), ((256, 512, 256, (32, 16, 16)), 1, 3, 1)],
-    ids=["three stages", "four stages, fewer blocks fit than there are"],
-)
-@pytest.mark.slow
-def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
-    monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
-    plan = dataclasses.replace(fused_layer.plan_for(rows, o, gate, down, following, test_fused_layer_gpu.EPS), blocks=blocks)
-    norms, weights = [weight, following_weight], [[o], [gate, up], [down], following]
-    count = len(plan.stages)
-    handoff = fused_layer.empty_handoff(plan)
-    *found, another = at_once(fused_layer.run)(plan, x, attended, norms[: count // 2], weights[:count], handoff)
-    assert_empty(another)
-    for ours, exact in zip(found, test_fused_layer_gpu.exact(*problem)):
-        assert ours.dtype == jnp.bfloat16
-        assert np.linalg.norm(np.asarray(ours, np.float32) - exact) <= 1e-2 * np.linalg.norm(exact)
-
-
-def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> Int4Weight:
-    """A device's part of a weight, some of its groups of inputs or some of its outputs."""
-    return jax.tree.map(lambda a: jnp.array_split(a, devices, axis=1 if inputs else 0)[device], weight)
-
-
-@pytest.mark.parametrize(
-    ("devices", "shape", "rows", "blocks", "resident", "launches"),
-    [(2, (256, 256, 768, (32, 32, 32)), 2, 2, 2, 1), (4, (256, 512, 512, (64,)), 1, 1, 4, 1), (2, (256, 256, 256, ()), 1, 2, 3, 4)],
-    ids=["an odd number of groups on each, one block at a time", "four devices", "three stages, all places and the first again"],
-)
-@pytest.mark.slow
-def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows, blocks, resident, launches):
-    """One simulated launch runs the blocks of all devices."""
-    x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
-    exact = test_fused_layer_gpu.exact(*problem)
-    weights = []
-    for d in range(devices):
-        by_inputs, by_outputs = (functools.partial(part_of, device=d, devices=devices, inputs=inputs) for inputs in (True, False))
-        weights.append([[by_inputs(o)], [by_outputs(gate), by_outputs(up)], [by_inputs(down)], [by_outputs(w) for w in following]])
-    (first_o,), (first_gate, _), (first_down,), last = weights[0]
-    plan = fused_layer.plan_for(rows, first_o, first_gate, first_down, last, test_fused_layer_gpu.EPS, devices)
-    plan = dataclasses.replace(plan, blocks=blocks)
-    norms = [weight, following_weight] if following else [weight]
-    memories = [np.where(np.arange(plan.exchange_words) < COUNTER_WORDS, 0, ptx.ABSENT).astype(np.uint32)] * devices
-    launched, monitored = [], functools.partial(launch, resident=resident)
-
-    def together(name, emit, inputs, outputs, blocks, warpgroups, shared_bytes, updated):
-        launched.append((emit, inputs, outputs, updated))
-        return outputs | updated
-
-    monkeypatch.setattr(fused_layer, "launch", together)
-    monkeypatch.setattr(ptx, "block_index", lambda: Lanes(constant(here.block.index // devices, np.int32)))
-    for turn in range(launches):
-        launched.clear()
-        for d in range(devices):
-            heads = jnp.array_split(attended, devices, axis=1)[d]
-            table = np.zeros((1 + devices, 2), np.uint32)
-            at_once(fused_layer.run)(plan, x, heads, norms, weights[d][: len(plan.stages)], fused_layer.empty_handoff(plan), table)
-        of_device = lambda arrays, d: {f"{name}/{d}": array for name, array in arrays.items()}
-        several = [{}, {}, {}]
-        for d, (_, *arrays) in enumerate(launched):
-            several = [all | of_device(some, d) for all, some in zip(several, arrays)]
-        inputs, outputs, updated = several
-
-        def emit(refs):
-            device = here.block.index % devices
-            memory = here.block.device.memory
-            entry = refs[f"exchange_table/{device}"] - memory.start
-            addresses = [device, *(refs[f"memory/{d}"] for d in range(devices))]
-            memory.bytes[entry : entry + 8 * len(addresses)].view(np.int64)[:] = addresses
-            mine = {name.partition("/")[0]: ref for name, ref in refs.items() if name.endswith(f"/{device}")}
-            launched[device][0](mine | {"shared": refs["shared"]})
-
-        updated |= {f"memory/{d}": memory for d, memory in enumerate(memories)}
-        found = monitored("all devices", emit, inputs, outputs, devices * blocks, fused_layer.WARPGROUPS, plan.shared_bytes, updated)
-        memories = [np.asarray(found[f"memory/{d}"]) for d in range(devices)]
-        for memory in memories:
-            assert memory[0] == (turn + 1) % BUFFERS and memory[1] == 0
-            buffers = memory[COUNTER_WORDS:].reshape(BUFFERS, -1)
-            assert (buffers[(turn + 2) % BUFFERS] == ptx.ABSENT).all() and (buffers[turn % BUFFERS] != ptx.ABSENT).all()
-        residuals, outputs = ([np.asarray(found[f"{name}/{d}"], np.float32) for d in range(devices)] for name in ("residual_out", "y"))
-        assert all(np.array_equal(residual, residuals[0]) for residual in residuals)
-        if following:
-            of_weight = zip(*(split(out, last) for out in outputs))
-            y = np.concatenate([part for parts in of_weight for part in parts], axis=-1)
-        else:
-            y = sum(outputs)
-        for ours, wanted in zip((residuals[0], y), exact):
-            # Parts are rounded to bfloat16 one by one.
-            assert np.linalg.norm(ours - wanted) <= 2e-2 * np.linalg.norm(wanted)
-
-
-def split(y: np.ndarray, weights: list[Int4Weight]) -> list[np.ndarray]:
-    """The outputs of each weight."""
-    return np.split(y, np.cumsum([weight.shape[0] for weight in weights])[:-1], axis=-1)
-
-
-def assert_empty(handoff: jax.Array) -> None:
-    assert handoff[0] == 0
-    np.testing.assert_array_equal(np.asarray(handoff[COUNTER_WORDS:]), ptx.ABSENT)
-
-
-def test_a_launch_leaves_an_empty_handoff_buffer():
-    # More than the threads of a block fill in a turn, and not the same share for each block.
-    plan = Plan(8, (Stage(16, (2048,)), Stage(16, (2048,))), blocks=3, room=1)
-
-    def emit(refs: dict) -> None:
-        start = ptx.address(refs["next"])
-        mosaic_block.fill_absent(plan, start, plan.handoff_words, ptx.block_index(), ptx.thread_index(), with_counter=True)
-
-    shape = jax.ShapeDtypeStruct((plan.handoff_words,), jnp.uint32)
-    found = launch("fill_absent", emit, {}, {"next": shape}, 3, fused_layer.WARPGROUPS, 128)
-    assert found["next"].size == fused_layer.empty_handoff(plan).size
-    assert_empty(found["next"])
-
-
-def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
-    problem = test_fused_layer_gpu.problem(256, 256, 256, (), 1)
-    plans = []
-    monkeypatch.setattr(fused_layer, "multiprocessors", lambda: 2)
-    monkeypatch.setattr(
-        fused_layer, "run", lambda plan, x, attended, norms, weights, handoff, _: plans.append((plan, handoff)) or (x, x, handoff)
-    )
-    for size in (None, 8, 288, 1024):
-        handoff = None if size is None else jnp.zeros(size, jnp.uint32)
-        fused_layer.between_attentions(*problem, handoff, eps=1e-5)
-        plan, used = plans.pop()
-        assert plan.handoff_words == 288
-        if size is not None and size >= 288:
-            assert used is handoff
-        else:
-            assert used.size == 288
-            assert_empty(used)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ the memory idle whenever one ends and the next begins.
 
 Blocks wait for what others hand over (docs/kernels.md, "The fused layer"). They draw their work in the order in which
 it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
-other may run at the same time.
+other may run at the same time on one device. Where a model is divided over devices, they add up within the launch what each of them finds
+(matmul/mosaic_exchange.py).
 """
 
 import functools
@@ -73,7 +74,7 @@ def unsupported(
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
-    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, num_devices_of(axis)).slots < LEAST_SLOTS:
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < LEAST_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 
@@ -123,8 +124,9 @@ def between_attentions(
     flat = lambda a: a.reshape(rows, -1)
     if handoff is None or handoff.size < plan.handoff_words:
         handoff = empty_handoff(plan)
-    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, _table(plan, axis) if plan.num_devices > 1 else None)
-    if plan.num_devices > 1 and not following:
+    table = _table(plan, axis) if plan.num_devices > 1 else None
+    residual, y, handoff = run(plan, flat(x), flat(attended), norms, weights, handoff, table)
+    if table is not None and not following:
         y = lax.psum(y, axis)
     return *(a.reshape(*x.shape[:-1], -1) for a in (residual, y)), handoff
 

@@ -29,18 +29,10 @@ def between_attentions(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """See `pallas_kernels.fused_layer.between_attentions`."""
     of = lambda *names: [biases[name] for name in names if name in biases]
-    x, h = add_rms_norm(x, _summed(attended, o, of("o"), axis), norm, eps=eps)
+    x, h = add_rms_norm(x, linear(attended, [o], of("o"), summed_over=axis), norm, eps=eps)
     gates, ups = jnp.split(linear(h, [gate, up], of("gate", "up")), 2, axis=-1)
-    added = _summed(jax.nn.silu(gates) * ups, down, of("down"), axis)
+    added = linear(jax.nn.silu(gates) * ups, [down], of("down"), summed_over=axis)
     if following_norm is None:
         return x, added, handoff
     x, h = add_rms_norm(x, added, following_norm, eps=eps)
     return x, linear(h, following), handoff
-
-
-def _summed(x: Float[Array, "*rows in"], weight: Weight, bias: list[Array], axis: str | None) -> Float[Array, "*rows out"]:
-    """A linear layer whose inputs are divided over the devices of a mesh, with its bias, if there is one."""
-    if axis is None:
-        return linear(x, [weight], bias)
-    y = jax.lax.psum(linear(x, [weight]), axis)
-    return y + bias[0] if bias else y

@@ -44,7 +44,10 @@ def addresses(devices: tuple[jax.Device, ...], words: int, zeros: int) -> np.nda
 
 
 def _here(devices: tuple[jax.Device, ...]) -> bool:
-    return set(devices) <= set(jax.local_devices())
+    try:
+        return set(devices) <= set(jax.local_devices(backend=devices[0].platform))
+    except RuntimeError:  # JAX runs on no such platform here
+        return False
 
 
 @functools.cache

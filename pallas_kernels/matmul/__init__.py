@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
@@ -15,17 +16,25 @@ SKINNY_IMPLEMENTATIONS = ("mosaic_skinny",)  # few rows times weights that are n
 
 
 def linear(
-    x: Float[Array, "*rows in"], weights: Sequence[Weight], biases: Sequence[Float[Array, "out"]] = (), *, dtype=None
+    x: Float[Array, "*rows in"],
+    weights: Sequence[Weight],
+    biases: Sequence[Float[Array, "out"]] = (),
+    *,
+    dtype=None,
+    summed_over: str | None = None,
 ) -> Float[Array, "*rows out"]:
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
     weights: [out, in] in any format; where all are INT4, or the rows few, they may share a launch. biases: one for each weight, or none
-    at all. dtype: the result's where weights are not INT4; x's by default.
+    at all. dtype: the result's where weights are not INT4; x's by default. summed_over: the axis of a mesh over whose devices the inputs
+    are divided, within `jax.shard_map`: what each device makes of its own is added up before the biases. None: they are not divided.
     Raises ValueError where there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):
         raise ValueError(f"linear: {len(biases)} biases for {len(weights)} weights, should be as many or none")
     y = _multiply(x, weights, x.dtype if dtype is None else dtype)
+    if summed_over is not None:
+        y = lax.psum(y, summed_over)
     return y + jnp.concatenate(biases) if biases else y
 
 

@@ -12,7 +12,8 @@ that no stage writes, put there by the launch before, and whoever needs a number
 it: weights of the next stage are on their way already.
 
 Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
-block that runs already: the launch comes to its end however few of its blocks fit on the device at once, beside other launches or not.
+block that runs already, or to another device's launch: the launch comes to its end however few of its blocks fit on the device at once,
+beside other launches or not.
 A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
 One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
 Rings, barriers and the handoff buffer are drawn in docs/kernels.md.

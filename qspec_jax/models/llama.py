@@ -59,8 +59,8 @@ class AttendingCache(Protocol):
 class Linear(nnx.Module):
     """y = x @ weight.T + bias; weight [out, in] in any format of `pallas_kernels.matmul.linear`.
 
-    summed_over: the axis of a mesh over whose devices the inputs are divided; what each makes of its own is added up. None: there is one
-    device, or the outputs are divided.
+    summed_over: the axis of a mesh over whose devices the inputs are divided, see `linear`. None: there is one device, or the outputs are
+    divided.
     """
 
     def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False, summed_over: str | None = None):
@@ -69,10 +69,7 @@ class Linear(nnx.Module):
         self.summed_over = summed_over
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        if self.summed_over is None:
-            return linear(x, *_parameters(self))
-        y = lax.psum(linear(x, _weights(self)), self.summed_over)
-        return y if self.bias is None else y + self.bias.get_value()
+        return linear(x, *_parameters(self), summed_over=self.summed_over)
 
 
 class RMSNorm(nnx.Module):

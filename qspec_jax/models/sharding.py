@@ -1,8 +1,8 @@
 """Tensor parallelism: how weights are divided over the devices of a mesh, and functions that run on all of them at once.
 
 A function runs whole on every device, with the weights and the cache that lie there: some attention heads, some columns of an MLP, some of
-the vocabulary. What the devices have to tell each other stands where the model needs it (`Linear`, `Llama.embed`, `Llama.logits`) and
-nowhere else, so nothing is gathered that is not meant to be. Source: Megatron-LM (arXiv 1909.08053), section 3.
+the vocabulary. What the devices have to tell each other stands where the model needs it (`Linear`, `Block.until`, `Llama.embed`,
+`Llama.logits`) and nowhere else, so nothing is gathered that is not meant to be. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 import functools
