@@ -51,7 +51,8 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
 
 
 def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
-    """Alike are one row, and a few tiles more; the problem's own comes first, and blocks of a cluster stay with theirs."""
+    """Alike are one row, a few tiles more, and twice the heads, with as many blocks as are resident; the problem's own comes first, and
+    blocks of a cluster stay with theirs."""
     default = plan.configured(None)
     stored = lambda splits, **changed: tuning.store(
         mosaic_plan.KERNEL, plan.problem | changed, {"splits": splits, "warpgroups": 2, "team": 2, "launches": 1}, tuning.path()
@@ -62,6 +63,8 @@ def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
     assert plan.configured(None).config == mosaic_plan.Config(splits=4, warpgroups=2, team=2)
     rows = dataclasses.replace(plan, batch=5)
     assert (rows.configured(None).config.warpgroups, rows.configured(None).config.team) == (2, 2)
+    divided = dataclasses.replace(plan, kv_heads=plan.kv_heads // 2).configured(None).config
+    assert divided == mosaic_plan.Config(splits=132 // 16, warpgroups=2, team=2)
     stored(5)
     assert plan.configured(None).config == mosaic_plan.Config(splits=5, warpgroups=2, team=2, launches=1)
     assert rows.configured(None).config.launches == 2

@@ -61,7 +61,7 @@ triforce-offloaded) # TriForce, table 3: of the card JAX gets 24 GB; 80 GB of ho
     megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1 || true)
     XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 24e9 / (${megabytes:-81559} * 2 ^ 20) }")
     export XLA_PYTHON_CLIENT_MEM_FRACTION
-    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 48 $rates --repeats 2 --cache full:host \
+    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 2 --cache full:host \
         --cache int8:host --baseline-cache full:host --draft "triforce:model=$small,middle=(retrieval:budget=8192)" \
         --draft retrieval:budget=8192,weight_bits=16 --json --output "$out/triforce-offloaded.json"
     ;;

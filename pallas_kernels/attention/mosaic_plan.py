@@ -47,10 +47,12 @@ class Config:
 
 
 def alike(problem: dict) -> list[dict]:
-    """A problem, and those whose best configurations will do for it: of one row of the batch, and of a few tiles of query rows more."""
+    """A problem, and those whose best configurations will do for it: of one row of the batch, of a few tiles of query rows more, and of
+    twice the heads, of which each of two devices has half."""
     batches = dict.fromkeys((problem["batch"], 1))
     tiles = range(problem["block_tiles"], problem["block_tiles"] + MORE_TILES + 1)
-    return [problem | {"batch": batch, "block_tiles": number} for number in tiles for batch in batches]
+    heads = problem["heads"], 2 * problem["heads"]
+    return [problem | dict(heads=count, batch=batch, block_tiles=number) for count in heads for number in tiles for batch in batches]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Plan:
             return self.configured(config).with_room()
         # Blocks of a cluster are known to find a place for the very problem alone.
         plan = self.configured(dataclasses.replace(config, launches=2)).with_room()
-        return plan if problem["batch"] == self.batch else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
+        blocks_fit = all(problem[name] == self.problem[name] for name in ("batch", "heads"))
+        return plan if blocks_fit else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
 
     def balanced(self) -> "Plan":
         """The plan with splits to deal out among the rows of a batch, in a number that leaves few multiprocessors idle at the end.

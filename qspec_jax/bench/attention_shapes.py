@@ -96,6 +96,11 @@ LARGE = (
     _uniform("int8-T13-mha-128k", 2, 13, 32, 32, 128),
     _uniform("int4-T1-gqa-128k", 1, 1, 32, 8, 128),
     _uniform("int8-T7-gqa-128k", 2, 7, 32, 8, 128),
+    # What each of two devices has of these.
+    _uniform("int4-T1-mha-128k-halved", 1, 1, 16, 16, 128),
+    _uniform("int8-T7-mha-128k-halved", 2, 7, 16, 16, 128),
+    _uniform("int4-T1-gqa-128k-halved", 1, 1, 16, 4, 128),
+    _uniform("int8-T7-gqa-128k-halved", 2, 7, 16, 4, 128),
     # Full batches: the drafts' and the verifying passes of `bench decode --batch-size`.
     _uniform("int4-T1-gqa-32k-16rows", 1, 1, 32, 8, 32, rows=16),
     _uniform("int8-T6-gqa-32k-16rows", 2, 6, 32, 8, 32, rows=16),

@@ -16,7 +16,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.bench.simulated import SimulatedGreedy
-from qspec_jax.decoding.batch import SHORT, TOGETHER, BatchStats, layers_at_once, run_batch
+from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
@@ -124,18 +124,10 @@ def run(
 
     batch_size = min(batch_size, len(requests))
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
-    # Short ones that are prefilled together, a prompt of each padded length, and behind them the others, which programs depend on as well.
-    short = [i for i, request in enumerate(requests) if len(request.tokens) <= SHORT][: TOGETHER.get(jax.default_backend(), 0)]
-    first = list(dict.fromkeys([*short, *{bucket(len(request.tokens)): i for i, request in enumerate(requests)}.values()]))
-    order = [*first, *(i for i in range(len(requests)) if i not in first)]
 
     def warm_up(own: list[jax.Device] | None) -> None:
-        results, ended = run_batch(model, [requests[i] for i in order], **settings, devices=own), set()
-        for result in results:
-            ended.add(result.index)
-            if ended.issuperset(range(len(first))):
-                results.close()
-                break
+        # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
+        deque(run_batch(model, requests, **settings, devices=own), maxlen=0)
 
     if SEVERAL in ways:
         with ThreadPoolExecutor() as pool:  # each device has programs of its own

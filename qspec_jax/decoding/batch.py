@@ -182,7 +182,7 @@ def run_batch(
 
     def results_of(place: data_parallel.Place, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
         engine, own = next(engines), BatchStats()
-        own_model, own_draft = data_parallel.copied_to((model, draft), place)
+        own_model, own_draft = jax.block_until_ready(data_parallel.copied_to((model, draft), place))
         more = dict(stats=own, share=share, is_stopped=is_stopped)
         slots = _Slots(own_model, requests, waiting, rows, own_draft, **settings, **more)
         parts[engine] = own
