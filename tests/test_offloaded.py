@@ -280,8 +280,8 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
     for each in (cache.partition(":")[0], cache):
         settings = dict(cache=each, draft=draft, ignore_eos=True, num_speculative_tokens=1 if draft == "specache" else 3)
         requests = [
-            Request(prompt, GenerationConfig(max_new_tokens=200 + 40 * i, **settings), jax.random.key(i))
-            for i, prompt in enumerate(random_prompts([900, 300, 701, 500, 640], vocab_size=4096))
+            Request(prompt, GenerationConfig(max_new_tokens=140 + 40 * i, **settings), jax.random.key(i))
+            for i, prompt in enumerate(random_prompts([900, 300, 640], vocab_size=4096))
         ]
         found.append({result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=made)})
     assert found[0] == found[1]

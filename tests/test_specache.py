@@ -32,6 +32,9 @@ FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size
 PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes within 6 tokens
 
 
+SIZES = dict(batch=3, capacity=64, num_speculative_tokens=2, dtype=jnp.float64)
+
+
 def without_guess(**settings) -> GenerationConfig:
     """Over 1 bit. settings: of the cache."""
     text = ",".join(f"{name}={value}" for name, value in ({"bits": 1, "residual": 16} | settings).items())
@@ -113,7 +116,8 @@ def test_everything_fetched_is_the_full_cache():
     with jax.enable_x64(True):
         model = random_model("float64")
         full = run_rounds(model, PROMPTS, FULL).tokens
-        assert run_rounds(model, PROMPTS, specache(k=64)).tokens == full
+        for fetch in ("ahead", "checked"):
+            assert run_rounds(model, PROMPTS, specache(k=64, fetch=fetch)).tokens == full
         assert run_rounds(model, PROMPTS, without_guess(k=64, fetch="now")).tokens == full
         assert run_rounds(model, PROMPTS, without_guess(k=64)).tokens != full
         assert run_rounds(model, PROMPTS, specache(k=1)).tokens != full
@@ -132,18 +136,37 @@ def test_scores_of_real_text_go_by_guesses_too():
         np.testing.assert_allclose(scores("specache:bits=1,residual=16,k=64"), full, atol=1e-11)
         little = scores("specache:bits=1,residual=16,k=4")
         assert np.nanmax(np.abs(little - full)) > 1e-4
-        assert np.nanmax(np.abs(little - scores("specache:bits=1,residual=16,k=4,fetch=now"))) > 1e-6
+        now, checked = (scores(f"specache:bits=1,residual=16,k=4,fetch={fetch}") for fetch in ("now", "checked"))
+        assert min(np.nanmax(np.abs(little - other)) for other in (now, checked)) > 1e-6
 
 
-def test_what_is_generated_is_what_is_scored():
+@pytest.mark.parametrize("fetch", ["ahead", "checked"])
+def test_what_is_generated_is_what_is_scored(fetch):
     """With few tokens fetched the guess decides which: decoding, by the draft, the others in host memory, and scoring, by a loop of its
     own, come to the same."""
     with jax.enable_x64(True):
         model = random_model("float64")
-        config = dataclasses.replace(specache(k=3, store="host"), max_new_tokens=30, output_logprobs=True)
+        config = dataclasses.replace(specache(k=3, store="host", fetch=fetch), max_new_tokens=30, output_logprobs=True)
         out = generate(model, PROMPTS, config=config, draft=make_draft("specache", model))
-        scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3).cache_config)
+        scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3, fetch=fetch).cache_config)
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
+
+
+def test_a_wrong_guess_is_put_right():
+    """Rows in which it was wrong read what the pass itself chooses, as with `fetch=now`; the others read what was fetched."""
+    with jax.enable_x64(True):
+        model = random_model("float64")
+        caches = [
+            prefill(model, *padded(PROMPTS), without_guess(k=3, fetch=fetch).cache_config.empty(model.config, **SIZES))[1]
+            for fetch in ("now", "ahead", "checked")
+        ]
+        at = caches[0].lengths.total[:, None]
+        step = lambda cache, tokens: model(jnp.asarray(tokens), at + jnp.arange(len(tokens[0])), cache)
+        guessed = [step(cache, [[1, 2], [3, 4], [5, 6]])[1].rollback(cache.lengths) for cache in caches]  # it was fetched for 2, 4 and 6
+        checked = dataclasses.replace(guessed[2], missed=jnp.array([True, False, True]))
+        now, ahead, found = (step(cache, [[7], [8], [9]])[0] for cache in (guessed[0], guessed[1], checked))
+        assert not np.allclose(now, ahead)
+        np.testing.assert_allclose(found, np.where(np.array([True, False, True])[:, None, None], now, ahead), atol=1e-12)
 
 
 def test_the_last_token_of_a_pass_chooses():
@@ -175,7 +198,7 @@ def test_a_row_depends_on_nothing_but_itself():
     """Slots that are refilled: a row that begins among others gets its pass before the first round, and theirs stay."""
     with jax.enable_x64(True):
         model, prompts = random_model("float64"), random_prompts([41, 20, 50, 35, 60])
-        config = dataclasses.replace(specache(k=8), temperature=0.7)
+        config = dataclasses.replace(specache(k=8, fetch="checked"), temperature=0.7)
         requests = [
             Request(prompt, dataclasses.replace(config, max_new_tokens=5 + 9 * i), jax.random.key(i)) for i, prompt in enumerate(prompts)
         ]
@@ -202,7 +225,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
     ("settings", "words"),
     [
         (dict(cache="specache:k=0"), "cache specache: k 0 should be from 1"),
-        (dict(cache="specache:fetch=later"), "cache specache: fetch 'later' should be ahead or now"),
+        (dict(cache="specache:fetch=later"), "cache specache: fetch 'later' should be ahead, checked or now"),
         (dict(cache="specache:store=disk"), "cache specache: store 'disk' should be device or host"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), "makes one guess a round"),

@@ -78,7 +78,8 @@ specache-throughput) # SpeCache, throughput at the largest batch; as many rows a
     throughput() { # CONTEXT BATCH
         qspec bench decode --arch mistral-7b --context "$1" --batch-size "$2" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
             --cache kivi:bits=1,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
-            --cache specache:bits=1,store=host,fetch=now --json --output "$out/specache-$1.json"
+            --cache specache:bits=1,store=host,fetch=checked --cache specache:bits=1,store=host,fetch=now \
+            --json --output "$out/specache-$1.json"
     }
     throughput 32768 20
     throughput 8192 80

@@ -270,16 +270,16 @@ def read_bandwidth(*, repeats: int) -> float:
     reads 32 MB."""
     cpu = jax.default_backend() == "cpu"
     size = 1 << (24 if cpu else 31)  # bytes of each of the two inputs
-    best = 0.0
-    for columns in (16384,) if cpu else (4096, 16384, 65536):
+
+    def of_rows(columns: int) -> float:  # a function, so that one row length's inputs are gone before the next one's are made
         rows = size // 2 // columns
         keys = [jax.random.key(seed, impl="unsafe_rbg") for seed in range(2)]
         inputs = [(jax.random.normal(key, (rows, columns), jnp.bfloat16),) for key in keys]
         # The sums of the call before enter, as a query would.
         total = lambda before, x: x.sum(1, dtype=jnp.float32) + 0 * before
-        timing = time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats)
-        best = max(best, size / timing.median_us / 1e3)
-    return best
+        return size / time_jax(total, jnp.zeros(rows, jnp.float32), inputs, repeats=repeats).median_us / 1e3
+
+    return max(map(of_rows, (16384,) if cpu else (4096, 16384, 65536)))
 
 
 def copy_bandwidth(*, repeats: int) -> float:

@@ -3,7 +3,7 @@ full precision.
 
 A pass reads codes, except for k tokens that the pass before has chosen, whose full-precision keys and values it reads instead: those that
 the last token of that pass attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention
-twice.
+twice. With `fetch=checked` it does so only in rows where the last token of the pass before was another than the one that now comes.
 
 Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
 (`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here that is so with `store=host`.
@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
@@ -30,7 +30,7 @@ from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
-FETCH = ("ahead", "now")
+FETCH = ("ahead", "checked", "now")
 STORE = ("device", "host")
 BLOCK = 32  # tokens, see `largest`
 
@@ -38,7 +38,8 @@ BLOCK = 32  # tokens, see `largest`
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
     """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones. fetch:
-    "ahead" reads what the pass before has chosen, "now" what the pass itself chooses. store: where the whole cache in full precision is,
+    "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so where the guess was right, and elsewhere
+    what the pass itself chooses; "now" always does the latter. store: where the whole cache in full precision is,
     "host" or "device" memory."""
 
     residual: int = 64
@@ -52,7 +53,7 @@ class SpeCacheSettings(KiviSettings):
         super().__post_init__()
         check_tokens(self.name, "k", self.k)
         if self.fetch not in FETCH:
-            raise InputError(f"cache {self.name}: fetch {self.fetch!r} should be {' or '.join(FETCH)}")
+            raise InputError(f"cache {self.name}: fetch {self.fetch!r} should be {', '.join(FETCH[:-1])} or {FETCH[-1]}")
         if self.store not in STORE:
             raise InputError(f"cache {self.name}: store {self.store!r} should be {' or '.join(STORE)}")
 
@@ -74,10 +75,14 @@ class SpeCacheLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCache(Cache):
-    """Codes of everything, and some of it in full precision. There is one way to read it, whatever the view."""
+    """Codes of everything, and some of it in full precision. There is one way to read it, whatever the view.
+
+    missed: whether what is fetched was chosen by a wrong guess at the token that the next pass begins with; `fetch=checked` goes by it.
+    """
 
     layers: tuple[SpeCacheLayer, ...]
     lengths: Lengths
+    missed: Bool[Array, "B"]
     settings: SpeCacheSettings = dataclasses.field(metadata={"static": True})
 
     Settings: ClassVar[type] = SpeCacheSettings
@@ -115,13 +120,13 @@ class SpeCache(Cache):
             room = settings.residual if layer.keys.tokens else 0
             store = FullLayer.zeros(rows=layer.keys.tokens + room, **shape)
             layers.append(SpeCacheLayer(layer, jax.tree.map(to_host, store) if settings.store == "host" else store, none))
-        return cls(tuple(layers), no_tokens(batch), settings)
+        return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
     def bytes_of_pass(self, tokens):
         fetched = [leaf for layer in self.layers for leaf in (layer.fetched.keys, layer.fetched.values)]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
-        # Those that the pass reads, and those that it fetches.
+        # Those that the pass reads, and those that it fetches, if no guess was wrong.
         return (coded + size, size) if in_host(self.layers[0].store.keys) else (coded + 2 * size, 0)
 
     def fill(self, layer, keys, values, n):
@@ -149,12 +154,25 @@ class SpeCache(Cache):
         if not self.layers[0].codes.keys.tokens:
             return decode_attention(q, codes, lengths, BOTH_PLANES), SpeCacheLayer(codes, old.store, fetched), None
         if self.settings.fetch == "now":
-            nothing = dataclasses.replace(fetched, positions=jnp.full_like(fetched.positions, -1))
-            fetched = self._fetched(old.store, attend_replaced(q, codes, lengths, nothing)[1])
+            fetched = self._chosen_by_first(q, codes, old, jnp.ones_like(self.missed))
+        if self.settings.fetch == "checked":
+            # A loop of at most one trip, as in the draft.
+            again = lambda carry: (self._chosen_by_first(q, codes, old, self.missed), jnp.array(False))
+            fetched, _ = lax.while_loop(lambda carry: carry[1], again, (fetched, self.missed.any()))
         attended, share = attend_replaced(q, codes, lengths, fetched)
-        if self.settings.fetch == "ahead":
+        if self.settings.fetch != "now":
             fetched = self._fetched(old.store, share)
         return attended, SpeCacheLayer(codes, old.store, fetched), None
+
+    def _chosen_by_first(self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]) -> Replaced:
+        """What the first token of a pass, whose keys are appended to `codes`, attends to most over codes alone; in other rows than these
+        what was fetched before."""
+        nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
+        lengths = Lengths(self.lengths.quantized, self.lengths.buffered + 1)
+        _, share = attend_replaced(q[:, :1], codes, lengths, nothing)
+        # Without positions nothing is looked up.
+        new = self._fetched(old.store, jnp.where(rows[:, None, None], share, -jnp.inf))
+        return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old.fetched)
 
     def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
         """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""

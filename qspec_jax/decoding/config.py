@@ -118,7 +118,7 @@ class GenerationConfig:
                 not self.adaptive and not self.min_draft_confidence,
                 f"draft {SPECACHE} is never adaptive: its guess is no draft",
             )
-            check(cache.settings.fetch == "ahead", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
+            check(cache.settings.fetch != "now", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
         elif cache.kind == SPECACHE:
             check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")
 

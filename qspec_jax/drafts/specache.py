@@ -28,10 +28,11 @@ from qspec_jax.models.viewed import ViewedModel
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCacheState:
-    """guess: at the token behind the pending one. begun: whether the row has had the pass before its first round, which makes the first
-    guess."""
+    """guess: at the token behind the pending one. missed: whether the pending token is another than was guessed. begun: whether the row has
+    had the pass before its first round, which makes the first guess."""
 
     guess: Int[Array, "B"]
+    missed: Bool[Array, "B"]
     begun: Bool[Array, "B"]
 
 
@@ -48,7 +49,8 @@ class SpeCacheDraft(Draft):
     def begin(self, prompt):
         if not isinstance(prompt.cache, SpeCache):
             raise InputError("draft specache guesses for the cache of that name; give --cache specache")
-        return SpeCacheState(jnp.zeros_like(prompt.n), jnp.zeros(prompt.n.shape, bool))
+        no = jnp.zeros(prompt.n.shape, bool)
+        return SpeCacheState(jnp.zeros_like(prompt.n), no, no)
 
     def propose(self, state, cache, round):
         def pre_decoded(carry):
@@ -61,17 +63,20 @@ class SpeCacheDraft(Draft):
             )
             guess = new(logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
             after = dataclasses.replace(stepped, layers=tuple(layers)).rollback(cache.lengths)
-            return SpeCacheState(guess, jnp.ones_like(state.begun)), after, jnp.array(False)
+            return dataclasses.replace(state, guess=guess, begun=jnp.ones_like(state.begun)), after, jnp.array(False)
 
         # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
         state, cache, _ = lax.while_loop(lambda carry: carry[2], pre_decoded, (state, cache, ~state.begun.all()))
         tokens = jnp.broadcast_to(state.guess[:, None], (state.guess.shape[0], round.gamma))
         vocabulary = self.step.model.config.vocab_size
-        return Proposal(tokens, round.certain(tokens, vocabulary), jnp.zeros_like(round.eligible)), state, cache
+        proposal = Proposal(tokens, round.certain(tokens, vocabulary), jnp.zeros_like(round.eligible))
+        return proposal, state, dataclasses.replace(cache, missed=state.missed)
 
     def commit(self, state, result, cache):
-        guess = result.likeliest[:, 1].astype(state.guess.dtype)
-        return dataclasses.replace(state, guess=jnp.where(result.count > 0, guess, state.guess))
+        went_on, next_guess = result.count > 0, result.likeliest[:, 1].astype(state.guess.dtype)
+        new = lambda new, old: jnp.where(went_on, new, old)
+        missed = result.tokens[:, 0] != state.guess
+        return dataclasses.replace(state, guess=new(next_guess, state.guess), missed=new(missed, state.missed))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class CacheView:
     @property
     def guesses(self) -> bool:
         """Whether every pass is also fed the model's guess at the next token, which chooses what the next pass reads."""
-        return self.one_by_one and self.cache.settings.fetch == "ahead"
+        return self.one_by_one and self.cache.settings.fetch != "now"
 
     @property
     def one_by_one(self) -> bool:
@@ -258,6 +258,7 @@ def _score(
             predicted, fed = model(wide, positions[:, :1] + jnp.arange(wide.shape[1]), cache, view=view)
             new_guesses.append(None if guess is None else predicted[:, 1].argmax(-1).astype(guess.dtype))
             logits.append(predicted[:, :width])
+            fed = fed if guess is None else dataclasses.replace(fed, missed=following[:, 0] != guess)
             longer.append(fed.commit(cache.lengths, count, wait_for=[predicted[:, 0].argmax(-1)])[0])
         write = lambda all, new: put(all, new, done)
         return done + count, tuple(longer), tuple(new_guesses), jax.tree.map(write, scores, _compare(logits, following))
