@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -270,14 +271,18 @@ def test_host_memory_of_a_gpu(cache, draft):
 @pytest.mark.parametrize(
     ("cache", "draft", "dtype"),
     # Fetched tokens enter sums in programs of their own, which round in other places: in bfloat16 a choice between two tokens turns on it.
-    [("int8:lower=host,resident=0.5", "quantspec", "bfloat16"), ("specache:store=host", "specache", "float32")],
+    [
+        ("int8:lower=host,resident=0.5", "quantspec", "bfloat16"),
+        ("specache:store=host", "specache", "float32"),
+        ("specache:fetch=checked,store=host", "specache", "float32"),
+    ],
 )
 def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
     monkeypatch.setattr(batch, "PAGED", ())  # or the rows on the device would have a pool, and another program
     shape = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=128)
     model = random_model(dtype, vocab_size=4096, spread=0.03, tie_word_embeddings=False, **shape)
     made, found = make_draft(draft, model, int4=random_int4(model)), []
-    for each in (cache.partition(":")[0], cache):
+    for each in (re.sub("[:,](lower|store)=host.*", "", cache), cache):
         settings = dict(cache=each, draft=draft, ignore_eos=True, num_speculative_tokens=1 if draft == "specache" else 3)
         requests = [
             Request(prompt, GenerationConfig(max_new_tokens=140 + 40 * i, **settings), jax.random.key(i))

@@ -35,14 +35,17 @@ PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes w
 SIZES = dict(batch=3, capacity=64, num_speculative_tokens=2, dtype=jnp.float64)
 
 
+def cache_of(**settings) -> str:
+    """1 bit, and these settings."""
+    return "specache:" + ",".join(f"{name}={value}" for name, value in ({"bits": 1, "residual": 16} | settings).items())
+
+
 def without_guess(**settings) -> GenerationConfig:
-    """Over 1 bit. settings: of the cache."""
-    text = ",".join(f"{name}={value}" for name, value in ({"bits": 1, "residual": 16} | settings).items())
-    return dataclasses.replace(FULL, cache=f"specache:{text}")
+    return dataclasses.replace(FULL, cache=cache_of(**settings))
 
 
 def specache(**settings) -> GenerationConfig:
-    return dataclasses.replace(without_guess(**settings), draft="specache", num_speculative_tokens=1)
+    return dataclasses.replace(FULL, cache=cache_of(**settings), draft="specache", num_speculative_tokens=1)
 
 
 def test_attention_by_hand():
@@ -157,8 +160,8 @@ def test_a_wrong_guess_is_put_right():
     with jax.enable_x64(True):
         model = random_model("float64")
         caches = [
-            prefill(model, *padded(PROMPTS), without_guess(k=3, fetch=fetch).cache_config.empty(model.config, **SIZES))[1]
-            for fetch in ("now", "ahead", "checked")
+            prefill(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
+            for config in (without_guess(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))
         ]
         at = caches[0].lengths.total[:, None]
         step = lambda cache, tokens: model(jnp.asarray(tokens), at + jnp.arange(len(tokens[0])), cache)
@@ -232,6 +235,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
         (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),
         (dict(cache="specache", draft="auto"), "not auto"),
         (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),
+        (dict(cache="specache:fetch=checked", draft="none"), "without a guess there is nothing to check"),
         (dict(draft="specache", adaptive=True), "never adaptive"),
     ],
 )

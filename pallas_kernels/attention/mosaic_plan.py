@@ -47,11 +47,12 @@ class Config:
 
 
 def alike(problem: dict) -> list[dict]:
-    """A problem, and those whose best configurations will do for it: of one row of the batch, of a few tiles of query rows more, and of
-    twice the heads, of which each of two devices has half."""
+    """A problem, and those whose best teams and blocks will do for it: of one row of the batch, of a few tiles of query rows more, and,
+    where one row reads everything, of twice the heads, of which each of two devices has half."""
     batches = dict.fromkeys((problem["batch"], 1))
     tiles = range(problem["block_tiles"], problem["block_tiles"] + MORE_TILES + 1)
-    heads = problem["heads"], 2 * problem["heads"]
+    one_row = problem["batch"] == 1 and "list_width" not in problem
+    heads = [problem["heads"] * times for times in ((1, 2) if one_row else (1,))]
     return [problem | dict(heads=count, batch=batch, block_tiles=number) for count in heads for number in tiles for batch in batches]
 
 
@@ -105,10 +106,10 @@ class Plan:
         config = Config(**found)
         if problem == self.problem:
             return self.configured(config).with_room()
-        # Blocks of a cluster are known to find a place for the very problem alone.
+        # Blocks of a cluster are known to find a place for the very problem alone. With other rows or heads other splits fill the device.
         plan = self.configured(dataclasses.replace(config, launches=2)).with_room()
-        blocks_fit = all(problem[name] == self.problem[name] for name in ("batch", "heads"))
-        return plan if blocks_fit else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
+        same_splits = all(problem[name] == self.problem[name] for name in ("batch", "heads"))
+        return plan if same_splits else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
 
     def balanced(self) -> "Plan":
         """The plan with splits to deal out among the rows of a batch, in a number that leaves few multiprocessors idle at the end.

@@ -113,7 +113,7 @@ def run(
     devices: Sequence[jax.Device] = (),
     progress: bool | None,
 ) -> BatchReport:
-    """Decodes all requests once in each way, after every program has run once.
+    """Decodes all requests once in each way, after they have been decoded once to warm up.
 
     rate: the simulated chance that a draft is accepted, given those before it; None verifies for real. devices: those of the way `SEVERAL`,
     each of which decodes `batch_size` rows.
@@ -125,15 +125,16 @@ def run(
     batch_size = min(batch_size, len(requests))
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
 
-    def warm_up(own: list[jax.Device] | None) -> None:
+    def warm_up(own: list[jax.Device] | None, rows: int) -> None:
         # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
-        deque(run_batch(model, requests, **settings, devices=own), maxlen=0)
+        deque(run_batch(model, requests, **settings | {"batch_size": rows}, devices=own), maxlen=0)
 
+    rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
+    if SEVERAL not in ways or rows_of_each < batch_size:
+        warm_up(None, batch_size)
     if SEVERAL in ways:
         with ThreadPoolExecutor() as pool:  # each device has programs of its own
-            list(pool.map(warm_up, [[device] for device in devices]))
-    else:
-        warm_up(None)
+            list(pool.map(lambda device: warm_up([device], rows_of_each), devices))
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way], devices=devices if way == SEVERAL else None)

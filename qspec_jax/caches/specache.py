@@ -3,7 +3,7 @@ full precision.
 
 A pass reads codes, except for k tokens that the pass before has chosen, whose full-precision keys and values it reads instead: those that
 the last token of that pass attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention
-twice. With `fetch=checked` it does so only in rows where the last token of the pass before was another than the one that now comes.
+twice. With `fetch=checked` it does so where a row's guess was wrong: for that row alone, but the others wait.
 
 Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
 (`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here that is so with `store=host`.
@@ -38,9 +38,9 @@ BLOCK = 32  # tokens, see `largest`
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
     """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones. fetch:
-    "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so where the guess was right, and elsewhere
-    what the pass itself chooses; "now" always does the latter. store: where the whole cache in full precision is,
-    "host" or "device" memory."""
+    "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so in rows whose guess was right, and in the
+    others reads what the pass itself chooses; "now" always reads what the pass itself chooses. store: where the whole cache in full
+    precision is, "host" or "device" memory."""
 
     residual: int = 64
     k: int = 64
@@ -77,7 +77,8 @@ class SpeCacheLayer:
 class SpeCache(Cache):
     """Codes of everything, and some of it in full precision. There is one way to read it, whatever the view.
 
-    missed: whether what is fetched was chosen by a wrong guess at the token that the next pass begins with; `fetch=checked` goes by it.
+    missed: whether what is fetched was chosen by a wrong guess at the token that the next pass begins with. Whoever makes the guess, the
+    draft or the loop that scores texts, sets it; `fetch=checked` alone looks at it.
     """
 
     layers: tuple[SpeCacheLayer, ...]
@@ -126,7 +127,7 @@ class SpeCache(Cache):
         fetched = [leaf for layer in self.layers for leaf in (layer.fetched.keys, layer.fetched.values)]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
-        # Those that the pass reads, and those that it fetches, if no guess was wrong.
+        # Those that the pass reads, and those that it fetches. Where it chooses for itself it reads the codes twice, which is not counted.
         return (coded + size, size) if in_host(self.layers[0].store.keys) else (coded + 2 * size, 0)
 
     def fill(self, layer, keys, values, n):
@@ -156,7 +157,7 @@ class SpeCache(Cache):
         if self.settings.fetch == "now":
             fetched = self._chosen_by_first(q, codes, old, jnp.ones_like(self.missed))
         if self.settings.fetch == "checked":
-            # A loop of at most one trip, as in the draft.
+            # A loop of at most one trip: lax.cond would copy what it passes through, see `SpeCacheDraft.propose`.
             again = lambda carry: (self._chosen_by_first(q, codes, old, self.missed), jnp.array(False))
             fetched, _ = lax.while_loop(lambda carry: carry[1], again, (fetched, self.missed.any()))
         attended, share = attend_replaced(q, codes, lengths, fetched)
@@ -170,7 +171,7 @@ class SpeCache(Cache):
         nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + 1)
         _, share = attend_replaced(q[:, :1], codes, lengths, nothing)
-        # Without positions nothing is looked up.
+        # Other rows get no positions, and look up their first token over and over.
         new = self._fetched(old.store, jnp.where(rows[:, None, None], share, -jnp.inf))
         return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old.fetched)
 

@@ -109,7 +109,7 @@ class GenerationConfig:
         check(0 <= confidence <= 1, f"min_draft_confidence {confidence} should be in [0, 1]")
 
     def _check_specache(self, check: Callable[[bool, str], None]) -> None:
-        """Its cache and its draft go together: what a pass reads is chosen by the pass before, which no draft may decide."""
+        """Its cache and its draft go together: what a pass reads is chosen by the pass before or by itself, which no draft may decide."""
         cache = self.cache_config
         if self.draft == SPECACHE:
             check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
@@ -121,6 +121,9 @@ class GenerationConfig:
             check(cache.settings.fetch != "now", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
         elif cache.kind == SPECACHE:
             check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")
+            check(
+                cache.settings.fetch != "checked", f"cache {self.cache}: without a guess there is nothing to check; give draft {SPECACHE}"
+            )
 
     def _check_draft_goes_with_cache(self, check: Callable[[bool, str], None]) -> None:
         """What the draft needs of the target's cache is what that gives."""

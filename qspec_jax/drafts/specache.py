@@ -73,10 +73,10 @@ class SpeCacheDraft(Draft):
         return proposal, state, dataclasses.replace(cache, missed=state.missed)
 
     def commit(self, state, result, cache):
-        went_on, next_guess = result.count > 0, result.likeliest[:, 1].astype(state.guess.dtype)
-        new = lambda new, old: jnp.where(went_on, new, old)
-        missed = result.tokens[:, 0] != state.guess
-        return dataclasses.replace(state, guess=new(next_guess, state.guess), missed=new(missed, state.missed))
+        went_on, guess = result.count > 0, result.likeliest[:, 1].astype(state.guess.dtype)
+        # In a row that has ended nothing is missed, or the others would wait for what it chooses.
+        missed = went_on & (result.tokens[:, 0] != state.guess)
+        return dataclasses.replace(state, guess=jnp.where(went_on, guess, state.guess), missed=missed)
 
 
 @dataclasses.dataclass(frozen=True)
