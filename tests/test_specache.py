@@ -30,8 +30,6 @@ from qspec_jax.models.prompts import padded
 
 FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size=4, ignore_eos=True, num_speculative_tokens=0)
 PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes within 6 tokens
-
-
 SIZES = dict(batch=3, capacity=64, num_speculative_tokens=2, dtype=jnp.float64)
 
 
