@@ -51,8 +51,8 @@ class BatchRow:
 @dataclasses.dataclass(frozen=True)
 class BatchReport(Run):
     """The same prompts in several ways. speedup: tokens/s of the refilled batch over those of fixed batches; decode_speedup: the ratio of
-    their seconds of decoding alone; devices_speedup: of several devices, refilled, to one, None where one was asked for. prompt_tokens: in
-    all prompts together.
+    their seconds of decoding alone; both None where fixed batches are left out. devices_speedup: of several devices, refilled, to one, None
+    where one was asked for. prompt_tokens: in all prompts together.
 
     The parts that the refilled batch is made of: prefill_alone_s, all prompts prefilled one after the other and nothing else done, by the
     time of one prompt of each padded length; decode_alone_s, all of its rounds as if every slot always had a prompt, at the pace of the
@@ -69,8 +69,8 @@ class BatchReport(Run):
     prompt_tokens: int
     simulated_rate: float | None
     rows: list[BatchRow]
-    speedup: float
-    decode_speedup: float
+    speedup: float | None
+    decode_speedup: float | None
     devices: int
     devices_speedup: float | None
     prefill_alone_s: float
@@ -125,20 +125,25 @@ def run(
     batch_size = min(batch_size, len(requests))
     settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
 
-    def warm_up(own: list[jax.Device] | None, rows: int) -> None:
-        # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
-        deque(run_batch(model, requests, **settings | {"batch_size": rows}, devices=own), maxlen=0)
-
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
-    if SEVERAL not in ways or rows_of_each < batch_size:
-        warm_up(None, batch_size)
-    if SEVERAL in ways:
-        with ThreadPoolExecutor() as pool:  # each device has programs of its own
-            list(pool.map(lambda device: warm_up([device], rows_of_each), devices))
+    apart = devices if SEVERAL in ways else ()  # each has programs of its own
+    alone = not apart or rows_of_each < batch_size
+    off = None if progress is None else not progress
+    with tqdm(desc="warm-up", total=(alone + len(apart)) * len(requests), unit="prompt", leave=False, disable=off) as bar:
+
+        def warm_up(own: list[jax.Device] | None, rows: int) -> None:
+            # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
+            for _ in run_batch(model, requests, **settings | {"batch_size": rows}, devices=own):
+                bar.update()
+
+        if alone:
+            warm_up(None, batch_size)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
         batch = run_batch(model, requests, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
-        bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=None if progress is None else not progress)
+        bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=off)
         results = {result.index: result.token_ids for result in bar}
         tokens = tokens or results
         same = sum(results[i] == tokens[i] for i in tokens) / len(tokens)
@@ -159,8 +164,8 @@ def run(
         prompt_tokens=sum(len(request.tokens) for request in requests),
         simulated_rate=rate,
         rows=rows,
-        speedup=refilled.tokens_per_second / fixed.tokens_per_second,
-        decode_speedup=fixed.stats.decode_s / refilled.stats.decode_s,
+        speedup=fixed and refilled.tokens_per_second / fixed.tokens_per_second,
+        decode_speedup=fixed and fixed.stats.decode_s / refilled.stats.decode_s,
         devices=len(devices) if several else 1,
         devices_speedup=several and several.tokens_per_second / refilled.tokens_per_second,
         prefill_alone_s=prefill_s,
@@ -213,10 +218,10 @@ def table(report: BatchReport) -> Group:
         shares = "-" if accepted is None else f"{accepted:.3f}", f"{row.same_tokens:.1%}"
         grid.add_row(row.way, f"{row.tokens_per_second:,.1f}", f"{row.busy_slots:.1%}", f"{s.rounds:,}", *seconds, *shares)
     simulated = "" if report.simulated_rate is None else f" Acceptance is simulated, at a rate of {report.simulated_rate:.3f}."
-    notes = (
-        f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts. Refilled is "
-        f"{report.speedup:.2f} times as fast as fixed batches, {report.decode_speedup:.2f} times in decoding alone.{simulated}"
-    )
+    notes = f"Batch size {report.batch_size}, {report.gamma} drafts a round, {report.prompt_tokens:,} tokens in the prompts.{simulated}"
+    if report.speedup is not None:
+        alone = f"{report.decode_speedup:.2f} times in decoding alone"
+        notes += f" Refilled is {report.speedup:.2f} times as fast as fixed batches, {alone}."
     if report.devices_speedup is not None:
         notes += f" {report.devices} devices, each with up to as many rows, are {report.devices_speedup:.2f} times as fast as one."
     if report.share_of_parts is not None:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
 
+T = TypeVar("T")
 MOST_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
 
 
@@ -115,10 +116,11 @@ class Cache(AppendedCache):
         among them. None where nobody has counted them."""
         return None
 
-    def with_layer_on_device(self, layer: int, *, after: Any = ()) -> Self:
+    def with_layer_on_device(self, layer: int, *, after: T) -> tuple[Self, T]:
         """The cache for those who look many tokens of a layer up: with all of the layer on the device. What is copied there for it waits
-        until `after` is computed, so that those who go from layer to layer have one of them there at a time."""
-        return self
+        until `after` is computed, so that those who go from layer to layer have one of them there at a time. Also returns `after`, to be
+        used from here on: XLA makes nobody wait for what nobody uses."""
+        return self, after
 
     def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
         """`tokens`, where all are among the last T of their row."""

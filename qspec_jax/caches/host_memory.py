@@ -114,13 +114,13 @@ class StreamedCache(AppendedCache):
     def for_pass(self, views):
         return StreamedPass(self, views)
 
-    def with_layer_on_device(self, layer, *, after=()):
+    def with_layer_on_device(self, layer, *, after):
         part = self.offloaded_part(held := self.layers[layer])
         if not any(map(in_host, jax.tree.leaves(part))):
-            return self
-        part, _ = lax.optimization_barrier((part, after))
+            return self, after
+        part, after = lax.optimization_barrier((part, after))
         there = self.with_part(held, jax.tree.map(to_device, part))
-        return dataclasses.replace(self, layers=(*self.layers[:layer], there, *self.layers[layer + 1 :]))
+        return dataclasses.replace(self, layers=(*self.layers[:layer], there, *self.layers[layer + 1 :])), after
 
     def with_rows(self, rows, slots, pages=None):
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)

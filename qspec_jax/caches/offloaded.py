@@ -65,7 +65,8 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         return _with_arrays(held, part)
 
     def whole_layer(self, layer):
-        return self.with_layer_on_device(layer).layers[layer]
+        there, _ = self.with_layer_on_device(layer, after=())
+        return there.layers[layer]
 
     def _arrays(self, layer: HierarchicalLayer, names: Iterable[str]) -> tuple[dict[str, Array], dict[str, Array]]:
         """These arrays of keys and of values."""

@@ -331,6 +331,7 @@ def bench_batch(
     simulate_ratio: Annotated[
         float | None, typer.Option(min=0, max=1, help="Accept this share of the drafts in the mean, whatever they are.")
     ] = None,
+    fixed: Annotated[bool, typer.Option("--fixed/--no-fixed", help="Also fixed batches, to compare.")] = True,
     one_by_one: Annotated[bool, typer.Option("--one-by-one", help="Also one prompt at a time, to compare their tokens.")] = False,
     devices: Devices = "1",
     seed: Seed = 0,
@@ -348,7 +349,7 @@ def bench_batch(
     lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
     _check_gamma(num_speculative_tokens)
     several = devices_of(devices)
-    left_out = {way for way, asked in (("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}
+    left_out = {way for way, asked in (("fixed", fixed), ("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}
     rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
     positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
     if lengths[1] + new[1] > positions:

@@ -95,7 +95,7 @@ class RetrievalDraft(CompactDraft):
         count = jnp.minimum(whole, (budget - width) // chunk)
         place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            there = cache.with_layer_on_device(i, after=layers[-1:])
+            there, layers[-1:] = cache.with_layer_on_device(i, after=layers[-1:])
             score = chunk_scores(q, there, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
             score = self.step.model.sum_of_copies(score)
             best = best_chunks(score, count, most=(most - width) // chunk)

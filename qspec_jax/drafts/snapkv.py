@@ -48,10 +48,10 @@ class SnapKVDraft(CompactDraft):
         layers = []
         for i in range(len(prompt.cache.layers)):
             model = self.step.model
-            there = dataclasses.replace(prompt, cache=prompt.cache.with_layer_on_device(i, after=layers[-1:]))
-            scores = model.sum_of_copies(prompt_scores(there, i, model.config.num_kv_heads))
+            there, layers[-1:] = prompt.cache.with_layer_on_device(i, after=layers[-1:])
+            scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=there), i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
-            layers.append(tuple(map(room, there.cache.tokens(i, positions))))
+            layers.append(tuple(map(room, there.tokens(i, positions))))
         places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return CompactCache.of(layers, kind=self.kind, **places, appended=prompt.gamma)
 
