@@ -1,6 +1,7 @@
 """Caches with a part in host memory: every token, and every code, as with all of it on the device."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -23,6 +24,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.programs import _parts_ended, end_call, part_call
 from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
@@ -226,6 +228,29 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
     assert {each.primitive.name for each in waiting} == {"optimization_barrier"}
     queries = [each.invars[0] for each in waiting]
     assert len(set(queries)) == len(queries) / 2 and all(x.aval.shape == (1, 1, 128) for x in queries)
+
+
+@pytest.mark.parametrize(
+    ("cache", "draft"), [("full:host", "retrieval:budget=64"), ("int8:host", "snapkv:budget=64"), ("int8:lower=host", "sparse")]
+)
+def test_a_draft_begins_with_one_layer_at_a_time(cache, draft):
+    """What a copy waits for is used behind the wait: XLA drops the wait for what is not, and holds all layers on the device."""
+    model = random_model("float32", num_hidden_layers=3)
+    config = GenerationConfig(cache=f"{cache},resident=0", draft=draft, max_new_tokens=8, group_size=32)
+    engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
+    keys = prompt_keys(jax.random.key(0), 1)
+    call = engine.prefill_call(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
+    (target, made, *prompt), (programs, _) = call.args, call.compile()
+    x, angles, cache = programs.begin(target, *prompt[:2])
+    x, layers, queries = programs.part(*part_call(target, made, slice(None), angles, x, prompt[1], cache).args)
+    filled = dataclasses.replace(cache, layers=layers)
+    end = end_call(target, made, *prompt[:2], x, filled, queries, *prompt[2:], **call.static)
+    jaxpr = jax.make_jaxpr(functools.partial(_parts_ended, **end.static))(*end.args).jaxpr
+    waits = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
+    used = {id(x) for x in (*jaxpr.outvars, *(x for e in jaxpr.eqns for x in e.invars))}
+    of_earlier = [[x for x in wait.outvars if not in_host(x.aval)] for wait in waits]
+    assert len(waits) == 3 and not of_earlier[0] and all(of_earlier[1:])
+    assert all(id(x) in used for wait in waits for x in wait.outvars)
 
 
 @pytest.mark.gpu

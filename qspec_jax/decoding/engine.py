@@ -296,9 +296,10 @@ class Engine:
         jax.block_until_ready(self.draft)
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
-        """Makes what `rounds` needs, so that compiling is timed apart from running."""
-        self._executable("rounds", self.rounds_call(state, sampler, limits), None)
-        jax.block_until_ready(self.draft_in_loop)
+        """Makes what `rounds` needs, where it has not been made, so that compiling is timed apart from running."""
+        if ("rounds", None) not in self._executables:
+            self._executable("rounds", self.rounds_call(state, sampler, limits), None)
+            jax.block_until_ready(self.draft_in_loop)
 
     def batch_of(self, rows: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
         """A batch whose rows have all ended, to put rows like these in. pages: of the pool that they share; None: each row has room of its
