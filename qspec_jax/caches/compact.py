@@ -45,32 +45,26 @@ class CompactCache(AppendedCache):
     taken: Int[Array, "B"]
 
     @classmethod
-    def of(
-        cls,
-        layers: Sequence[KeysValues],
-        *,
-        kind: str,
-        kept: Int[Array, "B"],
-        ring: Int[Array, "B"],
-        taken: Int[Array, "B"],
-        appended: int,
-    ) -> Self:
-        """A cache whose rows hold what lies in the rows [B, K, S, H] of these keys and values.
+    def of(cls, layers: Sequence[Layer], *, kept: Int[Array, "B"], ring: Int[Array, "B"], taken: Int[Array, "B"]) -> Self:
+        """A cache of layers made by `layer`, whose rows hold what lies there.
 
-        kind: one of `KINDS`. kept + ring is at most S, and ring at least 1. taken: so many tokens were taken in, and lie where the class
-        says (`qspec_jax.caches.ring`). appended: how many tokens a round may append before it rolls back.
+        kept + ring is at most S of `layer` with its `room`, and ring at least 1. taken: so many tokens were taken in, and lie where the
+        class says (`qspec_jax.caches.ring`).
         """
-        spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`
-
-        def layer(keys, values):
-            if kind == "full":
-                room = ((0, 0), (0, 0), (0, spare), (0, 0))
-                return FullLayer(jnp.pad(keys, room), jnp.pad(values, room))
-            B, K, _, H = keys.shape
-            return TokenCodesLayer(_encoded(keys), _encoded(values), FullLayer.zeros(B, K, spare, H, keys.dtype))
-
-        made = cls(tuple(layer(*both) for both in layers), no_tokens(kept.shape[0]), kept, ring, taken)
+        made = cls(tuple(layers), no_tokens(kept.shape[0]), kept, ring, taken)
         return made.rollback(made.committed)
+
+    @staticmethod
+    def layer(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], *, kind: str, appended: int, room: int = 0) -> Layer:
+        """A layer that holds these rows, and has room for so many behind them. kind: one of `KINDS`. appended: how many tokens a round may
+        append before it rolls back."""
+        spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`
+        with_room = lambda x, rows: jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
+        if kind == "full":
+            return FullLayer(with_room(keys, room + spare), with_room(values, room + spare))
+        B, K, _, H = keys.shape
+        codes = lambda x: _encoded(with_room(x, room))
+        return TokenCodesLayer(codes(keys), codes(values), FullLayer.zeros(B, K, spare, H, keys.dtype))
 
     @property
     def rows(self) -> Int[Array, "B"]:

@@ -10,7 +10,9 @@ and new tokens take no copied one's place: they go into a ring of their own. As 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.compact import CompactCache, KeysValues
+from qspec_jax.caches.compact import CompactCache
 from qspec_jax.drafts.chunks import FirstQueriesCache, chunk_scores
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_generated
 from qspec_jax.drafts.draft import Reads
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
+T = TypeVar("T")
 RECENT = 32  # at least so many of a text's last tokens are always copied
 ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolling average
 
@@ -68,10 +71,9 @@ class RetrievalDraft(CompactDraft):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
         ring = max(1, min(self.ring_size, prompt.capacity - prompt.tokens.shape[1]))
-        layers, kept = self.copied(queries, prompt.cache, budget, most)
-        room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, ring), (0, 0)))
-        places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
-        own = CompactCache.of([tuple(map(room, layer)) for layer in layers], kind=self.kind, **places, appended=prompt.gamma)
+        layer = functools.partial(CompactCache.layer, kind=self.kind, appended=prompt.gamma, room=ring)
+        layers, kept = self.copied(queries, prompt.cache, budget, most, made=layer)
+        own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
 
     @property
@@ -86,9 +88,12 @@ class RetrievalDraft(CompactDraft):
         budget: Int[Array, "R"],
         most: int,
         batch_rows: Int[Array, "R"] | None = None,
-    ) -> tuple[list[KeysValues], Int[Array, "R"]]:
-        """Keys and values [R, K, most, H] of the best chunks of what rows of a cache hold, and behind them of their recent tokens; and how
-        many of them there are in each row, which is within its budget. batch_rows: these rows of the batch; None: all."""
+        *,
+        made: Callable[[Array, Array], T] = lambda keys, values: (keys, values),
+    ) -> tuple[list[T], Int[Array, "R"]]:
+        """What is made, for each layer, of keys and values [R, K, most, H] of the best chunks of what rows of a cache hold, and behind them
+        of their recent tokens; and how many of them there are in each row, which is within its budget. batch_rows: these rows of the batch;
+        None: all."""
         n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
@@ -102,7 +107,7 @@ class RetrievalDraft(CompactDraft):
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(there.tokens(i, positions, batch_rows))
+            layers.append(made(*there.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):

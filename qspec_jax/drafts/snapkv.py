@@ -44,16 +44,14 @@ class SnapKVDraft(CompactDraft):
         budget, most = self.budgets(prompt)
         ring = max(1, min(self.generated, prompt.capacity - prompt.tokens.shape[1]))
         kept = jnp.minimum(prompt.n, budget)
-        room = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, ring), (0, 0)))
         layers = []
         for i in range(len(prompt.cache.layers)):
             model = self.step.model
             there, layers[-1:] = prompt.cache.with_layer_on_device(i, after=layers[-1:])
             scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=there), i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
-            layers.append(tuple(map(room, there.tokens(i, positions))))
-        places = dict(kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
-        return CompactCache.of(layers, kind=self.kind, **places, appended=prompt.gamma)
+            layers.append(CompactCache.layer(*there.tokens(i, positions), kind=self.kind, appended=prompt.gamma, room=ring))
+        return CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
 
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The ring is counted as full, as it is once so many tokens are generated: what the cache then holds is

@@ -38,8 +38,9 @@ class StreamingDraft(CompactDraft):
         sinks = jnp.full_like(budget, self.sinks)
         places = dict(kept=sinks, ring=budget - sinks, taken=prompt.n)
         positions = token_in_row(jnp.arange(most), **places)[:, None]
-        layers = [prompt.cache.tokens(i, positions) for i in range(len(prompt.cache.layers))]
-        own = CompactCache.of(layers, kind=self.kind, **places, appended=prompt.gamma)
+        sizes = dict(kind=self.kind, appended=prompt.gamma)
+        layers = [CompactCache.layer(*prompt.cache.tokens(i, positions), **sizes) for i in range(len(prompt.cache.layers))]
+        own = CompactCache.of(layers, **places)
         return self.renumbered(own, prompt.cache, jnp.ones_like(prompt.n, bool))
 
     def commit(self, state, result, cache):
