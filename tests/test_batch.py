@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+import re
 import time
 
 import jax
@@ -394,6 +395,19 @@ def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypat
     assert seen[0][:2] == (4, 3) and seen[-1][1] == 1  # nobody waits any more
     full = [ended for before, least, ended in seen if (before, least) == (4, 3)]
     assert full and min(full) == 2 and run.stats.full_rounds > 0
+
+
+def test_the_next_prompt_is_begun_before_the_host_looks_who_has_ended(model, draft, monkeypatch):
+    """And put into the slot afterwards; no prompt is begun that nobody has a slot for."""
+    r, events = np.random.default_rng(0), []
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 9)]
+    noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
+    for letter, name in {"e": "prefill", "p": "replace", "u": "rounds", "o": "look"}.items():
+        monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
+    outcome(run_batch(model, requests, batch_size=2, draft=draft))
+    # Where two rows end at once, a second prompt follows.
+    assert re.fullmatch("(ep){2}(ueop(ep)?)+(uo)+", "".join(events)), events
+    assert events.count("e") == 9
 
 
 def test_eos_ends_a_row(model, draft):

@@ -109,7 +109,11 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
     model, config = random_model("float32", num_hidden_layers=4), dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
     expected = run_rounds(model, PROMPTS, config).tokens
     sizes = dict(batch=3, capacity=128, num_speculative_tokens=0)
-    for name in ("full:host", "int8:lower=host"):
+    # A draft with a cache of its own leaves less room.
+    for name, draft, expected_kinds in (
+        ("full:host", "retrieval:budget=44,chunk=2", [True] * 4),
+        ("int8:lower=host", "none", [False, True] * 2),
+    ):
 
         def of(free: int, name: str = name) -> Residence:
             monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
@@ -128,13 +132,10 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
             free += found.layer_bytes
         assert sorted(set(shares)) == [0, 0.25, 0.5, 0.75, 1] and len(shares) - shares.index(0.25) == 4
         of(free - 3 * found.layer_bytes)
-        # A draft with a cache of its own leaves less room.
-        for draft, expected_kinds in (("none", [False, True] * 2), ("retrieval:budget=44,chunk=2", [True] * 4)):
-            settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
-            own = dataclasses.replace(CONFIG, **settings)
-            state, *_ = prepared(model, PROMPTS, own, draft=make_draft(draft, model))
-            kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
-            assert kinds == expected_kinds, (draft, kinds)
+        settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
+        state, *_ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, **settings), draft=make_draft(draft, model))
+        kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
+        assert kinds == expected_kinds
     assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
     monkeypatch.setattr(host, "free_bytes", lambda: 1000)
     with pytest.raises(

@@ -66,7 +66,7 @@ triforce-offloaded) # TriForce, table 3: of the card JAX gets 24 GB; 80 GB of ho
         --draft retrieval:budget=8192,weight_bits=16 --json --output "$out/triforce-offloaded.json"
     ;;
 offloaded-64k) # how near copies come to what the copy engine reaches, nothing resident; 45 GB of host memory
-    qspec bench decode --arch llama-2-7b --context 65536 --gamma 7 --max-new-tokens 48 --simulate-acceptance 0.92 --repeats 3 \
+    qspec bench decode --arch llama-2-7b --context 65536 --gamma 7 --max-new-tokens 32 --simulate-acceptance 0.92 --repeats 3 \
         --cache int8:lower=host,resident=0 --baseline-cache full:host,resident=0 --draft quantspec --draft sparse:budget=0.03 --draft none \
         --json --output "$out/offloaded-64k.json"
     ;;

@@ -194,6 +194,11 @@ def longer(lengths: Lengths, tokens: int | Int[Array, "B"]) -> Lengths:
     return dataclasses.replace(lengths, buffered=lengths.buffered + tokens)
 
 
+def where_rows(rows: Bool[Array, "B"], new: T, old: T) -> T:
+    """The arrays of `new` in these rows of a batch, those of `old` in the others; of two pytrees alike, whose arrays have a row first."""
+    return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old)
+
+
 def check_tokens(cache: str, what: str, tokens: int, least: int = 1) -> None:
     """Raises InputError for a number of tokens that is out of range. cache: its name, and what: the setting's, for the message."""
     if not least <= tokens <= MOST_TOKENS:

@@ -24,7 +24,7 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
 from pallas_kernels.replaced_attention import attend_replaced
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens
+from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens, where_rows
 from qspec_jax.caches.host_memory import in_host, taken, to_host, with_rows, written
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
@@ -173,7 +173,7 @@ class SpeCache(Cache):
         _, share = attend_replaced(q[:, :1], codes, lengths, nothing)
         # Other rows get no positions, and look up their first token over and over.
         new = self._fetched(old.store, jnp.where(rows[:, None, None], share, -jnp.inf))
-        return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old.fetched)
+        return where_rows(rows, new, old.fetched)
 
     def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
         """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""

@@ -261,6 +261,7 @@ class _Slots:
         self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
+        self.begun: tuple[list[int], DecodeState] | None = None  # requests that have no slots yet, and their rows, see `_begin_next`
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
         self.engine.settle_for(0)
@@ -335,7 +336,8 @@ class _Slots:
         try:
             yield from self._results()
         finally:
-            self.state = self.newest = None  # the engine, which tells this object of what it compiles, would keep them on the device
+            # The engine, which tells this object of what it compiles, would keep them on the device.
+            self.state = self.newest = self.begun = None
 
     def _results(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
@@ -367,28 +369,51 @@ class _Slots:
         prompt is prefilled."""
         placed = []
         slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
-        while slots and self.waiting:
+        while slots and (self.waiting or self.begun):
             yield from self._rounds_of_others()
             indices, pages = self._next(len(slots))
             if not indices:
                 break  # until others end
             placed += indices
-            rows = yield from self._prefilled(indices)
+            if self.begun:
+                (_, rows), self.begun = self.begun, None
+            else:
+                rows = yield from self._prefilled(indices)
             self._put([slots.popleft() for _ in indices], indices, pages, rows)
             if self.refill:  # rows may have ended meanwhile
                 slots = deque(slot for slot, index in enumerate(self.request_of) if index is None)
         return placed
 
     def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
-        """The requests to prefill next, for at most so many slots, with the pages of each; none where the pool has too few pages left."""
+        """The requests to put into slots next, at most so many, with the pages of each; none where the pool has too few pages left."""
+        if self.begun:
+            indices, _ = self.begun
+            return (indices, pages) if (pages := self._reserve(indices)) is not None else ([], [])
         with self.waiting.lock:
-            in_line = self.waiting.first(self.most_together)
-            together = len(in_line) == self.most_together <= slots and all(map(self._is_short, in_line))
-            for indices in (in_line, in_line[:1]) if together else (in_line[:1],):
+            for indices in self._in_line(slots):
                 if (pages := self._reserve(indices)) is not None:
                     self.waiting.take(len(indices))
                     return indices, pages
         return [], []
+
+    def _in_line(self, slots: int) -> list[list[int]]:
+        """What of the queue may be prefilled next for so many slots, the best first: several requests together, or one."""
+        first = self.waiting.first(self.most_together)
+        together = len(first) == self.most_together <= slots and all(map(self._is_short, first))
+        return [first, first[:1]] if together else [first[:1]]
+
+    def _begin_next(self, slots: int) -> None:
+        """Begins to prefill for so many slots whose rows have just ended, so that the device is at work while the host looks which they
+        are. Prompts that are prefilled in parts are left to `_fill`."""
+        with self.waiting.lock:
+            indices = self._in_line(slots)[0] if self.waiting else []
+            if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
+                return
+            self.waiting.take(len(indices))
+        (rows,) = self.engine.prefill_in_parts(*self._prefill_args(indices), layers=self._layers(indices))
+        self.waited += self._layers(indices) * self._padded(indices)
+        self.begun = indices, rows
+        self._lap("prefill_s")
 
     def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:
         """Pages for each of these requests, or None where there are too few."""
@@ -455,10 +480,11 @@ class _Slots:
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
-        refills = bool(self.waiting) and self.refill
+        refills = self.refill and bool(self.waiting or self.begun)
         full = refills and None not in self.request_of
         # Rounds go on while as many run: of 64 rows, 61, so until 4 have ended.
-        least_running = self._running - max(1, int(self._running * REFILL_SHARE)) + 1 if refills else 1
+        ending = max(1, int(self._running * REFILL_SHARE))
+        least_running = self._running - ending + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
             self.state = self.engine.free(self.state, empty)
@@ -481,6 +507,9 @@ class _Slots:
         self.stats.rounds += int(worked.max())
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
+        # Between parts of a prompt the device has the next part to go on with, and no memory for another prompt.
+        if refills and worked.max() < rounds == ROUNDS_PER_SEGMENT and not self.begun:
+            self._begin_next(ending)
 
     def _check_stopped(self) -> None:
         if self.is_stopped():

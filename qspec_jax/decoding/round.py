@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from pallas_kernels.formats.kv_cache import Lengths
-from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.cache import Cache, where_rows
 from qspec_jax.caches.schedule import eligible_drafts
 from qspec_jax.decoding.processors import seen_since
 from qspec_jax.decoding.sampling import DRAFT, Sampler
@@ -238,4 +238,4 @@ def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], count: Int[Ar
 def _written(all: Array, new: Array, at: Int[Array, "B"], running: Bool[Array, "B"]) -> Array:
     """New columns from at[b] on, in the rows that run."""
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
-    return jnp.where(running.reshape(-1, *(1,) * (all.ndim - 1)), write(all, new, at), all)
+    return where_rows(running, write(all, new, at), all)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from qspec_jax.caches.cache import Gives
+from qspec_jax.caches.cache import Gives, where_rows
 from qspec_jax.drafts.draft import Draft, DraftSettings, Prompt, Proposal, StepwiseDraft, checkpoints_of, needs_of
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.viewed import ViewedModel
@@ -64,11 +64,10 @@ class CombinedDraft(Draft):
         left = jnp.where(one_foreseen < round.eligible, round.eligible, 0)
         other, second_state, cache = self.second.propose(state[1], cache, round.limited(left, round.gamma))
         other_foreseen = _foreseen(other, left)
-        pick = lambda a, b: jnp.where((other_foreseen > one_foreseen).reshape(-1, *(1,) * (a.ndim - 1)), b, a)
-        picked = jax.tree.map(
-            pick,
-            Proposal(one.tokens, one.distributions, one.eligible, one_foreseen),
+        picked = where_rows(
+            other_foreseen > one_foreseen,
             Proposal(other.tokens, other.distributions, other.eligible, other_foreseen),
+            Proposal(one.tokens, one.distributions, one.eligible, one_foreseen),
         )
         return picked, (first_state, second_state), cache
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.formats.views import BOTH_PLANES
-from qspec_jax.caches.cache import Gives
+from qspec_jax.caches.cache import Gives, where_rows
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.drafts.draft import Draft, Proposal
 from qspec_jax.errors import InputError
@@ -56,12 +56,11 @@ class SpeCacheDraft(Draft):
         def pre_decoded(carry):
             state, cache, _ = carry
             logits, stepped = self.step(round.pending[:, None], round.position[:, None], cache)
-            new = lambda new, old: jnp.where(state.begun.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
             layers = (
-                dataclasses.replace(after, fetched=jax.tree.map(new, after.fetched, before.fetched))
+                dataclasses.replace(after, fetched=where_rows(~state.begun, after.fetched, before.fetched))
                 for after, before in zip(stepped.layers, cache.layers, strict=True)
             )
-            guess = new(logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
+            guess = where_rows(~state.begun, logits[:, 0].argmax(-1).astype(state.guess.dtype), state.guess)
             after = dataclasses.replace(stepped, layers=tuple(layers)).rollback(cache.lengths)
             return dataclasses.replace(state, guess=guess, begun=jnp.ones_like(state.begun)), after, jnp.array(False)
 
