@@ -397,17 +397,35 @@ def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypat
     assert full and min(full) == 2 and run.stats.full_rounds > 0
 
 
-def test_the_next_prompt_is_begun_before_the_host_looks_who_has_ended(model, draft, monkeypatch):
-    """And put into the slot afterwards; no prompt is begun that nobody has a slot for."""
+def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model, draft, monkeypatch):
+    """And put into the slot afterwards."""
     r, events = np.random.default_rng(0), []
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 9)]
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
-    for letter, name in {"e": "prefill", "p": "replace", "u": "rounds", "o": "look"}.items():
+    for letter, name in {"e": "prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
+    begin_look = Engine.begin_look
+    monkeypatch.setattr(Engine, "begin_look", lambda *args: noted("o", begin_look(*args)))
     outcome(run_batch(model, requests, batch_size=2, draft=draft))
     # Where two rows end at once, a second prompt follows.
     assert re.fullmatch("(ep){2}(ueop(ep)?)+(uo)+", "".join(events)), events
     assert events.count("e") == 9
+
+
+@pytest.mark.parametrize(
+    "second",
+    [dict(max_new_tokens=65), dict(max_new_tokens=1, stop=("never said",)), dict(max_new_tokens=9, stop=("never said",))],
+)
+def test_a_row_that_was_prefilled_ahead_has_all_its_tokens(second, model, tokenizer):
+    """Its first, which came before the last look, is among what is looked at: here as one token more than a segment has rounds."""
+    settings = dict(draft="none", num_speculative_tokens=0, cache="full")
+    requests = [
+        Request([1, 2, 3], dataclasses.replace(CONFIG, **settings | {"max_new_tokens": 5}), KEY),
+        Request([4, 5], dataclasses.replace(CONFIG, **settings | second), KEY),
+        Request([6], dataclasses.replace(CONFIG, **settings | {"max_new_tokens": 100}), KEY),
+    ]
+    run = lambda **more: outcome(run_batch(model, requests, batch_size=1, tokenizer=tokenizer, **more))
+    assert run() == run(refill=False)
 
 
 def test_eos_ends_a_row(model, draft):

@@ -52,7 +52,7 @@ def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypat
         assert sorted(held) == at_first[0][row]
         np.testing.assert_array_equal(row_of_token(jnp.array(held)[None], kept[row : row + 1], ring[row : row + 1])[0], range(len(held)))
     first = [tuple(jnp.array(np.take_along_axis(x, number[:, None, :, None], 2)) for x in layer) for layer in whole]
-    layers = [CompactCache.layer(*each, kind=kind, appended=3) for each in first]
+    layers = [CompactCache.make_layer(*each, kind=kind, appended=3) for each in first]
     cache = CompactCache.of(layers, kept=kept, ring=ring, taken=jnp.array(taken))
     cos, sin = (jnp.asarray(f(np.random.default_rng(2).normal(0, 9, (B, 1, H // 2)))) for f in (np.cos, np.sin))
     qkv = np.random.default_rng(3).normal(0, 1, (3, B, 1, (N + 2 * K) * H))
@@ -87,7 +87,7 @@ def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypat
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_changes_where_nothing_comes(kind):
     layer = tuple(jnp.array(x[:, :, :ROWS]) for x in text(0))
-    layers = [CompactCache.layer(*layer, kind=kind, appended=3)]
+    layers = [CompactCache.make_layer(*layer, kind=kind, appended=3)]
     cache = CompactCache.of(layers, kept=jnp.array(KEPT), ring=jnp.array(RING), taken=jnp.array(KEPT + RING))
     count = jnp.array([0, 3, 0, 1])
     new = jax.jit(CompactCache.take_in)(cache, [tuple(x[:, :, :T] for x in layer)], count)
@@ -128,7 +128,7 @@ def test_tokens_of_a_targets_cache_are_as_it_reads_them(kind):
 
 def test_a_compact_cache_observes_nothing():
     layer = tuple(jnp.array(x[:, :, :ROWS]) for x in text(0))
-    layers = [CompactCache.layer(*layer, kind="full", appended=1)]
+    layers = [CompactCache.make_layer(*layer, kind="full", appended=1)]
     cache = CompactCache.of(layers, kept=jnp.array(KEPT), ring=jnp.array(RING), taken=jnp.array(KEPT))
     with pytest.raises(ValueError, match="no groups"):
         cache.attend(0, jnp.zeros((B, 1, (N + 2 * K) * H)), jnp.ones((B, 1, 8)), jnp.ones((B, 1, 8)), view=None, observe=True)

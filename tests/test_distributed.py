@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 import sharing
 
@@ -20,6 +21,13 @@ def start(number: int, port: int, *arguments, **environment) -> subprocess.Popen
     command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments), "--distributed"]
     environment = os.environ | sharing.environment() | flags | names | environment
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    """Again, after `--dtype float64`, which holds for a whole process."""
+    yield
+    jax.config.update("jax_enable_x64", False)
 
 
 @pytest.fixture

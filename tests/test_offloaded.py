@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -109,11 +110,8 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
     model, config = random_model("float32", num_hidden_layers=4), dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0)
     expected = run_rounds(model, PROMPTS, config).tokens
     sizes = dict(batch=3, capacity=128, num_speculative_tokens=0)
-    # A draft with a cache of its own leaves less room.
-    for name, draft, expected_kinds in (
-        ("full:host", "retrieval:budget=44,chunk=2", [True] * 4),
-        ("int8:lower=host", "none", [False, True] * 2),
-    ):
+    own_cache = ("retrieval:budget=44,chunk=2", [True] * 4)  # which leaves less room
+    for name, drafts in (("full:host", (("none", [False, True] * 2), own_cache)), ("int8:lower=host", (own_cache,))):
 
         def of(free: int, name: str = name) -> Residence:
             monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
@@ -132,10 +130,11 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
             free += found.layer_bytes
         assert sorted(set(shares)) == [0, 0.25, 0.5, 0.75, 1] and len(shares) - shares.index(0.25) == 4
         of(free - 3 * found.layer_bytes)
-        settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
-        state, *_ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, **settings), draft=make_draft(draft, model))
-        kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
-        assert kinds == expected_kinds
+        for draft, expected_kinds in drafts:
+            settings = dict(draft=draft, num_speculative_tokens=0 if draft == "none" else 3, cache=name, max_new_tokens=64)
+            state, *_ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, **settings), draft=make_draft(draft, model))
+            kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
+            assert kinds == expected_kinds, (draft, kinds)
     assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
     monkeypatch.setattr(host, "free_bytes", lambda: 1000)
     with pytest.raises(
@@ -231,13 +230,20 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
     assert len(set(queries)) == len(queries) / 2 and all(x.aval.shape == (1, 1, 128) for x in queries)
 
 
+@pytest.mark.parametrize("resident", [0, 0.5])
 @pytest.mark.parametrize(
-    ("cache", "draft"), [("full:host", "retrieval:budget=64"), ("int8:host", "snapkv:budget=64"), ("int8:lower=host", "sparse")]
+    ("cache", "draft"),
+    [
+        ("full:host", "retrieval:budget=64"),
+        ("int8:host", "snapkv:budget=64"),
+        ("int8:lower=host", "sparse"),
+        ("int8:host", "streaming-llm:budget=64,sinks=0"),
+    ],
 )
-def test_a_draft_begins_with_one_layer_at_a_time(cache, draft):
-    """What a copy waits for is used behind the wait: XLA drops the wait for what is not, and holds all layers on the device."""
-    model = random_model("float32", num_hidden_layers=3)
-    config = GenerationConfig(cache=f"{cache},resident=0", draft=draft, max_new_tokens=8, group_size=32)
+def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
+    """A copy waits for what came of the layer copied before. That is used behind the wait: XLA drops the wait for what is not."""
+    model = random_model("float32", num_hidden_layers=4)
+    config = GenerationConfig(cache=f"{cache},resident={resident}", draft=draft, max_new_tokens=8, group_size=32)
     engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
     keys = prompt_keys(jax.random.key(0), 1)
     call = engine.prefill_call(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
@@ -249,9 +255,16 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft):
     jaxpr = jax.make_jaxpr(functools.partial(_parts_ended, **end.static))(*end.args).jaxpr
     waits = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
     used = {id(x) for x in (*jaxpr.outvars, *(x for e in jaxpr.eqns for x in e.invars))}
-    of_earlier = [[x for x in wait.outvars if not in_host(x.aval)] for wait in waits]
-    assert len(waits) == 3 and not of_earlier[0] and all(of_earlier[1:])
+    assert len(waits) == 4 * (1 - resident)
     assert all(id(x) in used for wait in waits for x in wait.outvars)
+    for before, wait in itertools.pairwise(waits):
+        descends = {id(before.outvars[0])}
+        for equation in jaxpr.eqns:
+            if descends & {id(x) for x in equation.invars}:
+                descends |= {id(x) for x in equation.outvars}
+            if equation is wait:
+                break
+        assert any(id(x) in descends for x in wait.invars)
 
 
 @pytest.mark.gpu

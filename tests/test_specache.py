@@ -156,7 +156,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
 def test_a_wrong_guess_is_put_right():
     """Rows in which it was wrong read what the pass itself chooses, as with `fetch=now`; the others read what was fetched."""
     with jax.enable_x64(True):
-        model = random_model("float64", num_hidden_layers=1)
+        model = random_model("float64")
         caches = [
             prefill(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
             for config in (without_guess(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))

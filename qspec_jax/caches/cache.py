@@ -16,7 +16,7 @@ from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
 
-T = TypeVar("T")
+Tree = TypeVar("Tree")
 MOST_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
 
 
@@ -116,10 +116,12 @@ class Cache(AppendedCache):
         among them. None where nobody has counted them."""
         return None
 
-    def with_layer_on_device(self, layer: int, *, after: T) -> tuple[Self, T]:
-        """The cache for those who look many tokens of a layer up: with all of the layer on the device. What is copied there for it waits
-        until `after` is computed, so that those who go from layer to layer have one of them there at a time. Also returns `after`, to be
-        used from here on: XLA makes nobody wait for what nobody uses."""
+    def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
+        """The cache with this whole layer on the device, to look many tokens up in; and `after`, to be used in place of the one given.
+
+        What has to be copied from host memory is copied once `after` is computed: XLA drops the wait if nothing uses what is returned. Who
+        goes from layer to layer gives what came of all earlier ones, and so has one layer there at a time.
+        """
         return self, after
 
     def recent_tokens(self, layer: int, positions: Int[Array, "B #K T"]) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"]]:
@@ -194,8 +196,9 @@ def longer(lengths: Lengths, tokens: int | Int[Array, "B"]) -> Lengths:
     return dataclasses.replace(lengths, buffered=lengths.buffered + tokens)
 
 
-def where_rows(rows: Bool[Array, "B"], new: T, old: T) -> T:
-    """The arrays of `new` in these rows of a batch, those of `old` in the others; of two pytrees alike, whose arrays have a row first."""
+def where_rows(rows: Bool[Array, "B"], new: Tree, old: Tree) -> Tree:
+    """The arrays of `new` in these rows of a batch, those of `old` in the others. Both are pytrees of one structure, and the first axis of
+    each array is the batch."""
     return jax.tree.map(lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (old.ndim - 1)), new, old), new, old)
 
 

@@ -46,16 +46,16 @@ class CompactCache(AppendedCache):
 
     @classmethod
     def of(cls, layers: Sequence[Layer], *, kept: Int[Array, "B"], ring: Int[Array, "B"], taken: Int[Array, "B"]) -> Self:
-        """A cache of layers made by `layer`, whose rows hold what lies there.
+        """A cache of layers from `make_layer`, whose rows hold what lies there.
 
-        kept + ring is at most S of `layer` with its `room`, and ring at least 1. taken: so many tokens were taken in, and lie where the
-        class says (`qspec_jax.caches.ring`).
+        kept + ring is at most the rows that those were given plus `room`, and ring at least 1. taken: so many tokens were taken in, and lie
+        where the class says (`qspec_jax.caches.ring`).
         """
         made = cls(tuple(layers), no_tokens(kept.shape[0]), kept, ring, taken)
         return made.rollback(made.committed)
 
     @staticmethod
-    def layer(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], *, kind: str, appended: int, room: int = 0) -> Layer:
+    def make_layer(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"], *, kind: str, appended: int, room: int = 0) -> Layer:
         """A layer that holds these rows, and has room for so many behind them. kind: one of `KINDS`. appended: how many tokens a round may
         append before it rolls back."""
         spare = appended + 1  # a single token is appended with a row behind it, see `rotate_and_append`

@@ -72,8 +72,8 @@ class BatchStats:
     working on a prompt. full_rounds and full_decode_s are of rounds for which every slot had a prompt and others waited, so that the rounds
     ended when one of them did, or `REFILL_SHARE` of them.
 
-    The seconds are all that pass until the last result, but for what is done with results meanwhile; compile_s is apart. held_bytes is the
-    most that rows at work ever held together: their pages, and what each has of its own.
+    The seconds are all that pass until the last result, but for what is done with results meanwhile, when the device may be reading the
+    next prompt; compile_s is apart. held_bytes is the most that rows at work ever held together: their pages, and what each has of its own.
     """
 
     batch_size: int = 0
@@ -128,7 +128,8 @@ class BatchRun:
         return self._results
 
     def close(self) -> None:
-        """Ends it early; what it holds on the device is freed. Between two results nothing runs on one device, while several go on."""
+        """Ends it early; what it holds on the device is freed. Between two results one device may be prefilling the next prompt, and
+        several go on."""
         self._results.close()
 
 
@@ -260,8 +261,8 @@ class _Slots:
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
         self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
-        self.newest: Array | None = None  # what comes of the prefill begun last, while the device may be at work on it
-        self.begun: tuple[list[int], DecodeState] | None = None  # requests that have no slots yet, and their rows, see `_begin_next`
+        self.newest: Array | None = None  # what comes of the prefill put into slots last, while the device may be at work on it
+        self.ahead: tuple[list[int], DecodeState] | None = None  # requests that have no slots yet, and their rows, see `_prefill_ahead`
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
         self.engine.settle_for(0)
@@ -337,7 +338,7 @@ class _Slots:
             yield from self._results()
         finally:
             # The engine, which tells this object of what it compiles, would keep them on the device.
-            self.state = self.newest = self.begun = None
+            self.state = self.newest = self.ahead = None
 
     def _results(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
@@ -352,8 +353,7 @@ class _Slots:
                 yield from self._ended()
                 if None in self.request_of:
                     continue
-            self._segment()
-            yield from self._ended()
+            yield from self._ended(self._segment())
 
     @property
     def _running(self) -> int:
@@ -369,14 +369,14 @@ class _Slots:
         prompt is prefilled."""
         placed = []
         slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
-        while slots and (self.waiting or self.begun):
+        while slots and (self.waiting or self.ahead):
             yield from self._rounds_of_others()
             indices, pages = self._next(len(slots))
             if not indices:
                 break  # until others end
             placed += indices
-            if self.begun:
-                (_, rows), self.begun = self.begun, None
+            if self.ahead:
+                (_, rows), self.ahead = self.ahead, None
             else:
                 rows = yield from self._prefilled(indices)
             self._put([slots.popleft() for _ in indices], indices, pages, rows)
@@ -386,9 +386,9 @@ class _Slots:
 
     def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
         """The requests to put into slots next, at most so many, with the pages of each; none where the pool has too few pages left."""
-        if self.begun:
-            indices, _ = self.begun
-            return (indices, pages) if (pages := self._reserve(indices)) is not None else ([], [])
+        if self.ahead:
+            indices, _ = self.ahead
+            return indices, self._reserve(indices)  # for which there are enough, see `_prefill_ahead`
         with self.waiting.lock:
             for indices in self._in_line(slots):
                 if (pages := self._reserve(indices)) is not None:
@@ -397,23 +397,30 @@ class _Slots:
         return [], []
 
     def _in_line(self, slots: int) -> list[list[int]]:
-        """What of the queue may be prefilled next for so many slots, the best first: several requests together, or one."""
+        """Candidates for the next prefill, for so many slots, the best first: several requests together, or one."""
         first = self.waiting.first(self.most_together)
         together = len(first) == self.most_together <= slots and all(map(self._is_short, first))
         return [first, first[:1]] if together else [first[:1]]
 
-    def _begin_next(self, slots: int) -> None:
-        """Begins to prefill for so many slots whose rows have just ended, so that the device is at work while the host looks which they
-        are. Prompts that are prefilled in parts are left to `_fill`."""
+    def _prefill_ahead(self, ended: int) -> None:
+        """Takes the next requests from the queue and begins their prefill, before the host knows which slots are free; `_fill` puts them
+        there. ended: at least so many rows have ended. Prompts that are prefilled in parts are left to `_fill`."""
         with self.waiting.lock:
-            indices = self._in_line(slots)[0] if self.waiting else []
+            indices = next((each for each in self._in_line(ended) if each and self._will_have_pages(each, ended)), [])
             if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
                 return
             self.waiting.take(len(indices))
         (rows,) = self.engine.prefill_in_parts(*self._prefill_args(indices), layers=self._layers(indices))
         self.waited += self._layers(indices) * self._padded(indices)
-        self.begun = indices, rows
+        self.ahead = indices, rows
         self._lap("prefill_s")
+
+    def _will_have_pages(self, indices: Sequence[int], ended: int) -> bool:
+        """Whether the pool has pages for these requests once so many rows have given theirs back, whichever they are."""
+        if self.pool is None:
+            return True
+        held = sorted(len(pages) for pages, index in zip(self.pages_of, self.request_of) if index is not None)
+        return sum(self.groups[index] for index in indices) <= self.pool.free + sum(held[:ended])
 
     def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:
         """Pages for each of these requests, or None where there are too few."""
@@ -473,18 +480,18 @@ class _Slots:
         newest.block_until_ready()
         return time.perf_counter()
 
-    def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> None:
-        """At most so many rounds; fewer if rows end and requests wait for their slots."""
+    def _segment(self, most: int = ROUNDS_PER_SEGMENT) -> int:
+        """At most so many rounds; fewer if rows end and requests wait for their slots. Returns how many rows have ended then, at least."""
         self._check_stopped()
         self.waited = 0
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
-        refills = self.refill and bool(self.waiting or self.begun)
+        refills = self.refill and bool(self.waiting)
         full = refills and None not in self.request_of
         # Rounds go on while as many run: of 64 rows, 61, so until 4 have ended.
-        ending = max(1, int(self._running * REFILL_SHARE))
-        least_running = self._running - ending + 1 if refills else 1
+        to_end = max(1, int(self._running * REFILL_SHARE))
+        least_running = self._running - to_end + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
             self.state = self.engine.free(self.state, empty)
@@ -507,9 +514,7 @@ class _Slots:
         self.stats.rounds += int(worked.max())
         self.stats.slot_rounds += int(worked.max()) * len(worked)
         self.stats.busy_rounds += int(worked.sum())
-        # Between parts of a prompt the device has the next part to go on with, and no memory for another prompt.
-        if refills and worked.max() < rounds == ROUNDS_PER_SEGMENT and not self.begun:
-            self._begin_next(ending)
+        return to_end if refills and worked.max() < rounds else 0
 
     def _check_stopped(self) -> None:
         if self.is_stopped():
@@ -517,7 +522,7 @@ class _Slots:
 
     def _on_compile(self, seconds: float | None) -> None:
         if seconds is None:
-            jax.block_until_ready((self.state, self.newest))  # or the time it takes would be hidden behind compiling
+            jax.block_until_ready((self.state, self.newest, self.ahead))  # or the time it takes would be hidden behind compiling
             self._lap("prefill_s")
         elif seconds:
             self._lap("compile_s")
@@ -529,9 +534,14 @@ class _Slots:
         setattr(self.stats, what, getattr(self.stats, what) + passed)
         return passed
 
-    def _ended(self) -> Iterator[Result]:
-        """Results of the rows that have ended, whose slots are free then."""
-        news = self.engine.look(self.state, [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)])
+    def _ended(self, at_least: int = 0) -> Iterator[Result]:
+        """Results of the rows that have ended, whose slots are free then. While the host looks which they are, the device begins with what
+        is next for `at_least` of them."""
+        looked = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
+        news = self.engine.begin_look(self.state, looked)
+        if at_least:
+            self._prefill_ahead(at_least)
+        news = news()
         counts = news.counts
         ended = []
         for slot, index in enumerate(self.request_of):

@@ -322,6 +322,7 @@ class Engine:
                 of_row[: len(own)] = own
             table = jnp.asarray(table)
         call = Call(REPLACE, (state, rows, jnp.array(slots), table))
+        self._unseen = max(self._unseen, 1)  # their first tokens, whenever they were prefilled
         return self._executable("replace", call, len(slots))(*call.args)
 
     def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
@@ -337,6 +338,10 @@ class Engine:
 
         A row that has ended may be looked at again and again; what more of it is returned then has no meaning.
         """
+        return self.begin_look(state, looked)()
+
+    def begin_look(self, state: DecodeState, looked: Sequence[int]) -> Callable[[], News]:
+        """Lets the device begin with what `look` needs, before other work that it may be given; calling what is returned waits for it."""
         columns = state.tokens.shape[1]
         width = min(columns, rounded_up(min(self._unseen, columns)))
         starts = np.minimum(looked, columns - width)
@@ -344,13 +349,17 @@ class Engine:
         if width < columns:
             call = Call(WINDOW, (*found, jnp.asarray(starts, jnp.int32)), dict(width=width))
             found = self._executable("window", call, width)(*call.args)
-        (tokens, logprobs), emitted, status, counts = jax.device_get((found, state.emitted, state.status, state.counts))
         self._unseen = 0
-        new = [slice(begin - at, end - at) for begin, at, end in zip(looked, starts, emitted)]
-        rows = lambda x: [row[columns] for row, columns in zip(x, new)]
-        if logprobs is not None:
-            logprobs = [Logprobs(*parts) for parts in zip(*map(rows, (logprobs.tokens, logprobs.top, logprobs.top_ids)))]
-        return News([row.tolist() for row in rows(tokens)], logprobs, status, counts)
+
+        def news() -> News:
+            (tokens, logprobs), emitted, status, counts = jax.device_get((found, state.emitted, state.status, state.counts))
+            new = [slice(begin - at, end - at) for begin, at, end in zip(looked, starts, emitted)]
+            rows = lambda x: [row[columns] for row, columns in zip(x, new)]
+            if logprobs is not None:
+                logprobs = [Logprobs(*parts) for parts in zip(*map(rows, (logprobs.tokens, logprobs.top, logprobs.top_ids)))]
+            return News([row.tolist() for row in rows(tokens)], logprobs, status, counts)
+
+        return news
 
     def _executable(self, name: str, call: Call, shape: Hashable) -> jax.stages.Compiled:
         """The executable of a call, which differs from others of its name in nothing but this shape; to find that out from all arguments

@@ -13,6 +13,11 @@ class PagePool:
         """How many pages are handed out."""
         return self.size - 1 - len(self._free)
 
+    @property
+    def free(self) -> int:
+        """How many are not."""
+        return len(self._free)
+
     def reserve(self, count: int) -> list[int] | None:
         """So many free pages, or None where there are not as many."""
         if count > len(self._free):

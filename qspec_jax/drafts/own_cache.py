@@ -90,7 +90,7 @@ class Window(OwnText):
         rows = lambda x: jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(0, size - x.shape[2])), (0, 0)))
         layers = [(rows(layer.keys), rows(layer.values)) for layer in read.layers]
         places = dict(kept=jnp.full_like(n, sinks), ring=jnp.full_like(n, window), taken=n)
-        cache = CompactCache.of([CompactCache.layer(*layer, kind="full", appended=appended) for layer in layers], **places)
+        cache = CompactCache.of([CompactCache.make_layer(*layer, kind="full", appended=appended) for layer in layers], **places)
         return cls(cache, skipped, tuple(keys[:, :, :sinks] for keys, _ in layers))
 
     @property

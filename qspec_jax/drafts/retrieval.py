@@ -27,7 +27,7 @@ from qspec_jax.drafts.draft import Reads
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
-T = TypeVar("T")
+Layer = TypeVar("Layer")
 RECENT = 32  # at least so many of a text's last tokens are always copied
 ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolling average
 
@@ -71,8 +71,8 @@ class RetrievalDraft(CompactDraft):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
         ring = max(1, min(self.ring_size, prompt.capacity - prompt.tokens.shape[1]))
-        layer = functools.partial(CompactCache.layer, kind=self.kind, appended=prompt.gamma, room=ring)
-        layers, kept = self.copied(queries, prompt.cache, budget, most, made=layer)
+        layer = functools.partial(CompactCache.make_layer, kind=self.kind, appended=prompt.gamma, room=ring)
+        layers, kept = self.copied(queries, prompt.cache, budget, most, make=layer)
         own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
 
@@ -89,25 +89,25 @@ class RetrievalDraft(CompactDraft):
         most: int,
         batch_rows: Int[Array, "R"] | None = None,
         *,
-        made: Callable[[Array, Array], T] = lambda keys, values: (keys, values),
-    ) -> tuple[list[T], Int[Array, "R"]]:
-        """What is made, for each layer, of keys and values [R, K, most, H] of the best chunks of what rows of a cache hold, and behind them
-        of their recent tokens; and how many of them there are in each row, which is within its budget. batch_rows: these rows of the batch;
-        None: all."""
+        make: Callable[[Array, Array], Layer] = lambda keys, values: (keys, values),
+    ) -> tuple[list[Layer], Int[Array, "R"]]:
+        """Copies the best chunks of what rows of a cache hold, and behind them their recent tokens. Returns what `make` makes, for each
+        layer, of their keys and values [R, K, most, H]; and how many of these tokens there are in each row, which is within its budget.
+        batch_rows: these rows of the batch; None: all."""
         n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
         count = jnp.minimum(whole, (budget - width) // chunk)
         place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            there, layers[-1:] = cache.with_layer_on_device(i, after=layers[-1:])
+            there, layers = cache.with_layer_on_device(i, after=layers)
             score = chunk_scores(q, there, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
             score = self.step.model.sum_of_copies(score)
             best = best_chunks(score, count, most=(most - width) // chunk)
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(made(*there.tokens(i, positions, batch_rows)))
+            layers.append(make(*there.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):

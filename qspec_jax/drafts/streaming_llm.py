@@ -38,8 +38,10 @@ class StreamingDraft(CompactDraft):
         sinks = jnp.full_like(budget, self.sinks)
         places = dict(kept=sinks, ring=budget - sinks, taken=prompt.n)
         positions = token_in_row(jnp.arange(most), **places)[:, None]
-        sizes = dict(kind=self.kind, appended=prompt.gamma)
-        layers = [CompactCache.layer(*prompt.cache.tokens(i, positions), **sizes) for i in range(len(prompt.cache.layers))]
+        layers = []
+        for i in range(len(prompt.cache.layers)):
+            there, layers = prompt.cache.with_layer_on_device(i, after=layers)
+            layers.append(CompactCache.make_layer(*there.tokens(i, positions), kind=self.kind, appended=prompt.gamma))
         own = CompactCache.of(layers, **places)
         return self.renumbered(own, prompt.cache, jnp.ones_like(prompt.n, bool))
 
