@@ -119,8 +119,8 @@ class Cache(AppendedCache):
     def with_layer_on_device(self, layer: int, *, after: Tree) -> tuple[Self, Tree]:
         """The cache with this whole layer on the device, to look many tokens up in; and `after`, to be used in place of the one given.
 
-        What has to be copied from host memory is copied once `after` is computed: XLA drops the wait if nothing uses what is returned. Who
-        goes from layer to layer gives what came of all earlier ones, and so has one layer there at a time.
+        What has to be copied from host memory is copied once `after` is computed; XLA drops that wait if nothing uses the returned one. A
+        loop over layers passes what came of all earlier layers, so that one layer is there at a time.
         """
         return self, after
 

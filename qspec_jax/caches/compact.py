@@ -48,8 +48,8 @@ class CompactCache(AppendedCache):
     def of(cls, layers: Sequence[Layer], *, kept: Int[Array, "B"], ring: Int[Array, "B"], taken: Int[Array, "B"]) -> Self:
         """A cache of layers from `make_layer`, whose rows hold what lies there.
 
-        kept + ring is at most the rows that those were given plus `room`, and ring at least 1. taken: so many tokens were taken in, and lie
-        where the class says (`qspec_jax.caches.ring`).
+        kept + ring is at most the number of rows of keys that `make_layer` was given plus its `room`, and ring at least 1. taken: so many
+        tokens were taken in, and lie where the class says (`qspec_jax.caches.ring`).
         """
         made = cls(tuple(layers), no_tokens(kept.shape[0]), kept, ring, taken)
         return made.rollback(made.committed)

@@ -11,16 +11,16 @@ class PagePool:
     @property
     def taken(self) -> int:
         """How many pages are handed out."""
-        return self.size - 1 - len(self._free)
+        return self.size - 1 - self.free
 
     @property
     def free(self) -> int:
-        """How many are not."""
+        """How many pages are left to hand out."""
         return len(self._free)
 
     def reserve(self, count: int) -> list[int] | None:
         """So many free pages, or None where there are not as many."""
-        if count > len(self._free):
+        if count > self.free:
             return None
         return [self._free.pop() for _ in range(count)]
 
