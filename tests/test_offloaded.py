@@ -16,6 +16,7 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
+from qspec_jax.caches.prefill import embedded, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import batch, capacity
@@ -228,6 +229,21 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
     assert {each.primitive.name for each in waiting} == {"optimization_barrier"}
     queries = [each.invars[0] for each in waiting]
     assert len(set(queries)) == len(queries) / 2 and all(x.aval.shape == (1, 1, 128) for x in queries)
+
+
+def test_prefill_holds_the_queries_of_one_layer():
+    """Behind a layer there are its last ones only. Where memory is short XLA kept those of all tokens and layers to the end, 35 GB."""
+    model = random_model("float32", num_hidden_layers=3)
+    sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
+    cache, tokens, n = CacheConfig.parse("full:host").empty(model.config, **sizes), jnp.zeros((1, 64), jnp.int32), jnp.array([64])
+    jaxpr = jax.make_jaxpr(lambda tokens: through_layers(model.layers, *embedded(model, tokens, n)[::-1], n, cache, queries=2))(tokens)
+    made_by = {id(out): equation for equation in jaxpr.eqns for out in equation.outvars}
+    queries = jaxpr.jaxpr.outvars[-3:]
+    assert [x.aval.shape for x in queries] == [(1, 2, *queries[0].aval.shape[2:])] * 3
+    for x in queries:
+        while made_by[id(x)].primitive.name == "slice":
+            (x,) = made_by[id(x)].invars
+        assert made_by[id(x)].primitive.name == "optimization_barrier"
 
 
 @pytest.mark.parametrize("resident", [0, 0.5])

@@ -74,7 +74,7 @@ offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 
     qspec bench decode --arch llama-2-7b --context 524288 --gamma 16 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 2 \
         --cache int8:lower=host --baseline-cache full:host --draft sparse:budget=0.03 --draft none --json --output "$out/offloaded-512k.json"
     ;;
-specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 110 GB of host memory have room for. Random weights guess
+specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 70 GB of host memory have room for. Random weights guess
     # wrong nearly always, so that fetch=checked is as slow here as it can be.
     throughput() { # CONTEXT BATCH
         qspec bench decode --arch mistral-7b --context "$1" --batch-size "$2" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
@@ -82,9 +82,9 @@ specache-throughput) # SpeCache, throughput at the largest batch; as many rows a
             --cache specache:bits=1,store=host,fetch=checked --cache specache:bits=1,store=host,fetch=now \
             --json --output "$out/specache-$1.json"
     }
-    throughput 32768 20
-    throughput 8192 80
-    throughput 2048 320
+    throughput 32768 16
+    throughput 8192 64
+    throughput 2048 256
     ;;
 *)
     echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
