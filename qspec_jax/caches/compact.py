@@ -107,15 +107,18 @@ class CompactCache(AppendedCache):
         new = dataclasses.replace(self, layers=layers, taken=taken)
         return new.rollback(new.committed)
 
-    def refilled(self, tokens: Sequence[KeysValues], kept: Int[Array, "R"], rows: Int[Array, "R"]) -> Self:
-        """The cache with the first kept[r] of these T tokens [R, K, T, H] of each layer in place of all that R rows of the batch held.
+    def layer_refilled(self, layer: int, keys: Float[Array, "R K T H"], values: Float[Array, "R K T H"], rows: Int[Array, "R"]) -> Layer:
+        """A layer with these T tokens in place of the first that R rows of the batch hold; one of those that `refilled` wants."""
+        write = lambda held, new: jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
+        held = self.layers[layer]
+        return dataclasses.replace(held, keys=write(held.keys, keys), values=write(held.values, values))
+
+    def refilled(self, layers: Sequence[Layer], kept: Int[Array, "R"], rows: Int[Array, "R"]) -> Self:
+        """The cache with these layers, in which R rows of the batch hold the first kept[r] of the tokens that were put there, and no more.
 
         The ring is empty then; with its size it still has room.
         """
-        write = lambda held, new: jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
-        filled = lambda layer, keys, values: dataclasses.replace(layer, keys=write(layer.keys, keys), values=write(layer.values, values))
-        layers = tuple(filled(layer, *both) for layer, both in zip(self.layers, tokens, strict=True))
-        new = dataclasses.replace(self, layers=layers, kept=self.kept.at[rows].set(kept), taken=self.taken.at[rows].set(kept))
+        new = dataclasses.replace(self, layers=tuple(layers), kept=self.kept.at[rows].set(kept), taken=self.taken.at[rows].set(kept))
         return new.rollback(new.committed)
 
     def with_first_keys(self, keys: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]) -> Self:

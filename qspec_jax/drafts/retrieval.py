@@ -10,7 +10,6 @@ and new tokens take no copied one's place: they go into a ring of their own. As 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -71,7 +70,7 @@ class RetrievalDraft(CompactDraft):
         budget, most = self.budgets(prompt)
         queries = tuple(q[:, 0] for q in prompt.queries)
         ring = max(1, min(self.ring_size, prompt.capacity - prompt.tokens.shape[1]))
-        layer = functools.partial(CompactCache.make_layer, kind=self.kind, appended=prompt.gamma, room=ring)
+        layer = lambda _, *both: CompactCache.make_layer(*both, kind=self.kind, appended=prompt.gamma, room=ring)
         layers, kept = self.copied(queries, prompt.cache, budget, most, make=layer)
         own = CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
         return RetrievalState(own, queries, budget, jnp.zeros_like(prompt.n), jnp.ones(prompt.n.shape, jnp.float32), most)
@@ -89,10 +88,10 @@ class RetrievalDraft(CompactDraft):
         most: int,
         batch_rows: Int[Array, "R"] | None = None,
         *,
-        make: Callable[[Array, Array], Layer] = lambda keys, values: (keys, values),
+        make: Callable[[int, Array, Array], Layer],
     ) -> tuple[list[Layer], Int[Array, "R"]]:
-        """Copies the best chunks of what rows of a cache hold, and behind them their recent tokens. Returns what `make` makes, for each
-        layer, of their keys and values [R, K, most, H]; and how many of these tokens there are in each row, which is within its budget.
+        """Copies the best chunks of what rows of a cache hold, and behind them their recent tokens. Returns what `make` makes of each
+        layer's number, keys and values [R, K, most, H]; and how many of these tokens there are in each row, which is within its budget.
         batch_rows: these rows of the batch; None: all."""
         n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
@@ -107,7 +106,7 @@ class RetrievalDraft(CompactDraft):
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(make(*there.tokens(i, positions, batch_rows)))
+            layers.append(make(i, *there.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):
@@ -135,7 +134,10 @@ class RetrievalDraft(CompactDraft):
         def choose_for_next_row(carry):
             own, waiting = carry
             row = jnp.argmax(waiting)[None]
-            layers, kept = self.copied(tuple(q[row] for q in state.queries), cache, state.budget[row], state.most, row)
+            # Each layer is put in its place before the next is looked up, so that no second copy of all of them waits.
+            put = lambda layer, *both: own.layer_refilled(layer, *both, row)
+            queries = tuple(q[row] for q in state.queries)
+            layers, kept = self.copied(queries, cache, state.budget[row], state.most, row, make=put)
             return own.refilled(layers, kept, row), waiting.at[row].set(False)
 
         # A row at a time, so that none is chosen for in vain; and lax.cond would copy the caches that it passes through (seen in jax 0.10).
