@@ -21,10 +21,11 @@ from qspec_jax.decoding.compiled import Compiled
 def pytest_configure(config):
     sharing.begin(config)
     gc.set_threshold(50_000, 20, 100)  # JAX traces into so many small objects that looking for cycles among them took a seventh of the time
-    # On a CPU these older emitters of XLA compile in two thirds of the time. Newer XLA has them no more, and ends a process over flags that
-    # it does not know.
+    # On a CPU these older emitters of XLA compile in two thirds of the time. A program in one piece takes less again than in pieces for
+    # several threads, each of which has its own helpers. Newer XLA has not all these flags, and ends a process over what it does not know.
     if jax.__version_info__ < (0, 11):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs; what tests start would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

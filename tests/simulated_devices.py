@@ -17,15 +17,18 @@ def devices(request: pytest.FixtureRequest, count: int) -> list[jax.Device]:
     return jax.devices()[:count]
 
 
+def environment(count: int) -> dict[str, str]:
+    """Of a process that simulates so many devices, and compiles as this one."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
 def run_those_of(request: pytest.FixtureRequest, count: int) -> None:
     """Runs the module's tests with the mark `several_devices` in a process with so many devices, unless there are as many here."""
     if len(jax.devices()) >= count:
         return
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "several_devices", "--durations=5", str(request.path)]
-    done = subprocess.run(
-        command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=540
-    )
+    done = subprocess.run(command, env=environment(count), capture_output=True, text=True, timeout=540)
     print(done.stdout)  # which pytest shows where this fails
     summary = done.stdout.rstrip().splitlines()[-1]
     assert done.returncode == 0 and " passed" in summary and "skipped" not in summary, summary

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sharing
+import simulated_devices
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -243,11 +244,10 @@ print(json.dumps([trainer.report(".").devices, trainer.tokens_seen, sums, nats])
 @pytest.mark.slow
 def test_devices_share_the_rows_of_a_step():
     def run(devices: int) -> tuple[list, np.ndarray]:
-        flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         done = subprocess.run(
             [sys.executable, "-c", SHARING],
             cwd=Path(__file__).parent,
-            env=os.environ | flags,
+            env=simulated_devices.environment(devices) | sharing.environment(),
             capture_output=True,
             text=True,
             timeout=300,

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import sys
 import jax
 import numpy as np
 import pytest
+import sharing
+import simulated_devices
 from checkpoints import CASES, hf_config, random_tensors, write_checkpoint
 from conversions import bits, files, refused
 from safetensors.numpy import load_file
@@ -118,8 +119,8 @@ config = GenerationConfig(max_new_tokens=5, num_speculative_tokens=2)
 found = [generate(m, [[1, 2, 3]], config=config, draft=d).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), None))]
 assert found[0] == found[1], found
 """
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", script, source, tmp_path / "out"], capture_output=True, text=True, env=env, timeout=300)
+    env, command = simulated_devices.environment(4) | sharing.environment(), [sys.executable, "-c", script, source, tmp_path / "out"]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
 
 

@@ -10,6 +10,7 @@ import sys
 import jax
 import pytest
 import sharing
+import simulated_devices
 
 from qspec_jax.decoding import processes
 
@@ -17,9 +18,8 @@ from qspec_jax.decoding import processes
 def start(number: int, port: int, *arguments, **environment) -> subprocess.Popen:
     """The command as one of two processes."""
     names = dict(zip((processes.ADDRESS, processes.PROCESSES, processes.NUMBER), (f"localhost:{port}", "2", str(number))))
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "qspec_jax.cli", *map(str, arguments), "--distributed"]
-    environment = os.environ | sharing.environment() | flags | names | environment
+    environment = simulated_devices.environment(2) | sharing.environment() | names | environment
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

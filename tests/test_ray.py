@@ -12,14 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sharing
 
 from qspec_jax.decoding import ray_data
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 
 ROOT = Path(__file__).parent.parent
-# The workers of Ray are nice by 15 otherwise, and would wait for the other tests.
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def environment() -> dict[str, str]:
+    """The workers of Ray are nice by 15 otherwise, and would wait for the other tests."""
+    of_ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    return os.environ | sharing.environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | of_ray
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +71,9 @@ def _within(seconds: float, holds: Callable[[], object]) -> bool:
 def test_an_actor_that_is_killed(lines, directory, tmp_path):
     """The output is, byte for byte, that of one process without Ray."""
     alone, ours = tmp_path / "alone.jsonl", tmp_path / "ours.jsonl"
-    subprocess.run(command(lines, alone, directory), env=ENVIRONMENT, check=True, capture_output=True, timeout=300)
+    subprocess.run(command(lines, alone, directory), env=environment(), check=True, capture_output=True, timeout=300)
     process = subprocess.Popen(
-        command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=environment(), stderr=subprocess.PIPE, text=True
     )
     assert _within(120, lambda: workers() or process.poll() is not None)
     time.sleep(random.uniform(0, 4))  # of some 10 that they take
@@ -130,5 +135,5 @@ def test_where_no_cluster_is(address, words):
 @pytest.mark.slow
 def test_no_cluster(directory, lines, tmp_path):
     asked = command(lines, tmp_path / "out.jsonl", directory, "--ray", "auto")
-    done = subprocess.run(asked, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "") and "--ray auto: no cluster can be used there" in done.stderr.splitlines()[-1]

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import json
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulated_devices
 from jax.sharding import Mesh, PartitionSpec
 from runs import prepared, random_model, random_prompts
 
@@ -52,9 +52,8 @@ def test_settings_are_a_batch_axis(loop):
 
 def test_rows_over_devices(loop):
     if len(jax.devices()) < 2:  # two in a process of its own
-        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::test_rows_over_devices"]
-        done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=simulated_devices.environment(2), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
         return
     run, sampler, state, limits = loop
