@@ -57,6 +57,7 @@ def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypat
     cos, sin = (jnp.asarray(f(np.random.default_rng(2).normal(0, 9, (B, 1, H // 2)))) for f in (np.cos, np.sin))
     qkv = np.random.default_rng(3).normal(0, 1, (3, B, 1, (N + 2 * K) * H))
     attend = jax.jit(lambda cache, i, qkv: cache.attend(i, qkv, cos, sin, view=None), static_argnums=1)
+    read = jax.jit(lambda q, layer, lengths: decode_attention(q, layer, lengths, FULL_PRECISION))
     take_in, r = jax.jit(CompactCache.take_in), np.random.default_rng(4)
     for _ in range(8):
         before, drafted = cache, []
@@ -65,16 +66,15 @@ def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypat
             cache = cache.advance(layers, 1)
             q, k, v = split_and_rotate(jnp.asarray(x), cos, sin, kv_heads=K)
             drafted.append((k, v))
+            left = [tokens_left(n, row) for row, n in enumerate(taken)]
+            lengths = Lengths(jnp.zeros(B, int), jnp.array([len(numbers) + len(drafted) for numbers in left]))
             for i in range(2):
-                for row in range(B):
-                    left = tokens_left(taken[row], row)
-                    keys, values = (
-                        np.concatenate([whole[i][j][row][:, left], *(np.swapaxes(d[j][row], 0, 1) for d in drafted)], 1) for j in range(2)
-                    )
-                    layer = FullLayer(jnp.array(keys)[None], jnp.array(values)[None])
-                    lengths = Lengths(jnp.array([0]), jnp.array([keys.shape[1]]))
-                    expected = decode_attention(q[row : row + 1], layer, lengths, FULL_PRECISION)
-                    np.testing.assert_allclose(found[i][row], expected[0], atol=1e-12 if kind == "full" else 0.03)
+                expected = np.zeros((2, B, K, ROWS + len(qkv), H))  # of one shape whatever is there, so that it is compiled once
+                for j, row in np.ndindex(2, B):
+                    there = [whole[i][j][row][:, left[row]], *(np.swapaxes(d[j][row], 0, 1) for d in drafted)]
+                    expected[j, row, :, : lengths.buffered[row]] = np.concatenate(there, 1)
+                expected = read(q, FullLayer(*map(jnp.array, expected)), lengths)
+                np.testing.assert_allclose(found[i], expected, atol=1e-12 if kind == "full" else 0.03)
         cache = cache.rollback(before.lengths)
         count = r.integers(0, T + 1, B)
         come = [tuple(jnp.array([x[row][:, taken[row] : taken[row] + T] for row in range(B)]) for x in layer) for layer in whole]
