@@ -1,7 +1,6 @@
 """Caches with a part in host memory: every token, and every code, as with all of it on the device."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import re
@@ -22,11 +21,12 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.decoding import batch, capacity
 from qspec_jax.decoding import residence as residence_module
 from qspec_jax.decoding.batch import Request, run_batch
+from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import _parts_ended, end_call, part_call
+from qspec_jax.decoding.programs import APART, PARTS_END
 from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
@@ -195,12 +195,13 @@ def test_recent_tokens_are_those_that_the_cache_holds():
     with jax.enable_x64(True):
         model = random_model("float64")
         state, step, _ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
+        both = jax.jit(lambda cache, positions: (cache.recent_tokens(1, positions), cache.tokens(1, positions)))
         flushes = 0
         while (np.asarray(state.status) == 0).all():
             for T in (1, 8, 12):
                 positions = (jnp.maximum(state.cache.lengths.total, T) - T)[:, None, None] + jnp.arange(T)
                 there = np.asarray(positions < state.cache.lengths.total[:, None, None])[:, 0]
-                for found, expected in zip(state.cache.recent_tokens(1, positions), state.cache.tokens(1, positions)):
+                for found, expected in zip(*both(state.cache, positions)):
                     np.testing.assert_array_equal(np.swapaxes(found, 1, 2)[there], np.swapaxes(expected, 1, 2)[there])
             state = step(state)
             flushes += int(np.asarray(state.cache.lengths.buffered == 8).any())
@@ -263,12 +264,12 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
     engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
     keys = prompt_keys(jax.random.key(0), 1)
     call = engine.prefill_call(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
-    (target, made, *prompt), (programs, _) = call.args, call.compile()
-    x, angles, cache = programs.begin(target, *prompt[:2])
-    x, layers, queries = programs.part(*part_call(target, made, slice(None), angles, x, prompt[1], cache).args)
-    filled = dataclasses.replace(cache, layers=layers)
-    end = end_call(target, made, *prompt[:2], x, filled, queries, *prompt[2:], **call.static)
-    jaxpr = jax.make_jaxpr(functools.partial(_parts_ended, **end.static))(*end.args).jaxpr
+    assert call.program is APART
+    *_, end = APART._calls(*call.args, **call.static)
+    Compiled.forget()
+    end.shapes()
+    (program,) = PARTS_END.programs.values()
+    jaxpr = program.traced.jaxpr.jaxpr
     waits = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
     used = {id(x) for x in (*jaxpr.outvars, *(x for e in jaxpr.eqns for x in e.invars))}
     assert len(waits) == 4 * (1 - resident)
