@@ -13,6 +13,7 @@ from checkpoints import hf_config, write_checkpoint
 from safetensors.numpy import load_file
 
 from qspec_jax import demo
+from qspec_jax.bench.architectures import ARCHITECTURES
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.cli import main
 from qspec_jax.decoding.compiled import Compiled
@@ -78,6 +79,12 @@ def fails(run):
             assert str(word) in lines[0]
 
     return check
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """The tiny architecture with one layer of its two, which compiles in half the time."""
+    monkeypatch.setitem(ARCHITECTURES, "tiny", ARCHITECTURES["tiny"] | {"num_hidden_layers": 1})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tok
 
 
 @pytest.mark.slow
-def test_json(run, monkeypatch):
+def test_json(run, one_layer, monkeypatch):
     waited_for, wait = [], jax.block_until_ready
     monkeypatch.setattr(batch.jax, "block_until_ready", lambda tree: waited_for.append(tree) or wait(tree))
     flags = ["--arch", "tiny", *SIZES, "--simulate-ratio", 0.8, "--gamma", 2, "--one-by-one", "--json"]
@@ -55,7 +55,7 @@ def test_table_of_a_checkpoint(run, directory, tmp_path):
     assert "Batch size 2" in out and next(line for line in out.splitlines() if line.startswith("refilled")).split()[6] == "0.0"
 
 
-def test_memory_in_use_is_told_where_the_device_says(run, monkeypatch):
+def test_memory_in_use_is_told_where_the_device_says(run, one_layer, monkeypatch):
     says = type("Device", (), {"memory_stats": lambda self: {"peak_bytes_in_use": 3_210_000_000}, "device_kind": "GPU"})
     monkeypatch.setattr(batch.jax, "local_devices", lambda: [says()])
     code, out, _ = run("bench", "batch", "--arch", "tiny", "--prompts", 2, *SIZES[2:], "--simulate-ratio", 0.8)

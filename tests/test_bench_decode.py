@@ -42,12 +42,6 @@ def model():
     return random_model(architecture("tiny"))
 
 
-@pytest.fixture
-def one_layer(monkeypatch):
-    """The tiny architecture with one layer of its two, which compiles in half the time."""
-    monkeypatch.setitem(ARCHITECTURES, "tiny", ONE_LAYER)
-
-
 @pytest.fixture(scope="module")
 def small_model():
     """A model of one layer."""

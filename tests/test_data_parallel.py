@@ -99,7 +99,7 @@ def test_a_device_that_is_not_the_first(directory, two_devices):
 
 
 @pytest.mark.several_devices
-def test_bench_compares_them_with_one(run, two_devices):
+def test_bench_compares_them_with_one(run, one_layer, two_devices):
     sizes = ["--prompts", 6, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12", "--gamma", 2]
     code, out, err = run("bench", "batch", "--arch", "tiny", *sizes, "--devices", "all", "--no-fixed", "--json")
     report = json.loads(out)

@@ -252,7 +252,7 @@ def test_copies_on_other_meshes(checkpoint, eight):
 
 
 @pytest.mark.several_devices
-def test_bench(run, request):
+def test_bench(run, one_layer, request):
     simulated_devices.devices(request, 2)
     code, out, err = run("bench", "all-reduce", "--devices", 2, "--rows", 2, "--width", 32, "--repeats", 2, "--json")
     report = json.loads(out)
