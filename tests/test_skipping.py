@@ -177,12 +177,14 @@ def test_the_search_prefers_what_resembles_the_best():
     assert promise.argsort().tolist() == [1, 0, 2]
 
 
-def test_in_generate_and_batch(float64):
-    model = muted(of_six_layers(), IDLE)
+def test_in_generate_and_batch(model, caplog):
+    model = muted(model, Skipped(frozenset({1, 2}), frozenset({1})))
     prompts, config = random_prompts([160, 50]), dataclasses.replace(CONFIG, max_new_tokens=12)
     expected = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8")).token_ids
     config = dataclasses.replace(config, draft="quantspec:skip=auto,weight_bits=16")
-    assert generate(model, prompts, config=config).token_ids == expected
+    with caplog.at_level("INFO"):
+        assert generate(model, prompts, config=config).token_ids == expected
+    assert "draft skip auto: (" in caplog.text
     requests = [Request(tokens, config, key) for tokens, key in zip(prompts, jax.random.split(jax.random.key(0)))]
     assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=1), key=lambda r: r.index)] == expected
 
