@@ -31,6 +31,11 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest tests come first: at the end one worker would be left with them, and the other with nothing."""
+    items.sort(key=lambda item: item.name != "test_with_simulated_devices")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiles_fast(request):
     """On a CPU LLVM optimizes little: most of the time goes to compiling, and what is tested holds however it is done. Modules with the
