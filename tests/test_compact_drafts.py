@@ -126,11 +126,12 @@ def test_sinks_move_by_the_angles_of_a_type_that_scales_attention():
     check_streaming_llm(model, "window", "full", 2)
 
 
-def snapkv_tokens(model, prompt: list[int], budget: int) -> list[list[int]]:
-    """The positions that each KV head keeps in the first layer, in plain numpy."""
+def snapkv_tokens(model, prompt: list[int], budget: int, longest: int) -> list[list[int]]:
+    """The positions that each KV head keeps in the first layer, in plain numpy. Padded to the longest prompt, so that JAX compiles once."""
     n, config = len(prompt), model.config
-    angles = model.cos_sin(jnp.arange(n)[None], jnp.full((1, n), n))
-    q, k, _ = (np.asarray(x[0]) for x in model.layers[0].before_attention(model.embed(jnp.array([prompt])), *angles))
+    angles = model.cos_sin(jnp.arange(longest)[None], jnp.full((1, longest), n))
+    tokens = jnp.array([prompt + [0] * (longest - n)])
+    q, k, _ = (np.asarray(x[0])[:n] for x in model.layers[0].before_attention(model.embed(tokens), *angles))
     kept = []
     for head in range(config.num_kv_heads):
         score = np.zeros(max(n - 32, 0))
@@ -152,9 +153,11 @@ def test_snapkv_keeps_what_the_last_queries_attend_to(shallow, chunk, monkeypatc
     _, state, _ = after_rounds(shallow, prompts, f"snapkv:budget={budget}", 0, max_new_tokens=20 + (chunk == 48))
     keys, values = np.asarray(state.draft.layers[0].keys), np.asarray(state.draft.layers[0].values)
     assert state.draft.rows.tolist() == [20, 33, 41, 41]
+    longest = max(map(len, prompts))
+    all_tokens = [np.asarray(x) for x in state.cache.tokens(0, jnp.arange(longest)[None, None])]
     for row, prompt in enumerate(prompts):
-        all_keys, all_values = (np.asarray(x[row]) for x in state.cache.tokens(0, jnp.arange(len(prompt))[None, None]))
-        chosen = snapkv_tokens(shallow, prompt, budget)
+        all_keys, all_values = (x[row] for x in all_tokens)
+        chosen = snapkv_tokens(shallow, prompt, budget, longest)
         for head, positions in enumerate(chosen):
             np.testing.assert_allclose(keys[row, head, : len(positions)], all_keys[head, positions], atol=1e-12)
             np.testing.assert_allclose(values[row, head, : len(positions)], all_values[head, positions], atol=1e-12)
