@@ -279,7 +279,7 @@ class Arrivals:
         self.bytes = self.phase = 0
         self.device, self.changed = device, threading.Condition(device.turn)
         self.told: list[tuple[np.ndarray, np.ndarray]] = []
-        self.heard: list[tuple[np.ndarray, np.ndarray]] = []
+        self.heard: tuple[np.ndarray, np.ndarray] | None = None
 
     def change(self, told: tuple[np.ndarray, np.ndarray], arrivals: int = 0, size: int = 0) -> None:
         self.pending -= arrivals
@@ -288,14 +288,15 @@ class Arrivals:
         assert self.pending >= 0, "more arrivals than were announced"
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.expected
-            self.told, self.heard = [], self.told
+            lanes, copies = zip(*self.told)
+            self.told, self.heard = [], (np.maximum.reduce(lanes), np.maximum.reduce(copies))
             self.changed.notify_all()
 
     def wait(self, done: Callable[["Arrivals"], bool], what: str) -> None:
         for _ in self.device.patience(what):
             if self.changed.wait_for(lambda: done(self), STEP_S):
-                for told in self.heard:
-                    here.past.hear(told)
+                if self.heard:
+                    here.past.hear(self.heard)
                 return
 
 
