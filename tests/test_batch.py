@@ -337,8 +337,8 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
     draft = drafts.make_draft(method, model)
     expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
-    begun, prefill = [], Engine.prefill
-    monkeypatch.setattr(Engine, "prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
+    begun, prefill = [], Engine.prepared_prefill
+    monkeypatch.setattr(Engine, "prepared_prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "SHORT", 40)
     assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
@@ -397,19 +397,40 @@ def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypat
     assert full and min(full) == 2 and run.stats.full_rounds > 0
 
 
-def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model, draft, monkeypatch):
-    """And put into the slot afterwards."""
-    r, events = np.random.default_rng(0), []
-    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 9)]
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What is done, a letter each: a prefill is prepared (a) and begins (e), a row is put into its slot (p), rounds run (u), and the host
+    sees what is new (o)."""
+    events = []
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
-    for letter, name in {"e": "prefill", "p": "replace", "u": "rounds"}.items():
+    for letter, name in {"a": "prepared_prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
-    begin_look = Engine.begin_look
-    monkeypatch.setattr(Engine, "begin_look", lambda *args: noted("o", begin_look(*args)))
+    for letter, name in {"e": "prepared_prefill", "o": "begin_look"}.items():
+        first = getattr(Engine, name)
+        monkeypatch.setattr(Engine, name, lambda *args, letter=letter, first=first: noted(letter, first(*args)))
+    return events
+
+
+def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model, draft, events):
+    """It is prepared before the rounds that a row ends in, and put into the slot after the look."""
+    lengths = np.random.default_rng(0).integers(4, 60, 9)
+    requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
     outcome(run_batch(model, requests, batch_size=2, draft=draft))
     # Where two rows end at once, a second prompt follows.
-    assert re.fullmatch("(ep){2}(ueop(ep)?)+(uo)+", "".join(events)), events
+    assert re.fullmatch("(aep){2}(aueop(aep)?)+(uo)+", "".join(events)), events
     assert events.count("e") == 9
+
+
+def test_what_was_taken_ahead_goes_back_where_too_few_rows_have_ended(model, events, monkeypatch):
+    """Two short prompts are taken for two rows of four that end within a segment; but in the first only one ends."""
+    monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
+    monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
+    config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, cache="full")
+    requests = [Request([1 + i], dataclasses.replace(config, max_new_tokens=n), KEY) for i, n in enumerate((5, 100, 120, 120, 7, 8, 9))]
+    found = outcome(run_batch(model, requests, batch_size=4))
+    # The first alone takes the place of the one that ended; then two others are taken ahead, and begin before the look.
+    assert re.match("(aep){2}auo(aep)+aueop", "".join(events)), events
+    assert found == outcome(run_batch(model, requests, batch_size=4, refill=False))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from qspec_jax.decoding.requests import Request, check_draft_room, checked_promp
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
+from qspec_jax.decoding.waiting import Queue, Taken
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -172,7 +173,7 @@ def run_batch(
     requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
     if devices is not None and len(devices) > 1 and settled[0].cache_config.in_host_memory:
         raise InputError(f"cache {settled[0].cache} has a part in host memory, which several devices would share; decode on one")
-    stats, waiting = BatchStats(), _Queue(len(requests))
+    stats, waiting = BatchStats(), Queue(len(requests))
     settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
     if devices is None or (len(devices) == 1 and data_parallel.is_at((model, draft), devices[0])):
         return BatchRun(_Slots(model, requests, waiting, batch_size, draft, stats=stats, **settings).run(), stats)
@@ -208,24 +209,6 @@ def layers_at_once(layers: int, tokens: int) -> int:
     return math.ceil(layers / math.ceil(layers / most))
 
 
-class _Queue:
-    """The indices of requests that nobody has taken yet, in their order. Several engines may take from it: `first` and `take` go together
-    under the lock. Its length may be asked without; who then finds nothing to take waits for others, or is done."""
-
-    def __init__(self, requests: int):
-        self.lock, self._indices = threading.Lock(), deque(range(requests))
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def first(self, count: int) -> list[int]:
-        return list(itertools.islice(self._indices, count))
-
-    def take(self, count: int) -> None:
-        for _ in range(count):
-            self._indices.popleft()
-
-
 class _Slots:
     """The rows of a batch on the device, and which request each works for."""
 
@@ -233,7 +216,7 @@ class _Slots:
         self,
         model: Llama,
         requests: Sequence[Request],
-        waiting: _Queue,
+        waiting: Queue,
         batch: int | None,
         draft: Draft | None,
         *,
@@ -262,7 +245,7 @@ class _Slots:
         self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill put into slots last, while the device may be at work on it
-        self.ahead: tuple[list[int], DecodeState] | None = None  # requests that have no slots yet, and their rows, see `_prefill_ahead`
+        self.next: Taken | None = None  # see `_take_ahead`
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
         self.engine.settle_for(0)
@@ -338,7 +321,7 @@ class _Slots:
             yield from self._results()
         finally:
             # The engine, which tells this object of what it compiles, would keep them on the device.
-            self.state = self.newest = self.ahead = None
+            self.state = self.newest = self.next = None
 
     def _results(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
@@ -360,23 +343,25 @@ class _Slots:
         return sum(index is not None for index in self.request_of)
 
     def _settings(self, indices: Sequence[int]) -> tuple[Sampler, Limits]:
-        take = lambda tree: jax.tree.map(lambda x: jnp.asarray(x[np.array(indices)]), tree)
-        of_rows = dataclasses.replace(self.limits, eos_token_ids=None)
-        return take(self.sampler), dataclasses.replace(take(of_rows), eos_token_ids=jnp.asarray(self.limits.eos_token_ids))
+        of_rows = jax.tree.map(lambda x: x[np.array(indices)], (self.sampler, dataclasses.replace(self.limits, eos_token_ids=None)))
+        # All in one call: so many arrays one by one take a GPU milliseconds.
+        sampler, limits, eos = jax.device_put((*of_rows, self.limits.eos_token_ids))
+        return sampler, dataclasses.replace(limits, eos_token_ids=eos)
 
     def _fill(self) -> Generator[Result, None, list[int]]:
         """Puts requests into empty slots, and returns them. The device may still be at work on the last. Yields what ends while a long
         prompt is prefilled."""
         placed = []
         slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
-        while slots and (self.waiting or self.ahead):
+        while slots and (self.waiting or self.next):
             yield from self._rounds_of_others()
-            indices, pages = self._next(len(slots))
+            indices, pages = self._next_in_line(len(slots))
             if not indices:
                 break  # until others end
             placed += indices
-            if self.ahead:
-                (_, rows), self.ahead = self.ahead, None
+            if self.next:
+                self._begin_next()
+                rows, self.next = self.next.rows, None
             else:
                 rows = yield from self._prefilled(indices)
             self._put([slots.popleft() for _ in indices], indices, pages, rows)
@@ -384,11 +369,15 @@ class _Slots:
                 slots = deque(slot for slot, index in enumerate(self.request_of) if index is None)
         return placed
 
-    def _next(self, slots: int) -> tuple[list[int], list[list[int]]]:
+    def _next_in_line(self, slots: int) -> tuple[list[int], list[list[int]]]:
         """The requests to put into slots next, at most so many, with the pages of each; none where the pool has too few pages left."""
-        if self.ahead:
-            indices, _ = self.ahead
-            return indices, self._reserve(indices)  # for which there are enough, see `_prefill_ahead`
+        if self.next:
+            indices = self.next.indices
+            if len(indices) <= slots and (pages := self._reserve(indices)) is not None:
+                return indices, pages
+            # So it is only where fewer rows have ended than were to: for those whose prefill has begun there is room.
+            self.waiting.give_back(indices)
+            self.next = None
         with self.waiting.lock:
             for indices in self._in_line(slots):
                 if (pages := self._reserve(indices)) is not None:
@@ -402,18 +391,24 @@ class _Slots:
         together = len(first) == self.most_together <= slots and all(map(self._is_short, first))
         return [first, first[:1]] if together else [first[:1]]
 
-    def _prefill_ahead(self, ended: int) -> None:
-        """Takes the next requests from the queue and begins their prefill, before the host knows which slots are free; `_fill` puts them
-        there. ended: at least so many rows have ended. Prompts that are prefilled in parts are left to `_fill`."""
+    def _take_ahead(self, ending: int) -> None:
+        """Takes the next requests from the queue for slots of which so many will be free, and does what the host has to do before their
+        prefill, while the device is at work on something else. Prompts that are prefilled in parts are left to `_fill`."""
+        if self.next:
+            return
         with self.waiting.lock:
-            indices = next((each for each in self._in_line(ended) if each and self._will_have_pages(each, ended)), [])
+            indices = next((each for each in self._in_line(ending) if each and self._will_have_pages(each, ending)), [])
             if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
                 return
             self.waiting.take(len(indices))
-        (rows,) = self.engine.prefill_in_parts(*self._prefill_args(indices), layers=self._layers(indices))
-        self.waited += self._layers(indices) * self._padded(indices)
-        self.ahead = indices, rows
-        self._lap("prefill_s")
+        self.next = Taken(indices, self.engine.prepared_prefill(*self._prefill_args(indices)))
+
+    def _begin_next(self) -> None:
+        """Lets the device begin with the prefill of the requests that were taken ahead, unless it has."""
+        if self.next.rows is None:
+            self.next.rows = self.next.begin()
+            self.waited += self._layers(self.next.indices) * self._padded(self.next.indices)
+            self._lap("prefill_s")
 
     def _will_have_pages(self, indices: Sequence[int], ended: int) -> bool:
         """Whether the pool has pages for these requests once so many rows have given theirs back, whichever they are."""
@@ -487,10 +482,12 @@ class _Slots:
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
-        refills = self.refill and bool(self.waiting)
+        refills = self.refill and bool(self.waiting or self.next)
         full = refills and None not in self.request_of
         # Rounds go on while as many run: of 64 rows, 61, so until 4 have ended.
         to_end = max(1, int(self._running * REFILL_SHARE))
+        if full:
+            self._take_ahead(to_end)
         least_running = self._running - to_end + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
@@ -522,7 +519,8 @@ class _Slots:
 
     def _on_compile(self, seconds: float | None) -> None:
         if seconds is None:
-            jax.block_until_ready((self.state, self.newest, self.ahead))  # or the time it takes would be hidden behind compiling
+            # Or the time it takes would be hidden behind compiling.
+            jax.block_until_ready((self.state, self.newest, self.next and self.next.rows))
             self._lap("prefill_s")
         elif seconds:
             self._lap("compile_s")
@@ -535,12 +533,12 @@ class _Slots:
         return passed
 
     def _ended(self, at_least: int = 0) -> Iterator[Result]:
-        """Results of the rows that have ended, whose slots are free then. While the host looks which they are, the device begins with what
-        is next for `at_least` of them."""
+        """Results of the rows that have ended, whose slots are free then. at_least: so many have; where that is more than none, the device
+        begins with what was taken ahead while the host looks which they are."""
         looked = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
         news = self.engine.begin_look(self.state, looked)
-        if at_least:
-            self._prefill_ahead(at_least)
+        if at_least and self.next:
+            self._begin_next()
         news = news()
         counts = news.counts
         ended = []
