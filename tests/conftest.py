@@ -23,7 +23,7 @@ def pytest_configure(config):
     sharing.begin(config)
     gc.set_threshold(50_000, 20, 100)  # JAX traces into so many small objects that looking for cycles among them took a seventh of the time
     # On a CPU these older emitters of XLA compile in two thirds of the time. A program in one piece takes less again than in pieces for
-    # several threads, each of which has its own helpers. Newer XLA has not all these flags, and ends a process over what it does not know.
+    # several threads, of which each compiles the same helpers again. Newer XLA has not all these flags, and ends a process over others.
     if jax.__version_info__ < (0, 11):
         flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
@@ -32,14 +32,14 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest tests come first: at the end one worker would be left with them, and the other with nothing."""
+    """The longest tests come first: else one of two workers would be left alone with them at the end."""
     items.sort(key=lambda item: item.name != "test_with_simulated_devices")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiles_fast(request):
     """On a CPU LLVM optimizes little: most of the time goes to compiling, and what is tested holds however it is done. Modules with the
-    mark `optimized` are compiled as for people, but for the emitters above. So it is in processes that are started."""
+    mark `optimized` are compiled as for people, but for the flags above. The same holds in processes that are started."""
     fast = jax.default_backend() == "cpu" and not request.node.get_closest_marker("optimized")
     jax.config.update("jax_disable_most_optimizations", fast)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,8 @@
-"""Tests of several devices. Where there are too few they are skipped, and one test of the module runs all of them in a process of its own
-that simulates the devices: to start one takes as long as such a test."""
+"""Processes that simulate several devices, and tests of several devices.
+
+Where there are too few these are skipped, and one test of the module runs all of them in a process of its own that simulates the devices:
+to start one takes as long as such a test.
+"""
 
 import os
 import subprocess
@@ -18,7 +21,7 @@ def devices(request: pytest.FixtureRequest, count: int) -> list[jax.Device]:
 
 
 def environment(count: int) -> dict[str, str]:
-    """Of a process that simulates so many devices, and compiles as this one."""
+    """The environment of a process that simulates so many devices, and compiles as this one."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 

@@ -337,8 +337,8 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
     draft = drafts.make_draft(method, model)
     expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
-    begun, prefill = [], Engine.prepared_prefill
-    monkeypatch.setattr(Engine, "prepared_prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
+    begun, prefill = [], Engine.prepare_prefill
+    monkeypatch.setattr(Engine, "prepare_prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "SHORT", 40)
     assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
@@ -403,11 +403,11 @@ def events(monkeypatch) -> list[str]:
     sees what is new (o)."""
     events = []
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
-    for letter, name in {"a": "prepared_prefill", "p": "replace", "u": "rounds"}.items():
+    for letter, name in {"a": "prepare_prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
-    for letter, name in {"e": "prepared_prefill", "o": "begin_look"}.items():
-        first = getattr(Engine, name)
-        monkeypatch.setattr(Engine, name, lambda *args, letter=letter, first=first: noted(letter, first(*args)))
+    for letter, name in {"e": "prepare_prefill", "o": "begin_look"}.items():
+        prepare = getattr(Engine, name)  # returns what finishes it: that call is noted
+        monkeypatch.setattr(Engine, name, lambda *args, letter=letter, prepare=prepare: noted(letter, prepare(*args)))
     return events
 
 
@@ -421,8 +421,8 @@ def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model,
     assert events.count("e") == 9
 
 
-def test_what_was_taken_ahead_goes_back_where_too_few_rows_have_ended(model, events, monkeypatch):
-    """Two short prompts are taken for two rows of four that end within a segment; but in the first only one ends."""
+def test_what_was_prepared_ahead_is_left_where_too_few_rows_have_ended(model, events, monkeypatch):
+    """Two short prompts are prepared for the two rows of four after which a segment ends; but in the first segment only one ends."""
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
     config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, cache="full")

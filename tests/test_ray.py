@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def environment() -> dict[str, str]:
-    """The workers of Ray are nice by 15 otherwise, and would wait for the other tests."""
+    """The environment of a process that starts Ray, and shares what the tests compile."""
+    # The workers are nice by 15 otherwise, and would wait for the other tests.
     of_ray = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     return os.environ | sharing.environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | of_ray
 
@@ -71,9 +72,10 @@ def _within(seconds: float, holds: Callable[[], object]) -> bool:
 def test_an_actor_that_is_killed(lines, directory, tmp_path):
     """The output is, byte for byte, that of one process without Ray."""
     alone, ours = tmp_path / "alone.jsonl", tmp_path / "ours.jsonl"
-    subprocess.run(command(lines, alone, directory), env=environment(), check=True, capture_output=True, timeout=300)
+    own = environment() | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}  # where who is killed may leave half a program
+    subprocess.run(command(lines, alone, directory), env=own, check=True, capture_output=True, timeout=300)
     process = subprocess.Popen(
-        command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=environment(), stderr=subprocess.PIPE, text=True
+        command(lines, ours, directory, "--ray", "local", "--ray-actors", 2), env=own, stderr=subprocess.PIPE, text=True
     )
     assert _within(120, lambda: workers() or process.poll() is not None)
     time.sleep(random.uniform(0, 4))  # of some 10 that they take

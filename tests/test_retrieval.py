@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from runs import prepared, random_model, random_prompts
 
+from qspec_jax.caches.host_memory import in_host
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import RoundResult
@@ -110,3 +111,17 @@ def test_acceptance_is_of_what_a_row_drafted(model):
 def test_a_step_reads_no_more_than_what_can_have_come_since_the_choice(model, settings, since):
     found = make_draft(f"retrieval:budget=60,{settings}", model).reads(0, 0, 200, G)
     assert found.full == 60 + 1 + since  # with the token that it appends
+
+
+def test_a_new_choice_is_put_in_its_place_layer_by_layer():
+    """The next layer's copy waits for the cache that the one before was put into: or copies of all layers would wait for the last."""
+    model = random_model(jnp.float32, num_hidden_layers=3)
+    draft = make_draft(f"retrieval:budget={RECENT + 4 * CHUNK},chunk={CHUNK},rebuild=1", model)
+    state, *_ = prepared(model, random_prompts([70]), dataclasses.replace(CONFIG, cache="full:host,resident=0"), draft=draft)
+    one = jnp.ones(1, jnp.int32)
+    result = RoundResult(jnp.ones((1, 4), jnp.int32), one, one, one, 0 * one)
+    jaxpr = jax.make_jaxpr(lambda own, cache: draft.commit(own, result, cache))(state.draft, state.cache)
+    (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"]
+    waits = [e for e in loop.params["body_jaxpr"].eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
+    whole = state.draft.own.layers[0].keys.shape
+    assert [sum(x.aval.shape == whole for x in wait.invars) for wait in waits] == [0, 2, 4]

@@ -185,8 +185,11 @@ def test_in_generate_and_batch(model, caplog):
     with caplog.at_level("INFO"):
         assert generate(model, prompts, config=config).token_ids == expected
     assert "draft skip auto: (" in caplog.text
+    caplog.clear()
     requests = [Request(tokens, config, key) for tokens, key in zip(prompts, jax.random.split(jax.random.key(0)))]
-    assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=1), key=lambda r: r.index)] == expected
+    with caplog.at_level("INFO"):
+        assert [r.token_ids for r in sorted(run_batch(model, requests, batch_size=1), key=lambda r: r.index)] == expected
+    assert "draft skip auto: (" in caplog.text
 
 
 def test_without_prompts_it_is_refused(model):

@@ -108,13 +108,13 @@ class CompactCache(AppendedCache):
         return new.rollback(new.committed)
 
     def layer_refilled(self, layer: int, keys: Float[Array, "R K T H"], values: Float[Array, "R K T H"], rows: Int[Array, "R"]) -> Layer:
-        """A layer with these T tokens in place of the first that R rows of the batch hold; one of those that `refilled` wants."""
+        """The layer with these T tokens written over the first T of R rows of the batch; `refilled` then takes all layers."""
         write = lambda held, new: jax.tree.map(lambda held, new: held.at[rows, :, : new.shape[2]].set(new), held, self._stored(new))
         held = self.layers[layer]
         return dataclasses.replace(held, keys=write(held.keys, keys), values=write(held.values, values))
 
     def refilled(self, layers: Sequence[Layer], kept: Int[Array, "R"], rows: Int[Array, "R"]) -> Self:
-        """The cache with these layers, in which R rows of the batch hold the first kept[r] of the tokens that were put there, and no more.
+        """The cache with these layers, all from `layer_refilled`. Of the tokens written there each of R rows holds the first kept[r] alone.
 
         The ring is empty then; with its size it still has room.
         """

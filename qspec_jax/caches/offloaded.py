@@ -14,6 +14,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int
 
 from pallas_kernels.append_attend import append_and_attend
@@ -122,6 +123,8 @@ def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
     row = jnp.arange(group.shape[0])
 
     def put(held: Array, new: Array) -> Array:
+        # XLA (jax 0.11) would lay the whole array out as it lays out what is new, and turn it round in each round for the kernels.
+        new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return written(held, new, group) if in_host(held) else held.at[row, :, group].set(new[:, :, 0])
 
     return jax.tree.map(put, held, new)

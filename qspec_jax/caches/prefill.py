@@ -54,17 +54,18 @@ def through_layers(
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
         q, k, v = by_chunks(block.before_attention, x, *angles[i])
-        of_cache = min(cache.prompt_queries, q.shape[1])
-        last = _last(q, n, max(queries, of_cache))
+        cache_queries = min(cache.prompt_queries, q.shape[1])
+        last = _last(q, n, max(queries, cache_queries))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
-        # Where codes go to host memory XLA would quantize before it attends, and hold what both need at once. And where it believes memory
-        # to be short it would look at the last queries only at the end, and hold those of all tokens and layers until then (jax 0.11).
+        # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once. Where it
+        # believes memory to be short it would also take the last queries out only at the end, and hold those of all tokens and layers until
+        # then (jax 0.11).
         x, k, v, last = lax.optimization_barrier((x, k, v, last))
-        # The barrier makes XLA quantize this layer before it works on the next.
+        # The next barrier makes XLA quantize this layer before it works on the next.
         prompt = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n
-        if of_cache:
-            prompt += (last[:, last.shape[1] - of_cache :],)
+        if cache_queries:
+            prompt += (last[:, last.shape[1] - cache_queries :],)
         x, layer = lax.optimization_barrier((x, cache.fill(i, *prompt)))
         layers.append(layer)
         if queries:

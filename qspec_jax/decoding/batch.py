@@ -32,7 +32,7 @@ from qspec_jax.decoding.requests import Request, check_draft_room, checked_promp
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
-from qspec_jax.decoding.waiting import Queue, Taken
+from qspec_jax.decoding.waiting import Ahead, Queue
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -245,7 +245,7 @@ class _Slots:
         self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill put into slots last, while the device may be at work on it
-        self.next: Taken | None = None  # see `_take_ahead`
+        self.ahead: Ahead | None = None  # requests for slots that are not free yet
         self.state: DecodeState | None = None
         self.lap_began = time.perf_counter()  # when what `_lap` counts next began
         self.engine.settle_for(0)
@@ -321,7 +321,7 @@ class _Slots:
             yield from self._results()
         finally:
             # The engine, which tells this object of what it compiles, would keep them on the device.
-            self.state = self.newest = self.next = None
+            self.state = self.newest = self.ahead = None
 
     def _results(self) -> Generator[Result, None, None]:
         self.lap_began = time.perf_counter()
@@ -353,15 +353,14 @@ class _Slots:
         prompt is prefilled."""
         placed = []
         slots = deque(slot for slot, index in enumerate(self.request_of) if index is None) if self.refill or not self._running else ()
-        while slots and (self.waiting or self.next):
+        while slots and (self.waiting or self.ahead):
             yield from self._rounds_of_others()
             indices, pages = self._next_in_line(len(slots))
             if not indices:
                 break  # until others end
             placed += indices
-            if self.next:
-                self._begin_next()
-                rows, self.next = self.next.rows, None
+            if self.ahead:
+                rows, self.ahead = self.ahead.rows, None
             else:
                 rows = yield from self._prefilled(indices)
             self._put([slots.popleft() for _ in indices], indices, pages, rows)
@@ -371,44 +370,55 @@ class _Slots:
 
     def _next_in_line(self, slots: int) -> tuple[list[int], list[list[int]]]:
         """The requests to put into slots next, at most so many, with the pages of each; none where the pool has too few pages left."""
-        if self.next:
-            indices = self.next.indices
-            if len(indices) <= slots and (pages := self._reserve(indices)) is not None:
-                return indices, pages
-            # So it is only where fewer rows have ended than were to: for those whose prefill has begun there is room.
-            self.waiting.give_back(indices)
-            self.next = None
+        if self.ahead:
+            indices = self.ahead.indices
+            # Their prefill has begun if as many rows have ended as `_prepare_ahead` counted on. Then there are slots and pages.
+            fit = self.ahead.rows is not None or (len(indices) <= slots and self._have_pages(indices))
+            if fit and self._begin_ahead():
+                return indices, self._reserve(indices)
+            with self.waiting.lock:
+                self.waiting.reserve(indices, None)
+            self.ahead = None
         with self.waiting.lock:
             for indices in self._in_line(slots):
                 if (pages := self._reserve(indices)) is not None:
-                    self.waiting.take(len(indices))
+                    self.waiting.take(indices)
                     return indices, pages
         return [], []
 
     def _in_line(self, slots: int) -> list[list[int]]:
         """Candidates for the next prefill, for so many slots, the best first: several requests together, or one."""
-        first = self.waiting.first(self.most_together)
+        first = self.waiting.first(self.most_together, self)
         together = len(first) == self.most_together <= slots and all(map(self._is_short, first))
         return [first, first[:1]] if together else [first[:1]]
 
-    def _take_ahead(self, ending: int) -> None:
-        """Takes the next requests from the queue for slots of which so many will be free, and does what the host has to do before their
-        prefill, while the device is at work on something else. Prompts that are prefilled in parts are left to `_fill`."""
-        if self.next:
+    def _prepare_ahead(self, ending: int) -> None:
+        """Reserves the requests for the next so many slots that become free, and does the host's part of their prefill.
+
+        This comes before rounds, while the device is mostly still at work on the last prefill. Prompts that are prefilled in parts are left
+        to `_fill`.
+        """
+        if self.ahead:
             return
         with self.waiting.lock:
             indices = next((each for each in self._in_line(ending) if each and self._will_have_pages(each, ending)), [])
             if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
                 return
-            self.waiting.take(len(indices))
-        self.next = Taken(indices, self.engine.prepared_prefill(*self._prefill_args(indices)))
+            self.waiting.reserve(indices, self)
+        self.ahead = Ahead(indices, self.engine.prepare_prefill(*self._prefill_args(indices)))
 
-    def _begin_next(self) -> None:
-        """Lets the device begin with the prefill of the requests that were taken ahead, unless it has."""
-        if self.next.rows is None:
-            self.next.rows = self.next.begin()
-            self.waited += self._layers(self.next.indices) * self._padded(self.next.indices)
-            self._lap("prefill_s")
+    def _begin_ahead(self) -> bool:
+        """Takes what was prepared ahead, and lets the device begin with its prefill, unless that is done; returns whether it is. It is not
+        where another engine has taken them, which found nothing else."""
+        if self.ahead.rows is not None:
+            return True
+        with self.waiting.lock:
+            if not self.waiting.take(self.ahead.indices):
+                return False
+        self.ahead.rows = self.ahead.begin()
+        self.waited += self._layers(self.ahead.indices) * self._padded(self.ahead.indices) if self._running else 0
+        self._lap("prefill_s")
+        return True
 
     def _will_have_pages(self, indices: Sequence[int], ended: int) -> bool:
         """Whether the pool has pages for these requests once so many rows have given theirs back, whichever they are."""
@@ -416,6 +426,10 @@ class _Slots:
             return True
         held = sorted(len(pages) for pages, index in zip(self.pages_of, self.request_of) if index is not None)
         return sum(self.groups[index] for index in indices) <= self.pool.free + sum(held[:ended])
+
+    def _have_pages(self, indices: Sequence[int]) -> bool:
+        """Whether the pool has pages for these requests now."""
+        return self.pool is None or sum(self.groups[index] for index in indices) <= self.pool.free
 
     def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:
         """Pages for each of these requests, or None where there are too few."""
@@ -482,12 +496,12 @@ class _Slots:
         sampler, limits = self._settings([index or 0 for index in self.request_of])  # those of an empty slot do not matter
         # A stop string is looked for after every round, so that what a row does never depends on how long its neighbours run.
         rounds = 1 if any(index is not None and self.requests[index].config.stop for index in self.request_of) else most
-        refills = self.refill and bool(self.waiting or self.next)
+        refills = self.refill and bool(self.waiting or self.ahead)
         full = refills and None not in self.request_of
         # Rounds go on while as many run: of 64 rows, 61, so until 4 have ended.
         to_end = max(1, int(self._running * REFILL_SHARE))
         if full:
-            self._take_ahead(to_end)
+            self._prepare_ahead(to_end)
         least_running = self._running - to_end + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
@@ -519,8 +533,8 @@ class _Slots:
 
     def _on_compile(self, seconds: float | None) -> None:
         if seconds is None:
-            # Or the time it takes would be hidden behind compiling.
-            jax.block_until_ready((self.state, self.newest, self.next and self.next.rows))
+            # Or prefill that the device is still at work on would be counted as compiling.
+            jax.block_until_ready((self.state, self.newest, self.ahead and self.ahead.rows))
             self._lap("prefill_s")
         elif seconds:
             self._lap("compile_s")
@@ -533,12 +547,12 @@ class _Slots:
         return passed
 
     def _ended(self, at_least: int = 0) -> Iterator[Result]:
-        """Results of the rows that have ended, whose slots are free then. at_least: so many have; where that is more than none, the device
-        begins with what was taken ahead while the host looks which they are."""
+        """Results of the rows that have ended, whose slots are free then. at_least: how many rows have surely ended. If any
+        have, the device begins with the prefill that was prepared ahead, while the host finds out which rows they are."""
         looked = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
         news = self.engine.begin_look(self.state, looked)
-        if at_least and self.next:
-            self._begin_next()
+        if at_least and self.ahead:
+            self._begin_ahead()
         news = news()
         counts = news.counts
         ended = []

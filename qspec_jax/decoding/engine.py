@@ -198,13 +198,12 @@ class Engine:
 
     def prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
         """The state after prompts, whose first tokens are chosen. The device may still be at work on it."""
-        return self.prepared_prefill(prompts, sampler, keys, limits)()
+        return self.prepare_prefill(prompts, sampler, keys, limits)()
 
-    def prepared_prefill(
+    def prepare_prefill(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits
     ) -> Callable[[], DecodeState]:
-        """Does what the host has to do before `prefill`, so that the device, once it is free, does not wait for that; calling what is
-        returned is the rest of it."""
+        """The host's part of `prefill`, done in advance. Calling what is returned does the rest; the device hardly waits for that."""
         call = self.prefill_call(prompts, sampler, keys, limits)
         executable = self._executable("prefill", call, call.args[2].shape)
 

@@ -1,41 +1,49 @@
-"""Requests that have no slot in a batch yet: the queue that engines take them from, and those that one engine has taken."""
+"""Requests that have no slot in a batch yet: the queue that engines take them from, and those that are next for the slots of one engine."""
 
 import dataclasses
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from qspec_jax.decoding.state import DecodeState
 
 
 class Queue:
-    """The indices of requests that nobody has taken yet, in their order. Several engines may take from it: `first` and `take` go together
-    under the lock. Its length may be asked without; who then finds nothing to take waits for others, or is done."""
+    """The indices of requests that no engine has taken, in their order.
+
+    Several engines may take from it: `lock` is to be held around whatever goes together. The length may be read without; an engine that
+    finds nothing left waits for its own rows to end, or is done. An engine may reserve requests that it is about to take: others then take
+    later ones, as long as there are any.
+    """
 
     def __init__(self, requests: int):
-        self.lock, self._indices = threading.Lock(), deque(range(requests))
+        self.lock, self._reserved_by = threading.Lock(), dict.fromkeys(range(requests))
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._reserved_by)
 
-    def first(self, count: int) -> list[int]:
-        return list(itertools.islice(self._indices, count))
+    def first(self, count: int, engine: Hashable) -> list[int]:
+        """The first so many that this engine may take: those that no other has reserved, or if there are none of them, any."""
+        mine = (index for index, other in self._reserved_by.items() if other in (None, engine))
+        return list(itertools.islice(mine, count)) or list(itertools.islice(self._reserved_by, count))
 
-    def take(self, count: int) -> None:
-        for _ in range(count):
-            self._indices.popleft()
+    def reserve(self, indices: Sequence[int], engine: Hashable | None) -> None:
+        """Notes that this engine is about to take them, or, with None, that nobody is. Those that have been taken already are left out."""
+        self._reserved_by |= {index: engine for index in indices if index in self._reserved_by}
 
-    def give_back(self, indices: Sequence[int]) -> None:
-        """Puts what was taken, and will not be worked on now, before all others."""
-        with self.lock:
-            self._indices.extendleft(reversed(indices))
+    def take(self, indices: Sequence[int]) -> bool:
+        """Takes them all, or none where another engine has taken one; returns whether they were taken."""
+        if not all(index in self._reserved_by for index in indices):
+            return False
+        for index in indices:
+            del self._reserved_by[index]
+        return True
 
 
 @dataclasses.dataclass
-class Taken:
-    """The requests that an engine puts into slots next. begin: lets the device begin with their prefill, for which the host has done all
-    that it has to do. rows: their state once it has begun."""
+class Ahead:
+    """Requests that are next for the slots of an engine. begin: starts their prefill on the device, for which the host has done its part.
+    rows: their state; None until `begin` has been called, and until then they are reserved and not taken."""
 
     indices: list[int]
     begin: Callable[[], DecodeState]

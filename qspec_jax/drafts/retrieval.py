@@ -91,8 +91,11 @@ class RetrievalDraft(CompactDraft):
         make: Callable[[int, Array, Array], Layer],
     ) -> tuple[list[Layer], Int[Array, "R"]]:
         """Copies the best chunks of what rows of a cache hold, and behind them their recent tokens. Returns what `make` makes of each
-        layer's number, keys and values [R, K, most, H]; and how many of these tokens there are in each row, which is within its budget.
-        batch_rows: these rows of the batch; None: all."""
+        layer; and how many of these tokens there are in each row, which is within its budget.
+
+        batch_rows: these rows of the batch; None: all. make: is called with each layer's number, and its copied keys and values
+        [R, K, most, H].
+        """
         n, chunk = cache.lengths.total if batch_rows is None else cache.lengths.total[batch_rows], self.chunk
         # The recent tokens begin with a whole chunk, so that each token is either in a chunk to choose from or recent.
         whole, width = jnp.maximum(n - RECENT, 0) // chunk, RECENT + chunk
@@ -134,7 +137,8 @@ class RetrievalDraft(CompactDraft):
         def choose_for_next_row(carry):
             own, waiting = carry
             row = jnp.argmax(waiting)[None]
-            # Each layer is put in its place before the next is looked up, so that no second copy of all of them waits.
+            # Each layer is put in its place as it is made, so that no second copy of all of them waits. Over host memory the next layer's
+            # copy waits for that, see `with_layer_on_device`.
             put = lambda layer, *both: own.layer_refilled(layer, *both, row)
             queries = tuple(q[row] for q in state.queries)
             layers, kept = self.copied(queries, cache, state.budget[row], state.most, row, make=put)
