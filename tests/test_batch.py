@@ -428,7 +428,7 @@ def test_what_was_prepared_ahead_is_left_where_too_few_rows_have_ended(model, ev
     config = dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0, cache="full")
     requests = [Request([1 + i], dataclasses.replace(config, max_new_tokens=n), KEY) for i, n in enumerate((5, 100, 120, 120, 7, 8, 9))]
     found = outcome(run_batch(model, requests, batch_size=4))
-    # The first alone takes the place of the one that ended; then two others are taken ahead, and begin before the look.
+    # The first alone takes the place of the one that ended; then two others are prepared, and begin before the look.
     assert re.match("(aep){2}auo(aep)+aueop", "".join(events)), events
     assert found == outcome(run_batch(model, requests, batch_size=4, refill=False))
 

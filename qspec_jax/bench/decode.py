@@ -17,7 +17,6 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 from tqdm import tqdm
 
 from qspec_jax import host
@@ -28,6 +27,7 @@ from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwidth
 from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.host_memory import to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
@@ -377,7 +377,7 @@ class _Measured:
                 state, prefill_s = _timed(functools.partial(prepare, *call.args))
             if bandwidth is not None and i == len(self.calls) - 1:
                 # What the steps are timed from, of one row. It waits in host memory: of 24 GB a draft's own cache takes a fifth.
-                prepared = jax.block_until_ready(jax.tree.map(_in_host_memory, (state.cache.lengths, state.draft)))
+                prepared = jax.block_until_ready(jax.tree.map(to_host, (state.cache.lengths, state.draft)))
             if fork is not None:
                 state = jax.block_until_ready(fork(*self._fork_call(i, state).args))
             run, state = self._decoded(decode, state, prefill_s)
@@ -386,7 +386,7 @@ class _Measured:
         if bandwidth is None:
             return row
         state = dataclasses.replace(state, draft=())  # freed before the one that the draft began with is back
-        prepared = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), prepared)
+        prepared = jax.tree.map(to_device, prepared)
         if fork is not None:
             prepared = jax.tree.map(lambda x: jnp.repeat(x, self.batch_size, axis=0), prepared)
         lengths, drafting = prepared
@@ -462,10 +462,6 @@ def _totalled(row: DecodeRow, runs: Sequence[_Decode]) -> DecodeRow:
         tokens_per_second=new / decode_s,
         ms_per_token=1e3 * decode_s * row.batch_size / new,
     )
-
-
-def _in_host_memory(x: Array) -> Array:
-    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
 
 def _with_residence(cache: CacheConfig, text: str) -> str:

@@ -373,7 +373,7 @@ class _Slots:
         if self.ahead:
             indices = self.ahead.indices
             # Their prefill has begun if as many rows have ended as `_prepare_ahead` counted on. Then there are slots and pages.
-            fit = self.ahead.rows is not None or (len(indices) <= slots and self._have_pages(indices))
+            fit = self.ahead.rows is not None or (len(indices) <= slots and self._will_have_pages(indices, 0))
             if fit and self._begin_ahead():
                 return indices, self._reserve(indices)
             with self.waiting.lock:
@@ -426,10 +426,6 @@ class _Slots:
             return True
         held = sorted(len(pages) for pages, index in zip(self.pages_of, self.request_of) if index is not None)
         return sum(self.groups[index] for index in indices) <= self.pool.free + sum(held[:ended])
-
-    def _have_pages(self, indices: Sequence[int]) -> bool:
-        """Whether the pool has pages for these requests now."""
-        return self.pool is None or sum(self.groups[index] for index in indices) <= self.pool.free
 
     def _reserve(self, indices: Sequence[int]) -> list[list[int]] | None:
         """Pages for each of these requests, or None where there are too few."""
@@ -547,8 +543,11 @@ class _Slots:
         return passed
 
     def _ended(self, at_least: int = 0) -> Iterator[Result]:
-        """Results of the rows that have ended, whose slots are free then. at_least: how many rows have surely ended. If any
-        have, the device begins with the prefill that was prepared ahead, while the host finds out which rows they are."""
+        """Results of the rows that have ended, whose slots are free then.
+
+        at_least: how many rows have surely ended. If any have, the device begins with the prefill that was prepared ahead, while the host
+        finds out which rows they are.
+        """
         looked = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
         news = self.engine.begin_look(self.state, looked)
         if at_least and self.ahead:
