@@ -6,13 +6,14 @@ next run puts that one back).
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import importlib.metadata
 import itertools
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
         total = sum(map(source.read_bytes, source.places))
         bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
         folder = stack.enter_context(converted.for_orbax(directory))
-        target, *draft = (stack.enter_context(_Saved(folder / name)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
+        writer = stack.enter_context(ThreadPoolExecutor(1))  # whose end, after an error too, waits for what is being written
+        target, *draft = (stack.enter_context(_Saved(folder / name, writer)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
         def read(path: str, memory: np.ndarray) -> np.ndarray:
             stored = source.read(path, memory)
@@ -171,24 +173,31 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
 
 
 class _Saved:
-    """An Orbax checkpoint to which weights are added, written while the caller goes on."""
+    """An Orbax checkpoint to which weights are added, written while the caller goes on.
 
-    def __init__(self, directory: Path):
-        self._directory, self._saving = directory, None
+    writer: the one thread that calls Orbax, which counts its calls without a lock. It is not the main thread, where signals arrive: one in
+    the midst of a call would leave Orbax writing while the folder is removed.
+    """
+
+    def __init__(self, directory: Path, writer: Executor):
+        self._directory, self._writer = directory, writer
+        self._running: Future | None = None
 
     def add(self, weights: dict[str, Any]) -> None:
         """Adds weights by their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
         from orbax.checkpoint import v1 as ocp
 
         self._wait()
-        with _writing():
-            self._saving = ocp.partial.save_async(self._directory, converted.as_tree(weights))
+        self._begin(ocp.partial.save, self._directory, converted.as_tree(weights))
+
+    def _begin(self, call: Callable, *args) -> None:
+        self._running = self._writer.submit(contextvars.copy_context().run, call, *args)  # Orbax's settings are in the context
 
     def _wait(self) -> None:
         with _writing():
-            if self._saving:
-                self._saving.result()
-        self._saving = None
+            if self._running:
+                self._running.result()
+        self._running = None
 
     def __enter__(self) -> "_Saved":
         return self
@@ -198,11 +207,8 @@ class _Saved:
 
         if kind is None:
             self._wait()
-            with _writing():
-                ocp.partial.finalize(self._directory)
-        else:
-            with contextlib.suppress(OSError):  # what failed has been reported already
-                self._wait()
+            self._begin(ocp.partial.finalize, self._directory)
+            self._wait()
 
 
 @contextlib.contextmanager

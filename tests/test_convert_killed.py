@@ -101,7 +101,7 @@ def test_what_cannot_be_put_in_place_leaves_the_earlier_one(again, source, tmp_p
 def test_a_disk_that_is_full_on_the_way(calls, source, tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
-    save = ocp.partial.save_async
+    save = ocp.partial.save
 
     def full(*args):
         nonlocal calls
@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_on_the_way(calls, source, tmp_path, monkeypatch):
         return save(*args)
 
     monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
-    monkeypatch.setattr(ocp.partial, "save_async", full)
+    monkeypatch.setattr(ocp.partial, "save", full)
     refused("No space left on device", source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -138,35 +138,38 @@ def test_a_file_system_that_takes_no_more(most, source, tmp_path):
 
 
 _INTERRUPTED = """
-import gc, os, signal, sys, threading, time
+import contextlib, gc, itertools, os, signal, sys, threading, time
 from orbax.checkpoint import v1 as ocp
 from qspec_jax.checkpoints import converted
 from qspec_jax.cli import main
-save, converted.BATCH_BYTES, when = ocp.partial.save_async, 30_000, sys.argv.pop(1)
+save, as_tree, converted.BATCH_BYTES, when = ocp.partial.save, converted.as_tree, 30_000, sys.argv.pop(1)
 interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-class Slow:
-    def __init__(self, saving):
-        self.saving = saving
-    def result(self):
-        if when == "waiting":
-            threading.Timer(0.05, interrupt).start()
-            time.sleep(0.2)
-        self.saving.result()
-def interrupted(*args):
-    if when == "saving":
-        interrupt()
-    if when == "nobody can catch it":
-        gc.callbacks.append(lambda phase, info: gc.callbacks.clear() or interrupt())
-        gc.collect()
-        time.sleep(0.2)
-    return Slow(save(*args))
-ocp.partial.save_async = interrupted
+def saving(folder, *args):
+    end, files = time.monotonic() + 0.5, itertools.count()
+    threading.Timer(0.05, interrupt).start()
+    if when == "twice":
+        threading.Timer(0.25, interrupt).start()
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / str(next(files))).touch()
+    save(folder, *args)
+def uncaught(weights):
+    gc.callbacks.append(lambda phase, info: gc.callbacks.clear() or interrupt())
+    gc.collect()
+    time.sleep(0.2)
+    return as_tree(weights)
+if when == "where nobody can catch it":
+    converted.as_tree = uncaught
+else:
+    ocp.partial.save = saving
 main()
 """
 
 
-@pytest.mark.parametrize("when", ["saving", "waiting", "nobody can catch it"])
+@pytest.mark.parametrize("when", ["once", "twice", "where nobody can catch it"])
 def test_interrupted(when, source, tmp_path):
+    """Nothing is left, though files are written still when the signal comes."""
     command = [sys.executable, "-c", _INTERRUPTED, when, "convert", str(source), str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")

@@ -123,6 +123,23 @@ def test_a_signal_that_is_ignored_stays_so():
         assert done.stdout.decode().splitlines() == [expected] * 2, done
 
 
+def test_a_signal_soon_after_another_is_ignored():
+    code = """process.raise_on_signals()
+def after(seconds, number):
+    now[0] += seconds
+    try:
+        signal.raise_signal(number)
+        return "ignored"
+    except KeyboardInterrupt:
+        return process.interrupted()
+import signal
+now = [50.0]
+process.time.monotonic = lambda: now[0]
+print(after(0, signal.SIGTERM), after(9, signal.SIGINT), process.interrupted(), after(2, signal.SIGINT))"""
+    done = ran(BEGUN + code)
+    assert (done.stdout, done.stderr) == (b"143 ignored 143 130\n", b""), done
+
+
 def test_submodules_are_there_without_being_imported_first():
     code = "import qspec_jax; qspec_jax.errors.InputError; qspec_jax.cli.main; print(hasattr(qspec_jax, 'nothing'), 'jax' in vars())"
     assert ran(code).stdout == b"False False\n"

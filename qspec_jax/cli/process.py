@@ -6,9 +6,12 @@ It is imported before all else and imports next to nothing itself: until `begin`
 import os
 import signal
 import sys
+import time
 
-# The signals that came; the last one ends the process.
-_received: list[int] = []
+CLEANING_SECONDS = 10  # after a signal: what is half-written is removed undisturbed
+
+# The signals that ended the work, each with when it came (time.monotonic); the last one ends the process.
+_received: list[tuple[int, float]] = []
 
 
 def version() -> str:
@@ -74,7 +77,8 @@ def keep_output_clean() -> None:
 
 
 def raise_on_signals() -> None:
-    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed."""
+    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed. One that comes within
+    CLEANING_SECONDS of that is ignored: people press Ctrl-C twice, and the second one would end the removing."""
     import logging
 
     # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
@@ -87,21 +91,24 @@ def raise_on_signals() -> None:
 
 def interrupted() -> int:
     """The exit code after KeyboardInterrupt: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + (_received[-1] if _received else signal.SIGINT)
+    return 128 + (_received[-1][0] if _received else signal.SIGINT)
 
 
 def _raise(number: int, frame) -> None:
-    _received.append(number)
-    raise KeyboardInterrupt
+    now = time.monotonic()
+    if not _received or now > _received[-1][1] + CLEANING_SECONDS:
+        _received.append((number, now))
+        raise KeyboardInterrupt
 
 
 def _unraisable(unraisable) -> None:
     """Handles an exception where nobody can catch it: a signal that came just there is sent again, anything else is logged."""
-    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+    if isinstance(unraisable.exc_value, KeyboardInterrupt) and _received:
         import _thread
         import threading
 
-        threading.Timer(0.05, _thread.interrupt_main, _received[-1:]).start()
+        number, _ = _received.pop()
+        threading.Timer(0.05, _thread.interrupt_main, [number]).start()
     else:
         import logging
 
