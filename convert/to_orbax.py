@@ -144,8 +144,8 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
         total = sum(map(source.read_bytes, source.places))
         bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
         folder = stack.enter_context(converted.for_orbax(directory))
-        writer = stack.enter_context(ThreadPoolExecutor(1))  # whose end, after an error too, waits for what is being written
-        target, *draft = (stack.enter_context(_Saved(folder / name, writer)) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
+        writer = stack.enter_context(_one_thread())  # it ends before the link to the folder goes, and the folder
+        target, *draft = (_Checkpoint(folder / name, writer) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
         def read(path: str, memory: np.ndarray) -> np.ndarray:
             stored = source.read(path, memory)
@@ -163,25 +163,28 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
             weights = dict(zip(paths, pool.map(read, paths, pieces)))
             bar.update(sum(map(len, pieces)))
             target.add(weights)  # waits for those before, whose memory can be read into then
-            for saved in draft:
+            for checkpoint in draft:
                 if quantized := {path: quantize_by_rows(weight) for path, weight in weights.items() if is_linear(path)}:
-                    saved.add(quantized)
+                    checkpoint.add(quantized)
                     written[DRAFT] |= {path: converted.digest(weight) for path, weight in quantized.items()}
+        for checkpoint in (target, *draft):
+            checkpoint.finish()
     source.warn_of_not_finite()
     in_order = lambda hashes: {path: hashes[path] for path in source.places if path in hashes}
     return in_order(sha256), {name: in_order(hashes) for name, hashes in written.items()}
 
 
-class _Saved:
+class _Checkpoint:
     """An Orbax checkpoint to which weights are added, written while the caller goes on.
 
-    writer: the one thread that calls Orbax, which counts its calls without a lock. It is not the main thread, where signals arrive: one in
-    the midst of a call would leave Orbax writing while the folder is removed.
+    writer: a pool of one thread, which alone calls Orbax. Orbax keeps the number of its operation in one place, so that two calls at once
+    would mix theirs up. And Python raises KeyboardInterrupt in the main thread: there it would cut a call off, and Orbax's own threads
+    would go on writing into a folder that is being removed.
     """
 
     def __init__(self, directory: Path, writer: Executor):
         self._directory, self._writer = directory, writer
-        self._running: Future | None = None
+        self._newest: Future | None = None
 
     def add(self, weights: dict[str, Any]) -> None:
         """Adds weights by their paths. Waits for those before, and returns while these are written: their memory is to stay as it is."""
@@ -190,25 +193,41 @@ class _Saved:
         self._wait()
         self._begin(ocp.partial.save, self._directory, converted.as_tree(weights))
 
+    def finish(self) -> None:
+        """Makes it one that can be restored."""
+        from orbax.checkpoint import v1 as ocp
+
+        self._wait()
+        self._begin(ocp.partial.finalize, self._directory)
+        self._wait()
+
     def _begin(self, call: Callable, *args) -> None:
-        self._running = self._writer.submit(contextvars.copy_context().run, call, *args)  # Orbax's settings are in the context
+        # Orbax's settings are a context variable, which a thread does not have of itself.
+        self._newest = self._writer.submit(contextvars.copy_context().run, call, *args)
 
     def _wait(self) -> None:
         with _writing():
-            if self._running:
-                self._running.result()
-        self._running = None
+            if self._newest:
+                self._newest.result()
+        self._newest = None
 
-    def __enter__(self) -> "_Saved":
-        return self
 
-    def __exit__(self, kind, *_) -> None:
-        from orbax.checkpoint import v1 as ocp
-
-        if kind is None:
-            self._wait()
-            self._begin(ocp.partial.finalize, self._directory)
-            self._wait()
+@contextlib.contextmanager
+def _one_thread() -> Iterator[Executor]:
+    """Yields a pool of one thread. At the end, after an error or Ctrl-C too, it waits for what the thread has been given."""
+    pool = ThreadPoolExecutor(1)
+    wait = lambda: pool.submit(int).result()  # not by joining the thread: Python 3.11 takes one for ended once that was interrupted
+    wait()  # or an interruption as the thread starts might leave one that the pool does not know of
+    try:
+        yield pool
+    finally:
+        try:
+            wait()
+        except KeyboardInterrupt:
+            wait()
+            raise
+        finally:
+            pool.shutdown(wait=False)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ STANDARD = Path("-")  # standard input, or standard output, in place of a file
 UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
 SUFFIX = ".unfinished"  # of such a folder's name
 OLD = "old"  # a folder in that one: what stood in the place of a directory
+half_written: set[Path] = set()  # such folders of this process, which it removes
 
 
 def read_bytes(path: Path) -> bytes:
@@ -182,6 +183,7 @@ def _folder_beside(place: Path) -> Iterator[Path]:
     has another name until it is locked, or a process that looks just then would take the folder for one that a killed process left.
     """
     folder = Path(tempfile.mkdtemp(prefix=unfinished_prefix(place), suffix=SUFFIX, dir=place.parent))
+    half_written.add(folder)
     try:
         with (folder / UNLOCKED).open("w") as marker:
             if fcntl:
@@ -191,6 +193,7 @@ def _folder_beside(place: Path) -> Iterator[Path]:
             yield folder
     finally:
         _remove(folder, place)
+        half_written.discard(folder)
 
 
 def unfinished_prefix(place: Path) -> str:

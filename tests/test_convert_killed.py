@@ -142,9 +142,9 @@ import contextlib, gc, itertools, os, signal, sys, threading, time
 from orbax.checkpoint import v1 as ocp
 from qspec_jax.checkpoints import converted
 from qspec_jax.cli import main
-save, as_tree, converted.BATCH_BYTES, when = ocp.partial.save, converted.as_tree, 30_000, sys.argv.pop(1)
+as_tree, converted.BATCH_BYTES, when = converted.as_tree, 30_000, sys.argv.pop(1)
 interrupt = lambda *_: os.kill(os.getpid(), signal.SIGINT)
-def saving(folder, *args):
+def saving(folder, *args):  # as Orbax's threads would, that nothing stops
     end, files = time.monotonic() + 0.5, itertools.count()
     threading.Timer(0.05, interrupt).start()
     if when == "twice":
@@ -153,14 +153,13 @@ def saving(folder, *args):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / str(next(files))).touch()
-    save(folder, *args)
-def uncaught(weights):
+def interrupted_in_gc(weights):
     gc.callbacks.append(lambda phase, info: gc.callbacks.clear() or interrupt())
     gc.collect()
     time.sleep(0.2)
     return as_tree(weights)
 if when == "where nobody can catch it":
-    converted.as_tree = uncaught
+    converted.as_tree = interrupted_in_gc
 else:
     ocp.partial.save = saving
 main()

@@ -8,9 +8,9 @@ import signal
 import sys
 import time
 
-CLEANING_SECONDS = 10  # after a signal: what is half-written is removed undisturbed
+CLEANING_SECONDS = 10  # after a signal, in which what is half-written is removed undisturbed
 
-# The signals that ended the work, each with when it came (time.monotonic); the last one ends the process.
+# The signals that raised KeyboardInterrupt, and when (time.monotonic). The exit code is that of the last.
 _received: list[tuple[int, float]] = []
 
 
@@ -77,8 +77,10 @@ def keep_output_clean() -> None:
 
 
 def raise_on_signals() -> None:
-    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed. One that comes within
-    CLEANING_SECONDS of that is ignored: people press Ctrl-C twice, and the second one would end the removing."""
+    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed.
+
+    While that is done, for CLEANING_SECONDS at most, others are ignored: people press Ctrl-C twice, and it would end the removing.
+    """
     import logging
 
     # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
@@ -95,10 +97,11 @@ def interrupted() -> int:
 
 
 def _raise(number: int, frame) -> None:
-    now = time.monotonic()
-    if not _received or now > _received[-1][1] + CLEANING_SECONDS:
-        _received.append((number, now))
-        raise KeyboardInterrupt
+    now, files = time.monotonic(), sys.modules.get("qspec_jax.files")
+    if _received and now <= _received[-1][1] + CLEANING_SECONDS and files and files.half_written:
+        return
+    _received.append((number, now))
+    raise KeyboardInterrupt
 
 
 def _unraisable(unraisable) -> None:
@@ -107,8 +110,11 @@ def _unraisable(unraisable) -> None:
         import _thread
         import threading
 
-        number, _ = _received.pop()
-        threading.Timer(0.05, _thread.interrupt_main, [number]).start()
+        def again():
+            number, _ = _received.pop()  # or it would be ignored as a second one
+            _thread.interrupt_main(number)
+
+        threading.Timer(0.05, again).start()
     else:
         import logging
 
