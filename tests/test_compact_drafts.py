@@ -12,7 +12,6 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.drafts import make_draft
-from qspec_jax.drafts.compact import CompactDraft
 from qspec_jax.errors import InputError
 
 G = 8
@@ -51,12 +50,13 @@ def test_a_draft_that_reads_everything_is_always_accepted(model, text):
 @pytest.mark.slow
 def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
     """Planted: the last draft's keys and values are not taken in, as the draft itself never had them."""
-    commit = CompactDraft.commit
+    draft = make_draft(EVERYTHING[0], model)
+    commit = type(draft).commit
     lacking = lambda self, state, result, cache: commit(
         self, state, dataclasses.replace(result, accepted=result.accepted - (result.accepted == result.tokens.shape[1] - 1)), cache
     )
-    monkeypatch.setattr(CompactDraft, "commit", lacking)
-    assert accepted(model, make_draft(EVERYTHING[0], model), num_speculative_tokens=3) < 0.9
+    monkeypatch.setattr(type(draft), "commit", lacking)
+    assert accepted(model, draft, num_speculative_tokens=3) < 0.9
 
 
 @pytest.mark.parametrize("text", EVERYTHING[1:])
@@ -65,14 +65,14 @@ def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
 def test_what_a_round_left_in_an_int8_cache_is_taken_in(shallow, text, gamma):
     """Also what the flush at the round's end has quantized already, where a short prompt is followed by more than a group."""
     lengths = [3, 2 * G + 1, 43]
-    config = dataclasses.replace(CONFIG, cache="int8", num_speculative_tokens=gamma)
-    state, step, _ = prepared(shallow, random_prompts(lengths), config, draft=make_draft(text, shallow))
+    config, draft = dataclasses.replace(CONFIG, cache="int8", num_speculative_tokens=gamma), make_draft(text, shallow)
+    state, step, _ = prepared(shallow, random_prompts(lengths), config, draft=draft)
     read = jax.jit(lambda cache: cache.tokens(0, jnp.arange(43 + config.max_new_tokens)[None, None]))
     at_once = 0
     while (np.asarray(state.status) == 0).any():
         before = np.asarray(state.cache.lengths.total)
         state = step(state)
-        own, n = state.draft, np.asarray(state.cache.lengths.total)
+        own, n = draft.cache_of_steps(state.draft, state.cache), np.asarray(state.cache.lengths.total)
         at_once += (np.asarray(state.cache.lengths.quantized) > before).sum()
         np.testing.assert_array_equal(own.taken, n)
         for held, found in zip((own.layers[0].keys, own.layers[0].values), map(np.asarray, read(state.cache))):
@@ -107,7 +107,7 @@ def check_streaming_llm(model, positions, cache, rounds):
     text = f"streaming-llm:budget={budget},sinks={sinks},positions={positions},cache={cache}"
     draft, state, tokens = after_rounds(model, random_prompts([2, 9, 20, 70]), text, rounds)
     cached = jnp.array([len(row) - 1 for row in tokens])
-    found, _ = jax.jit(draft.step)(state.pending[:, None], cached[:, None], state.draft)
+    found, _ = jax.jit(draft.step)(state.pending[:, None], cached[:, None], draft.cache_of_steps(state.draft, state.cache))
     for row, whole in enumerate(tokens):
         before = list(range(len(whole) - 1))
         left = before if len(before) <= budget else before[:sinks] + before[sinks - budget :]
@@ -183,10 +183,12 @@ def test_of_generated_tokens_the_oldest_leave_snapkv(shallow):
 def test_a_share_is_of_each_rows_own_prompt(shallow, text):
     prompts = random_prompts([10, 100, 300, 401])
     config = dataclasses.replace(CONFIG, num_speculative_tokens=2)
-    state, _, _ = prepared(shallow, prompts, config, draft=make_draft(f"{text}:budget=0.25", shallow))
-    assert state.draft.rows.tolist() == [10, 64, 75, 101]
+    draft = make_draft(f"{text}:budget=0.25", shallow)
+    state, _, _ = prepared(shallow, prompts, config, draft=draft)
+    own = draft.cache_of_steps(state.draft, state.cache)
+    assert own.rows.tolist() == [10, 64, 75, 101]
     # Enough room for the longest, and not for all of the context.
-    assert state.draft.layers[0].keys.shape[2] < (401 if text == "streaming-llm" else 401 + 64)
+    assert own.layers[0].keys.shape[2] < (401 if text == "streaming-llm" else 401 + 64)
 
 
 @pytest.mark.slow
@@ -198,7 +200,7 @@ def test_a_row_that_has_ended_does_not_change(model):
     before = own(state)
     state = step(state)
     jax.tree.map(np.testing.assert_array_equal, own(state), before)
-    assert state.draft.taken[0] > 30
+    assert state.draft.cache.taken[0] > 30
 
 
 @pytest.mark.slow

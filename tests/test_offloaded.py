@@ -15,6 +15,7 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches.host_memory import HostSettings, in_host
+from qspec_jax.caches.offloaded import OffloadedPlanesCache
 from qspec_jax.caches.prefill import embedded, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
@@ -84,6 +85,7 @@ def test_tokens_and_codes_are_those_on_the_device(tmp_path):
         ("int8:lower=host,resident=0.5", "none"),
         ("int8:host", "quantspec:weight_bits=16"),  # which copies the upper plane
         ("int8:host,resident=0.5", "retrieval:budget=44,chunk=2"),
+        ("int8:host", "streaming-llm:budget=20,sinks=3"),
     ],
 )
 def test_others_and_layers_that_are_resident(cache, draft):
@@ -93,6 +95,15 @@ def test_others_and_layers_that_are_resident(cache, draft):
         here, there = (run_rounds(model, PROMPTS, dataclasses.replace(config, cache=c)) for c in (cache.partition(":")[0], cache))
     assert here.tokens == there.tokens
     assert [each.accepted.tolist() for each in here.rounds] == [each.accepted.tolist() for each in there.rounds]
+
+
+def test_streaming_llm_reads_no_old_tokens_in_a_round(monkeypatch):
+    """It has its sinks by itself: to look them up in the target's cache would copy whole layers to the device, twice in each round."""
+    draft = make_draft("streaming-llm:budget=20,sinks=3", model := random_model("float32", num_hidden_layers=1))
+    config = dataclasses.replace(CONFIG, draft="streaming-llm", cache="int8:host")
+    state, step, _ = prepared(model, PROMPTS, config, draft=draft)
+    monkeypatch.setattr(OffloadedPlanesCache, "whole_layer", lambda *args: pytest.fail("a layer was copied whole"))
+    step(state)
 
 
 def test_resident_layers_are_spread():

@@ -1,8 +1,8 @@
 """Caches with a part in host memory, which each pass that reads it copies to the device layer by layer: for contexts that do not fit.
 
 `OffloadedCache` is the hierarchical cache with its lower plane there. On the device are the upper plane, scales, zero points and the
-buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor those that look
-older tokens up in the target's cache, as `streaming-llm` does in every round. The target still reads all 8 bits. `OffloadedPlanesCache`
+buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor `retrieval`, which
+looks older tokens up in the target's cache when it chooses anew. The target still reads all 8 bits. `OffloadedPlanesCache`
 has both planes there, for drafts with tokens of their own. `OffloadedFullCache` is the full-precision cache, all of it there. With any of
 them the target says bit for bit what it says with everything on the device.
 """

@@ -6,20 +6,18 @@ Such a draft reads a bounded number of tokens, whose keys and values it takes fr
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION, HeldKeys
-from pallas_kernels.rope_append import rotate
 from qspec_jax.caches.cache import Cache, Gives
-from qspec_jax.caches.compact import KINDS, CompactCache
+from qspec_jax.caches.compact import KINDS, CompactCache, KeysValues
 from qspec_jax.drafts.draft import Prompt, Reads, RoundResult
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
-from qspec_jax.models import rope
 from qspec_jax.models.llama import Llama
 
 LEAST_TOKENS = 64  # of a budget that is a share: below that, to read less saves nothing
@@ -52,11 +50,7 @@ class CompactDraft(SelfSpeculativeDraft):
         return tuple(HeldKeys(keys, state.rows) for keys in state.keys)
 
     def commit(self, state: CompactCache, result: RoundResult, cache: Cache) -> CompactCache:
-        """Takes in the tokens that the round left in the target's cache, from there: so their keys and values are the target's, and none is
-        missing where all drafts were accepted."""
-        came = jnp.where(result.count > 0, result.accepted + 1, 0)
-        positions = (cache.lengths.total - came)[:, None] + jnp.arange(result.tokens.shape[1])
-        return state.take_in([cache.recent_tokens(i, positions[:, None]) for i in range(len(cache.layers))], came)
+        return state.take_in(*left_by(result, cache))
 
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that
@@ -87,23 +81,20 @@ class CompactDraft(SelfSpeculativeDraft):
         return jnp.clip(jnp.ceil(self.budget * prompt.n).astype(prompt.n.dtype), self.least, most), most
 
 
+def left_by(result: RoundResult, cache: Cache) -> tuple[list[KeysValues], Int[Array, "B"]]:
+    """The tokens that a round left in the target's cache, for each layer, and how many of them each row has.
+
+    They are taken in from there: so their keys and values are the target's, and none is missing where all drafts were accepted.
+    """
+    came = jnp.where(result.count > 0, result.accepted + 1, 0)
+    positions = (cache.lengths.total - came)[:, None] + jnp.arange(result.tokens.shape[1])
+    return [cache.recent_tokens(i, positions[:, None]) for i in range(len(cache.layers))], came
+
+
 def with_generated(reads: Reads, most: int, tokens: int) -> Reads:
     """What a step reads that also reads the most recent generated ones: as many as there may be, of so many tokens of a row."""
     more, part = min(most, tokens - reads.quantized - reads.full), "quantized" if reads.planes else "full"
     return dataclasses.replace(reads, **{part: getattr(reads, part) + more})
-
-
-def with_sinks_before_window(
-    model: Llama, own: CompactCache, sinks: Sequence[Float[Array, "B K T H"]], changed: Bool[Array, "B"]
-) -> CompactCache:
-    """The cache with the positions of its first tokens right before the window, in the rows that are to change. sinks: for each layer the
-    keys of these tokens at the positions that they have in the text."""
-    c = model.config
-    left = jnp.maximum(own.taken - own.kept - own.ring, 0)[:, None]
-    # The keys have the RoPE type's (YaRN's) attention factor already.
-    plain = dataclasses.replace(c.rope, attention_factor=1.0)
-    angles = rope.cos_sin(plain, c.head_dim, c.max_position_embeddings, left, own.taken[:, None])
-    return own.with_first_keys([rotate(keys, *model.angles_of(i, *angles)) for i, keys in enumerate(sinks)], changed)
 
 
 @dataclasses.dataclass(frozen=True)

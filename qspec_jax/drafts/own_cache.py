@@ -6,15 +6,15 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from qspec_jax.caches.cache import AppendedCache, longer
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.drafts.compact import with_sinks_before_window
 from qspec_jax.drafts.draft import Prompt
+from qspec_jax.drafts.sink_window import SinkWindow
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
 
@@ -66,17 +66,14 @@ class WholeText(OwnText):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Window(OwnText):
-    """The first tokens stay, and the most recent ones in a ring; positions are numbered without a gap (StreamingLLM, arXiv 2309.17453).
+class Window(SinkWindow, OwnText):
+    """The first tokens stay, and the most recent ones.
 
     A prompt longer than sinks + window is read as its first and last tokens alone. In a later pass each token sees the window as of the
-    pass's start, plus the pass's earlier tokens. skipped: how many tokens were not read. sinks: for each layer the keys of the first tokens
-    at the positions that they had there; see `with_sinks_before_window` for how they follow the window, whose own positions go on.
+    pass's start, plus the pass's earlier tokens. skipped: how many tokens were not read.
     """
 
-    cache: CompactCache
     skipped: Int[Array, "B"]
-    sinks: tuple[Float[Array, "B K T H"], ...]
 
     @classmethod
     def begin(cls, model: Llama, prompt: Prompt, appended: int, *, sinks: int, window: int) -> Self:
@@ -91,7 +88,7 @@ class Window(OwnText):
         layers = [(rows(layer.keys), rows(layer.values)) for layer in read.layers]
         places = dict(kept=jnp.full_like(n, sinks), ring=jnp.full_like(n, window), taken=n)
         cache = CompactCache.of([CompactCache.make_layer(*layer, kind="full", appended=appended) for layer in layers], **places)
-        return cls(cache, skipped, tuple(keys[:, :, :sinks] for keys, _ in layers))
+        return cls(cache, tuple(keys[:, :, :sinks] for keys, _ in layers) if sinks else (), skipped)
 
     @property
     def read_so_far(self):
@@ -103,14 +100,7 @@ class Window(OwnText):
 
     def keep(self, model, fed, count, most):
         rows = self.cache.rows[:, None] + jnp.arange(most)
-        cache = fed.take_in([layer.read(rows[:, None]) for layer in fed.layers], count)
-        if not self.sinks or self.sinks[0].shape[2] == 0:
-            return dataclasses.replace(self, cache=cache)
-        # They stand where they did until the first token has left the window, and all of them are there by then.
-        whole = (self.cache.taken <= self.cache.kept + self.cache.ring)[:, None, None, None]
-        first = [layer.keys[:, :, : old.shape[2]] for layer, old in zip(cache.layers, self.sinks)]
-        sinks = tuple(jnp.where(whole, new, old) for new, old in zip(first, self.sinks))
-        return Window(with_sinks_before_window(model, cache, sinks, count > 0), self.skipped, sinks)
+        return dataclasses.replace(self, cache=fed).take_in(model, [layer.read(rows[:, None]) for layer in fed.layers], count)
 
 
 def _empty(model: Llama, batch: int, capacity: int, appended: int) -> FullCache:

@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 
-from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.ring import token_in_row
-from qspec_jax.drafts.compact import CompactDraft, CompactSettings, with_sinks_before_window
+from qspec_jax.drafts.compact import CompactDraft, CompactSettings, left_by
+from qspec_jax.drafts.sink_window import SinkWindow
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -24,7 +23,7 @@ POSITIONS = ("window", "kept")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingDraft(CompactDraft):
-    """Steps over sinks and a window. Its state is their cache, whose ring is the window.
+    """Steps over sinks and a window. Its state is their cache, whose ring is the window, with what the sinks are moved from.
 
     In a round nothing leaves: its drafts lie behind the window. sinks: the first so many tokens of a text stay. positions: "window" numbers
     the tokens that are there without a gap, "kept" leaves each its position in the text. See `CompactDraft` for the others.
@@ -35,35 +34,29 @@ class StreamingDraft(CompactDraft):
 
     def begin(self, prompt):
         budget, most = self.budgets(prompt)
-        sinks = jnp.full_like(budget, self.sinks)
-        places = dict(kept=sinks, ring=budget - sinks, taken=prompt.n)
+        kept = jnp.full_like(budget, self.sinks)
+        places = dict(kept=kept, ring=budget - kept, taken=prompt.n)
         positions = token_in_row(jnp.arange(most), **places)[:, None]
-        layers = []
+        layers, sinks = [], []
         for i in range(len(prompt.cache.layers)):
             there, layers = prompt.cache.with_layer_on_device(i, after=layers)
-            layers.append(CompactCache.make_layer(*there.tokens(i, positions), kind=self.kind, appended=prompt.gamma))
-        own = CompactCache.of(layers, **places)
-        return self.renumbered(own, prompt.cache, jnp.ones_like(prompt.n, bool))
+            keys, values = there.tokens(i, positions)
+            layers.append(CompactCache.make_layer(keys, values, kind=self.kind, appended=prompt.gamma))
+            if self.positions == "window" and self.sinks:
+                sinks.append(keys[:, :, : self.sinks])
+        return SinkWindow(CompactCache.of(layers, **places), tuple(sinks)).moved(self.step.model, jnp.ones_like(prompt.n, bool))
+
+    def cache_of_steps(self, state, cache):
+        return state.cache
+
+    def after_steps(self, state, cache, stepped, used):
+        return dataclasses.replace(state, cache=stepped), cache
 
     def commit(self, state, result, cache):
-        return self.renumbered(super().commit(state, result, cache), cache, result.count > 0)
+        return state.take_in(self.step.model, *left_by(result, cache))
 
     def read_in_round(self, state, cache):
-        # The target has the sinks where they stand in the text.
-        first = jnp.arange(self.sinks)[None, None]
-        own = state.with_first_keys([cache.tokens(i, first)[0] for i in range(len(state.layers))], jnp.ones_like(state.taken, bool))
-        return super().read_in_round(own, cache)
-
-    def renumbered(self, own: CompactCache, cache: Cache, changed: Bool[Array, "B"]) -> CompactCache:
-        """The cache with the sinks right before the window, where positions are numbered so.
-
-        Attention asks for differences of positions alone. So it is not the window that moves down to the sinks, but the sinks that move up
-        to the window, by as many positions as tokens have left.
-        """
-        if self.positions == "kept" or self.sinks == 0:
-            return own
-        first = jnp.arange(self.sinks)[None, None]
-        return with_sinks_before_window(self.step.model, own, [cache.tokens(i, first)[0] for i in range(len(own.layers))], changed)
+        return super().read_in_round(state.in_text, cache)
 
 
 @dataclasses.dataclass(frozen=True)
