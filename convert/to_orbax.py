@@ -144,7 +144,7 @@ def _write(source: Source, directory: Path, dtype: jnp.dtype, draft_bits: int, p
         total = sum(map(source.read_bytes, source.places))
         bar = stack.enter_context(tqdm(total=total, desc="convert", unit="B", unit_scale=True, disable=hide))
         folder = stack.enter_context(converted.for_orbax(directory))
-        writer = stack.enter_context(_one_thread())  # it ends before the link to the folder goes, and the folder
+        writer = stack.enter_context(_one_thread())  # entered last: the link of for_orbax, and the folder, are there until it ends
         target, *draft = (_Checkpoint(folder / name, writer) for name in ([TARGET, DRAFT] if draft_bits == 4 else [TARGET]))
 
         def read(path: str, memory: np.ndarray) -> np.ndarray:
@@ -216,8 +216,10 @@ class _Checkpoint:
 def _one_thread() -> Iterator[Executor]:
     """Yields a pool of one thread. At the end, after an error or Ctrl-C too, it waits for what the thread has been given."""
     pool = ThreadPoolExecutor(1)
-    wait = lambda: pool.submit(int).result()  # not by joining the thread: Python 3.11 takes one for ended once that was interrupted
-    wait()  # or an interruption as the thread starts might leave one that the pool does not know of
+    wait = lambda: pool.submit(
+        int
+    ).result()  # not by joining the thread: in Python 3.11 an interrupted join marks it as ended, while it runs
+    wait()  # Starts the thread: were `submit` interrupted later, the pool might not know of the one that it had started.
     try:
         yield pool
     finally:

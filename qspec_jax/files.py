@@ -25,7 +25,7 @@ STANDARD = Path("-")  # standard input, or standard output, in place of a file
 UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
 SUFFIX = ".unfinished"  # of such a folder's name
 OLD = "old"  # a folder in that one: what stood in the place of a directory
-half_written: set[Path] = set()  # such folders of this process, which it removes
+half_written: set[Path] = set()  # such folders of this process; by them `qspec_jax.cli.process` knows that they are being removed
 
 
 def read_bytes(path: Path) -> bytes:
@@ -192,8 +192,13 @@ def _folder_beside(place: Path) -> Iterator[Path]:
             (folder / UNLOCKED).rename(folder / UNFINISHED)
             yield folder
     finally:
-        _remove(folder, place)
-        half_written.discard(folder)
+        try:
+            _remove(folder, place)
+        except KeyboardInterrupt:
+            _remove(folder, place)
+            raise
+        finally:
+            half_written.discard(folder)
 
 
 def unfinished_prefix(place: Path) -> str:
@@ -202,8 +207,8 @@ def unfinished_prefix(place: Path) -> str:
 
 
 def _remove(folder: Path, place: Path) -> None:
-    """Removes a folder beside a place; what stood in the place before goes back there, unless the new one took it. The marker goes last,
-    so that what cannot be removed stays marked."""
+    """Removes a folder beside a place, or goes on where that was interrupted. What stood in the place before goes back there, unless the
+    new one took it. The marker goes last, so that what cannot be removed stays marked."""
     draft, old = folder / place.name, folder / OLD / place.name
     if old.exists() and draft.exists():
         os.replace(old, place)  # fails where something has come there
@@ -212,7 +217,7 @@ def _remove(folder: Path, place: Path) -> None:
             draft.unlink()
     shutil.rmtree(draft, ignore_errors=True)
     shutil.rmtree(folder / OLD, ignore_errors=True)
-    if {path.name for path in folder.iterdir()} <= {UNFINISHED, UNLOCKED}:
+    if folder.exists() and {path.name for path in folder.iterdir()} <= {UNFINISHED, UNLOCKED}:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -118,6 +118,20 @@ def check_streaming_llm(model, positions, cache, rounds):
         np.testing.assert_allclose(found[row, 0], expected[0, -1], atol=1e-4 if cache == "full" else 0.1 * np.std(expected[0, -1]))
 
 
+def test_sinks_in_8_bits_are_encoded_once():
+    """A row's first tokens may come after its prompt, a few in each round; those that are there stay as they are until they move."""
+    model = random_model("bfloat16", num_hidden_layers=1)
+    config = dataclasses.replace(CONFIG, cache="full", num_speculative_tokens=1, max_new_tokens=20)
+    draft = make_draft("streaming-llm:budget=100,sinks=16,cache=int8", model)
+    state, step, _ = prepared(model, random_prompts([1, 2, 17]), config, draft=draft)
+    first = lambda state: [np.asarray(x[:, :, 0], np.float32) for x in jax.tree.leaves(state.draft.cache.layers[0].keys)]
+    before = first(state)
+    while (np.asarray(state.status) == 0).any():
+        state = step(state)
+        jax.tree.map(np.testing.assert_array_equal, first(state), before)
+    assert (state.draft.cache.taken > 16).all()
+
+
 def test_sinks_move_by_the_angles_of_a_type_that_scales_attention():
     """YaRN multiplies keys by its attention factor, once."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qspec_jax.errors import InputError, one_line, reading, with_type, writing
-from qspec_jax.files import UNFINISHED, is_replaced, is_same_file, output_to, whole_file, whole_folder, write_json
+from qspec_jax.files import UNFINISHED, half_written, is_replaced, is_same_file, output_to, whole_file, whole_folder, write_json
 
 _KILLED = """
 import os, signal, sys
@@ -41,6 +41,23 @@ def test_a_file_is_whole_or_what_it_was(tmp_path):
         pytest.fail("there is no such folder")
     with pytest.raises(IsADirectoryError), whole_file(tmp_path):
         pytest.fail("it is a folder")
+
+
+def test_removing_goes_on_after_an_interruption(tmp_path, monkeypatch):
+    remove, interrupted = shutil.rmtree, []
+
+    def once_interrupted(*args, **settings):
+        if not interrupted:
+            interrupted.append(args)
+            raise KeyboardInterrupt
+        remove(*args, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", once_interrupted)
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "folder", lambda: None) as draft:
+        (draft / "half").write_text("half")
+        assert half_written == {draft.parent}
+        raise OSError("no space")
+    assert interrupted and not names(tmp_path) and not half_written
 
 
 def test_what_a_killed_process_leaves_is_removed_and_what_is_under_way_is_not(tmp_path):

@@ -179,11 +179,12 @@ def test_what_sparse_reads():
 
 
 def test_a_cache_of_its_own_takes_memory():
-    """streaming-llm reads a quarter of the prompt in full precision, the token that it appends among them, and keeps it."""
+    """streaming-llm reads a quarter of the prompt in full precision, with the token that it appends, and keeps it; and the keys of its
+    16 sinks once more."""
     reads = planned.draft_reads(LLAMA_8B, "streaming-llm", Row(0, 4097, 128))
     assert set(reads.layers) == {LayerReads(0, 0, 1025)} and reads.kernels_measured
     memory = memory_of(LLAMA_8B, INT8, planned.drafts_of(LLAMA_8B, "streaming-llm"), batch=2, context=4096, new_tokens=64, gamma=4)
-    assert memory.draft == 2 * 32 * 1025 * 2 * 8 * 128 * 2
+    assert memory.draft == 2 * 32 * (1025 * 2 + 16) * 8 * 128 * 2
     # snapkv keeps what is generated besides: the rows of its real cache.
     drafts = planned.drafts_of(LLAMA_8B, "snapkv:budget=512,generated=256")
     memory = memory_of(LLAMA_8B, INT8, drafts, batch=2, context=4096, new_tokens=256, gamma=4)

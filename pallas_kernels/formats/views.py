@@ -66,7 +66,7 @@ class LargestMass:
 
 @pytree()
 class HeldKeys:
-    """The keys of those tokens that a draft holds in a cache of its own, as the target's cache has them.
+    """The keys of those tokens that a draft holds in a cache of its own, as they were taken from the target's cache.
 
     No pass reads a cache through it: it tells measurements what such a draft reads, as a view tells what another one reads. keys: of which
     the first count[b] rows are held, in any order, those of the current round not among them.

@@ -74,16 +74,7 @@ class CompactCache(AppendedCache):
     @property
     def keys(self) -> tuple[Float[Array, "B K S H"], ...]:
         """The keys of each layer in full precision; those that were taken in lie in the first `rows`."""
-        return self.first_keys(None)
-
-    def first_keys(self, count: int | None) -> tuple[Float[Array, "B K T H"], ...]:
-        """The first so many rows of `keys`; None: all."""
-
-        def of_layer(layer: Layer) -> Array:
-            first = jax.tree.map(lambda x: x[:, :, :count], layer.keys)
-            return first if self.kind == "full" else first.dequantized(layer.buffer.keys.dtype)
-
-        return tuple(map(of_layer, self.layers))
+        return tuple(layer.keys if self.kind == "full" else layer.keys.dequantized(layer.buffer.keys.dtype) for layer in self.layers)
 
     @property
     def committed(self) -> Lengths:

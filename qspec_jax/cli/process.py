@@ -92,12 +92,14 @@ def raise_on_signals() -> None:
 
 
 def interrupted() -> int:
-    """The exit code after KeyboardInterrupt: 130 for Ctrl-C, 143 for SIGTERM."""
+    """The exit code after KeyboardInterrupt: 130 for Ctrl-C, 143 for SIGTERM. The process is about to end, and ignores further signals."""
+    if _received:
+        _on_signals(signal.SIG_IGN)
     return 128 + (_received[-1][0] if _received else signal.SIGINT)
 
 
 def _raise(number: int, frame) -> None:
-    now, files = time.monotonic(), sys.modules.get("qspec_jax.files")
+    now, files = time.monotonic(), sys.modules.get("qspec_jax.files")  # a handler imports nothing
     if _received and now <= _received[-1][1] + CLEANING_SECONDS and files and files.half_written:
         return
     _received.append((number, now))
@@ -110,11 +112,11 @@ def _unraisable(unraisable) -> None:
         import _thread
         import threading
 
-        def again():
-            number, _ = _received.pop()  # or it would be ignored as a second one
-            _thread.interrupt_main(number)
+        def again(signal_and_time: tuple[int, float]):
+            _received.remove(signal_and_time)  # or it would be ignored as a second one
+            _thread.interrupt_main(signal_and_time[0])
 
-        threading.Timer(0.05, again).start()
+        threading.Timer(0.05, again, _received[-1:]).start()
     else:
         import logging
 

@@ -25,7 +25,8 @@ LEAST_TOKENS = 64  # of a budget that is a share: below that, to read less saves
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompactDraft(SelfSpeculativeDraft):
-    """Single-token steps of a model over a compact cache, which is the draft's state. A subclass says what the cache holds at first.
+    """Single-token steps of a model over a compact cache, which is the draft's state, or a part of it where a subclass says so. A subclass
+    also says what the cache holds at first.
 
     The model reads all of the compact cache, whatever its view. budget: what it takes in of a row's prompt; 1 or more: tokens; below 1: a
     share of the row's prompt, but at least `least` tokens. kind: of the cache, one of `qspec_jax.caches.compact.KINDS`.
@@ -50,7 +51,7 @@ class CompactDraft(SelfSpeculativeDraft):
         return tuple(HeldKeys(keys, state.rows) for keys in state.keys)
 
     def commit(self, state: CompactCache, result: RoundResult, cache: Cache) -> CompactCache:
-        return state.take_in(*left_by(result, cache))
+        return state.take_in(*tokens_of_round(result, cache))
 
     def reads(self, layer, quantized, buffered, group_size):
         """See `ModelDraft.reads`. The row is counted as one that has just been prefilled: what is cached of it, without the token that
@@ -81,7 +82,7 @@ class CompactDraft(SelfSpeculativeDraft):
         return jnp.clip(jnp.ceil(self.budget * prompt.n).astype(prompt.n.dtype), self.least, most), most
 
 
-def left_by(result: RoundResult, cache: Cache) -> tuple[list[KeysValues], Int[Array, "B"]]:
+def tokens_of_round(result: RoundResult, cache: Cache) -> tuple[list[KeysValues], Int[Array, "B"]]:
     """The tokens that a round left in the target's cache, for each layer, and how many of them each row has.
 
     They are taken in from there: so their keys and values are the target's, and none is missing where all drafts were accepted.

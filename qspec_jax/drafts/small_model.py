@@ -88,7 +88,9 @@ class SmallModelDraft(ModelDraft):
         return Reads(0, 0, min(tokens, self.sinks + self.window + 1) if self.window else tokens)
 
     def holds(self, layer, prompt, capacity, gamma):
-        return Reads(0, 0, (self.sinks + self.window if self.window else capacity) + max(gamma, BLOCK) + 1)
+        # The sinks' keys are there twice: half of what a token takes.
+        held = self.sinks + self.window + -(-self.sinks // 2) if self.window else capacity
+        return Reads(0, 0, held + max(gamma, BLOCK) + 1)
 
     def reads_of_prompt(self, prompt):
         return min(prompt, self.sinks + self.window) if self.window else prompt

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.ring import token_in_row
-from qspec_jax.drafts.compact import CompactDraft, CompactSettings, left_by
+from qspec_jax.drafts.compact import CompactDraft, CompactSettings, tokens_of_round
 from qspec_jax.drafts.sink_window import SinkWindow
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -23,7 +23,7 @@ POSITIONS = ("window", "kept")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingDraft(CompactDraft):
-    """Steps over sinks and a window. Its state is their cache, whose ring is the window, with what the sinks are moved from.
+    """Steps over sinks and a window. Its state is their cache, whose ring is the window, with the sinks' keys as in the text.
 
     In a round nothing leaves: its drafts lie behind the window. sinks: the first so many tokens of a text stay. positions: "window" numbers
     the tokens that are there without a gap, "kept" leaves each its position in the text. See `CompactDraft` for the others.
@@ -53,10 +53,16 @@ class StreamingDraft(CompactDraft):
         return dataclasses.replace(state, cache=stepped), cache
 
     def commit(self, state, result, cache):
-        return state.take_in(self.step.model, *left_by(result, cache))
+        return state.take_in(self.step.model, *tokens_of_round(result, cache))
 
     def read_in_round(self, state, cache):
-        return super().read_in_round(state.in_text, cache)
+        in_text = state.cache.with_first_keys(state.sinks, jnp.ones_like(state.cache.taken, bool)) if state.sinks else state.cache
+        return super().read_in_round(in_text, cache)
+
+    def holds(self, layer, prompt, capacity, gamma):
+        """The sinks' keys besides, which are half of what `Reads` counts for a token."""
+        held = super().holds(layer, prompt, capacity, gamma)
+        return dataclasses.replace(held, full=held.full + -(-self.sinks // 2)) if self.positions == "window" else held
 
 
 @dataclasses.dataclass(frozen=True)
