@@ -216,9 +216,8 @@ class _Checkpoint:
 def _one_thread() -> Iterator[Executor]:
     """Yields a pool of one thread. At the end, after an error or Ctrl-C too, it waits for what the thread has been given."""
     pool = ThreadPoolExecutor(1)
-    wait = lambda: pool.submit(
-        int
-    ).result()  # not by joining the thread: in Python 3.11 an interrupted join marks it as ended, while it runs
+    # Not by joining the thread: in Python 3.11 an interrupted join marks it as ended, while it runs.
+    wait = lambda: pool.submit(int).result()
     wait()  # Starts the thread: were `submit` interrupted later, the pool might not know of the one that it had started.
     try:
         yield pool

@@ -51,3 +51,8 @@ class SinkWindow:
         angles = rope.cos_sin(plain, c.head_dim, c.max_position_embeddings, gone, cache.taken[:, None])
         keys = [rotate(keys, *model.angles_of(i, *angles)) for i, keys in enumerate(self.sinks)]
         return dataclasses.replace(self, cache=cache.with_first_keys(keys, changed))
+
+
+def tokens_of_sinks(sinks: int) -> int:
+    """How many tokens take the memory of what a `SinkWindow` with so many sinks holds besides its cache: their keys, without values."""
+    return -(-sinks // 2)

@@ -13,6 +13,7 @@ from qspec_jax.drafts.history import History
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
 from qspec_jax.drafts.own_model import own_config, own_model
 from qspec_jax.drafts.self_speculative import check_weight_bits
+from qspec_jax.drafts.sink_window import tokens_of_sinks
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -88,8 +89,7 @@ class SmallModelDraft(ModelDraft):
         return Reads(0, 0, min(tokens, self.sinks + self.window + 1) if self.window else tokens)
 
     def holds(self, layer, prompt, capacity, gamma):
-        # The sinks' keys are there twice: half of what a token takes.
-        held = self.sinks + self.window + -(-self.sinks // 2) if self.window else capacity
+        held = self.sinks + self.window + tokens_of_sinks(self.sinks) if self.window else capacity
         return Reads(0, 0, held + max(gamma, BLOCK) + 1)
 
     def reads_of_prompt(self, prompt):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from qspec_jax.caches.compact import CompactCache
 from qspec_jax.caches.ring import token_in_row
 from qspec_jax.drafts.compact import CompactDraft, CompactSettings, tokens_of_round
-from qspec_jax.drafts.sink_window import SinkWindow
+from qspec_jax.drafts.sink_window import SinkWindow, tokens_of_sinks
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -60,9 +60,8 @@ class StreamingDraft(CompactDraft):
         return super().read_in_round(in_text, cache)
 
     def holds(self, layer, prompt, capacity, gamma):
-        """The sinks' keys besides, which are half of what `Reads` counts for a token."""
         held = super().holds(layer, prompt, capacity, gamma)
-        return dataclasses.replace(held, full=held.full + -(-self.sinks // 2)) if self.positions == "window" else held
+        return dataclasses.replace(held, full=held.full + tokens_of_sinks(self.sinks)) if self.positions == "window" else held
 
 
 @dataclasses.dataclass(frozen=True)
