@@ -1,6 +1,7 @@
 """A batch that stays full: every row as if it were alone, whatever its neighbours, slot and batch size."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import re
@@ -18,6 +19,9 @@ from qspec_jax.decoding.batch import Request, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.programs import begin_call
+from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -313,6 +317,27 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
         run = run_batch(model, requests, batch_size=3, draft=draft)
         assert outcome(run) == expected
         assert events.count("part") == 7 * 3 and events[: len(first.split())] == first.split()
+
+
+def test_parts_share_their_angles_and_know_their_layers_without_rope():
+    """What is held between parts has the cosines and sines of one layer: those of all layers of a long prompt take gigabytes. Parts of as
+    many layers are programs of their own where others of them have no RoPE, and those made ahead are those that are run."""
+    layers = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
+    model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", **layers)
+    config = dataclasses.replace(CONFIG, draft="none", cache="int8", num_speculative_tokens=0, max_new_tokens=8, top_logprobs=3)
+    engine = Engine.for_configs(model, None, [config], prompt_tokens=60)
+    prompt = np.random.default_rng(0).integers(0, 64, 60).tolist()
+    args = [prompt], make_sampler(config), prompt_keys(KEY, 1), make_limits(model, config)
+    target, _, tokens, n, *_ = engine.prefill_call(*args).args
+    _, angles, _ = begin_call(target, tokens, n, **engine.static).shapes()
+    assert [each.shape for each in jax.tree.leaves(angles)] == [(1, 64, 8)] * 2
+    engine.compile_ahead([(args, 2)])
+    made = set(engine._executables)
+    assert {shape[-1] for name, shape in made if name == "part"} == {(1,), (0,)}
+    *between, state = engine.prefill_in_parts(*args, layers=2)
+    assert len(between) == 1 and set(engine._executables) == made
+    whole, looked_at = engine.prefill(*args), lambda state: (state.tokens, state.logprobs, state.cache)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), looked_at(state), looked_at(whole))
 
 
 @pytest.mark.parametrize("results", [1, 4])

@@ -136,6 +136,19 @@ def test_what_the_host_adds_to_a_batch_is_not_counted():
     assert timed.lower_us == pytest.approx(2000) and timed.upper_us == pytest.approx(2000)
 
 
+def test_of_a_program_of_seconds_nothing_is_subtracted():
+    """What the host adds to it is not worth the time to find out: the seconds of as many programs again."""
+    calls = []
+
+    def batch(programs: int) -> float:
+        calls.append(programs)
+        return 0.003 + (timing.LONG_SECONDS + 1) * programs
+
+    timed = timing._measure(timing._without_host(batch, 5), 1, 5, "")
+    assert timed.median_us == pytest.approx(1e6 * (timing.LONG_SECONDS + 1.003))
+    assert calls == [1] * (1 + 2 + 1 + 2 + 5)  # compiles, and twice, for each of the two functions; and what is timed
+
+
 @pytest.mark.parametrize("slow", range(8))
 def test_a_hiccup_of_the_host_does_not_end_the_search_for_a_long_batch(slow):
     """One call, whichever it is but the one that is timed, takes 5 s longer, as where the machine is busy."""

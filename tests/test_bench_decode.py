@@ -387,6 +387,17 @@ def test_a_row_for_every_method_context_and_gamma(run, monkeypatch):
     assert [(row["context"], row["method"], row["gamma"]) for row in report["rows"]] == [(n, *rest) for n in (200, 64) for rest in methods]
 
 
+def test_what_was_given_out_of_a_devices_memory(run, monkeypatch):
+    """The most of any device, where JAX says so, as it does not of a CPU."""
+    monkeypatch.setattr(decode, "measure", lambda *args, **settings: [decode_rows.DecodeRow("autoregressive", 200, 0, "failed", "no room")])
+    for stats, found in (([None], None), ([{}, {"peak_bytes_in_use": 12_340_000_000}, {"peak_bytes_in_use": 5}], 12_340_000_000)):
+        devices = [types.SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+        monkeypatch.setattr(jax, "local_devices", lambda devices=devices: devices)
+        assert json.loads(run(*FAST, "--json")[1])["allocated_bytes"] == found
+        shown = "JAX had given out at most 12.3 GB of a device's memory at a time." in " ".join(run(*FAST)[1].split())
+        assert shown == (found is not None)
+
+
 def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
     """Bytes of a step at 400 tokens, the 401st appended: its budget of them, one more token, and its weights."""
     weights, group, heads, layers = weight_bytes(model), 64, 2, 2

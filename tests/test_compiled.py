@@ -17,6 +17,7 @@ from runs import random_model, random_prompts
 
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding import compiled, round
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
@@ -222,6 +223,20 @@ def test_a_flush_that_does_not_wait_for_all_readers_is_seen(monkeypatch):
     commit = HierarchicalCache.commit
     monkeypatch.setattr(HierarchicalCache, "commit", lambda self, *args, wait_for: commit(self, *args, wait_for=wait_for[:1]))
     assert any("copy" in fault for fault in faults("int8", 1, 3, draft="sparse:budget=0.03"))
+
+
+def test_a_flush_waits_for_one_number_of_each_row():
+    """To test all numbers of what XLA knows, such as the masses of an empty cache, took it seconds. Nothing is there to wait for where the
+    cache has no room for a group."""
+    model = random_model("float32", num_hidden_layers=1)
+    cache = CacheConfig("full").empty(model.config, batch=2, capacity=64, num_speculative_tokens=3, dtype=model.dtype)
+    total = lambda mass: cache.commit(cache.lengths, jnp.array([2, 3]), wait_for=[mass])[0].lengths.total
+    mass = jnp.zeros((2, 2, 3, 64))
+    readers = [e.primitive.name for e in jax.make_jaxpr(total)(mass).eqns if any(x.aval.size == mass.size for x in e.invars)]
+    assert readers[0] == "reshape" and not {"lt", "reduce_or"} & set(readers), readers
+    # As it would not be without waiting for them: masses are never negative.
+    assert total(mass).tolist() == [2, 3] and total(mass.at[1].add(-1)).tolist() == [2, 0]
+    assert total(mass[..., :0]).tolist() == [2, 3]
 
 
 def test_a_cache_that_is_not_donated_is_seen():

@@ -165,7 +165,7 @@ def test_the_papers_commands_parse(table, tmp_path):
         assert module == "qspec_jax.cli" and not hasattr(command, "commands")
         command.make_context(" ".join(arguments), list(rest))
         check_drafts(rest)
-    assert len(TABLES) == 10
+    assert len(TABLES) == 11
 
 
 def test_targets_of_make_exist():

@@ -54,6 +54,13 @@ def test_prefill_keeps_one_layer_in_full_precision(methods):
         assert many <= 1.02 * few, found
 
 
+def test_prefill_copies_neither_all_queries_nor_keys():
+    """To take the last queries out, or to quantize some heads at a time, of an array that XLA would have turned round whole for it."""
+    (found,) = said_by("h100_prefill.py")
+    assert found["64 queries"] < found["0 queries"] + 0.1, found
+    assert found["quantizing"] < 1, found  # numbers of one head in eight, in float32, and what comes of them
+
+
 def test_the_loop_with_kernels_makes_nothing_of_cache_size(methods):
     assert {name: found["faults"] for name, found in methods.items()} == {name: [] for name in methods}
     # Two layers, of draft and target each: attention with RoPE and append (parts and their merging); all between attentions in one

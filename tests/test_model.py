@@ -172,6 +172,24 @@ def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     assert without == [False, True, False, True]
 
 
+@pytest.mark.parametrize(("heads", "at_once", "parts"), [(6, 2, 3), (6, 4, 2), (5, 2, 5), (4, 4, 1)])
+def test_keys_are_quantized_some_heads_at_a_time(heads, at_once, parts, monkeypatch):
+    """To the same as all of them at once. Parts are cut out as prefill lays prompts out: else XLA turns all of them round first, and holds
+    both."""
+    r = np.random.default_rng(0)
+    keys, values = (jnp.asarray(r.standard_normal((2, heads, 12, 4)), jnp.float32) for _ in range(2))
+    monkeypatch.setattr(prompts, "QUANTIZED_BYTES", at_once * keys.nbytes // heads)
+    function = lambda keys, values: (keys.cumsum(2), {"both": jnp.einsum("bksh,bksh->bks", keys, values), "values": values[:, :, 3:8]})
+    by_heads = lambda *args: prompts.by_heads(function, *args)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(by_heads)(keys, values), function(keys, values))
+    jaxpr = jax.make_jaxpr(by_heads)(keys, values)
+    loops = [e.params.get("body_jaxpr", e.params.get("jaxpr")) for e in jaxpr.eqns if e.primitive.name in ("while", "scan")]
+    assert len(loops) == (parts > 1)
+    constrained = [e for e in (loops or [jaxpr])[0].eqns if e.primitive.name == "layout_constraint"]
+    as_it_is = (2, 12, heads // parts, 4), (0, 1, 2, 3)
+    assert [(e.invars[0].aval.shape, e.params["layout"].major_to_minor) for e in constrained] == [as_it_is] * 2
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (6, 3), (4, 1)])
 @pytest.mark.slow
 def test_prompts_are_attended_some_heads_at_a_time(heads, kv_heads, monkeypatch):

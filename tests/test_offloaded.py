@@ -256,18 +256,29 @@ def test_groups_are_written_as_the_cache_is_laid_out():
 
 
 def test_prefill_holds_the_queries_of_one_layer():
-    """After a layer only its last ones are left. Where memory was short XLA kept those of all tokens and layers to the end, 35 GiB."""
+    """After a layer only its last ones are left. Where memory was short XLA kept those of all tokens and layers to the end, 35 GiB. What is
+    attended takes the place of all: so the last ones are taken before, or XLA would copy all to take them afterwards."""
     model = random_model("float32", num_hidden_layers=3)
     sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
     cache, tokens, n = CacheConfig.parse("full:host").empty(model.config, **sizes), jnp.zeros((1, 64), jnp.int32), jnp.array([64])
-    jaxpr = jax.make_jaxpr(lambda tokens: through_layers(model.layers, *embedded(model, tokens, n)[::-1], n, cache, queries=2))(tokens)
+
+    def read(tokens):
+        x, angles = embedded(model, tokens, n)
+        return through_layers(model.layers, angles, x, n, cache, nope=(), queries=2)
+
+    jaxpr = jax.make_jaxpr(read)(tokens)
     made_by = {id(out): equation for equation in jaxpr.eqns for out in equation.outvars}
     queries = jaxpr.jaxpr.outvars[-3:]
-    assert [x.aval.shape for x in queries] == [(1, 2, *queries[0].aval.shape[2:])] * 3
+    all_queries = (1, 64, *queries[0].aval.shape[2:])
+    assert [x.aval.shape for x in queries] == [(1, 2, *all_queries[2:])] * 3
     for x in queries:
         while made_by[id(x)].primitive.name == "slice":
             (x,) = made_by[id(x)].invars
-        assert made_by[id(x)].primitive.name == "optimization_barrier"
+        barrier = made_by[id(x)]
+        assert barrier.primitive.name == "optimization_barrier"
+        (attended,) = [out for out in barrier.outvars if out.aval.shape == all_queries]
+        (attention,) = [equation for equation in jaxpr.eqns if attended in equation.invars]
+        assert attention.primitive.name in ("while", "scan")
 
 
 @pytest.mark.parametrize("resident", [0, 0.5])

@@ -19,6 +19,11 @@ batch() { # ROWS CONTEXT BUDGET: a row of TriForce's table 4
         --json --output "$out/triforce-$1x$2.json"
 }
 
+half_a_million() { # METHOD...: with 9 of 32 layers resident less than 130 GB of the card are in use
+    qspec bench decode --arch llama-2-7b --context 524288 "$@" --repeats 2 --cache int8:lower=host,resident=0.28 --baseline-cache full:host \
+        --json --output "$out/$table.json"
+}
+
 case $table in
 triforce-122k) # TriForce, table 2
     qspec bench decode --arch llama-2-7b --context 122880 --gamma 6 --max-new-tokens 256 $rates --draft "triforce:model=$small" \
@@ -71,8 +76,10 @@ offloaded-64k) # how near copies come to what the copy engine reaches, nothing r
         --json --output "$out/offloaded-64k.json"
     ;;
 offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 90 GB of host memory
-    qspec bench decode --arch llama-2-7b --context 524288 --gamma 16 --max-new-tokens 64 --simulate-acceptance 0.92 --repeats 2 \
-        --cache int8:lower=host --baseline-cache full:host --draft sparse:budget=0.03 --draft none --json --output "$out/offloaded-512k.json"
+    half_a_million --draft sparse:budget=0.03 --gamma 15 --max-new-tokens 640 --simulate-acceptance 0.92
+    ;;
+offloaded-512k-one-by-one) # the same without a draft
+    half_a_million --draft none --max-new-tokens 32
     ;;
 specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 70 GB of host memory have room for. Random weights guess
     # wrong nearly always, so that fetch=checked is as slow here as it can be.
@@ -88,7 +95,7 @@ specache-throughput) # SpeCache, throughput at the largest batch; as many rows a
     ;;
 *)
     echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
-        "triforce-offloaded, offloaded-64k, offloaded-512k, specache-throughput" >&2
+        "triforce-offloaded, offloaded-64k, offloaded-512k, offloaded-512k-one-by-one, specache-throughput" >&2
     exit 2
     ;;
 esac

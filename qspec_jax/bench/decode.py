@@ -62,6 +62,7 @@ class DecodeReport(Run):
     rows: list[DecodeRow]
     devices: int = 1  # that the model is divided over
     copy_bandwidth_gb_per_s: float | None = None  # from host memory to the device; None where no cache is in host memory
+    allocated_bytes: int | None = None  # the most that JAX had given out of a device's memory at a time; None where it does not say
 
 
 def run(
@@ -119,7 +120,14 @@ def run(
         max_new_tokens=max_new_tokens,
         rows=rows,
         devices=devices_of(model),
+        allocated_bytes=_most_allocated(),
     )
+
+
+def _most_allocated() -> int | None:
+    """See `DecodeReport.allocated_bytes`."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max(filter(None, peaks), default=None)
 
 
 def _tell(row: DecodeRow) -> None:

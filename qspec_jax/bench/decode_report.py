@@ -68,6 +68,8 @@ def table(report: DecodeReport) -> Group:
         + (", or of copying those of the cache that are in host memory where that takes longer." if of_host else "."),
         *sorted({f"{row.method}: {row.note}." for row in report.rows if row.status == "measured" and row.note}),
     ]
+    if report.allocated_bytes:
+        notes.append(f"JAX had given out at most {report.allocated_bytes / 1e9:.1f} GB of a device's memory at a time.")
     return Group(head, whole, Text(missing and missing + "\n"), steps, Text("\n" + " ".join(notes), "dim"))
 
 

@@ -245,10 +245,14 @@ def _enqueued(program: Callable, *args) -> Callable[[int], float]:
 
 def _without_host(batch: Callable[[int], float], repeats: int) -> Callable[[int], float]:
     """A function that gives the seconds of n programs without what the host adds to a batch of any size: milliseconds, where a whole model
-    is among the arguments. It is right where the device takes longer for a program than the host for its launch."""
+    is among the arguments: that is right where the device takes longer for a program than the host for its launch. Of a program that takes
+    longer than `LONG_SECONDS` they are no part worth the time to find them out, and stay."""
     batch(1)  # compiles
     # The shortest: a hiccup of the host in this one would make others look too fast.
-    one = min(batch(1) for _ in range(max(3, repeats)))
+    one = min(batch(1), batch(1))
+    if one > LONG_SECONDS:
+        return batch
+    one = min(one, *(batch(1) for _ in range(max(1, repeats - 2))))
     return lambda programs: batch(programs + 1) - one
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from qspec_jax.caches.cache import Cache
 from qspec_jax.models.llama import Block, Llama
 from qspec_jax.models.prompts import CHUNK_TOKENS, attend_prompt, by_chunks, equal_parts, replaced
+from qspec_jax.models.rope import unrotated
 
 
 def prefill(
@@ -26,42 +27,42 @@ def prefill(
     after RoPE of the last so many tokens of each prompt, the last one in the last row; zeros stand before a prompt's first token.
     """
     x, angles = embedded(model, tokens, n)
-    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, queries=queries)
+    x, layers, last_queries = through_layers(model.layers, angles, x, n, cache, nope=model.config.nope_layers, queries=queries)
     out = last_logits(model, x, n), cache.filled(layers, n)
     return (*out, last_queries) if queries else out
 
 
 def embedded(
     model: Llama, tokens: Int[Array, "B S"], n: Int[Array, "B"]
-) -> tuple[Float[Array, "B S D"], list[tuple[Float[Array, "B S half"], Float[Array, "B S half"]]]]:
-    """Where prefill begins: the hidden states before the first layer, and each layer's cosines and sines. Arguments as of `prefill`."""
+) -> tuple[Float[Array, "B S D"], tuple[Float[Array, "B S half"], Float[Array, "B S half"]]]:
+    """Where prefill begins: the hidden states before the first layer, and the tokens' cosines and sines. Arguments as of `prefill`."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    angles = model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
-    return model.embed(tokens), [model.angles_of(i, *angles) for i in range(len(model.layers))]
+    return model.embed(tokens), model.cos_sin(positions, jnp.broadcast_to(n[:, None], tokens.shape))
 
 
 def through_layers(
     blocks: Sequence[Block],
-    angles: Sequence[tuple[Array, Array]],
+    angles: tuple[Array, Array],
     x: Float[Array, "B S D"],
     n: Int[Array, "B"],
     cache: Cache,
     *,
+    nope: Sequence[int],
     queries: int,
 ) -> tuple[Float[Array, "B S D"], tuple[Any, ...], tuple[Float[Array, "B Q N H"], ...]]:
     """The hidden states behind these layers; the layers of the cache that hold the prompts, of an empty cache of as many; and the last
-    queries of each layer, see `prefill`."""
+    queries of each layer, see `prefill`. angles: as `embedded` returns them. nope: which of these layers are without RoPE."""
     layers, last_queries = [], []
     for i, block in enumerate(blocks):
-        q, k, v = by_chunks(block.before_attention, x, *angles[i])
+        q, k, v = by_chunks(block.before_attention, x, *(unrotated(*angles) if i in nope else angles))
         cache_queries = min(cache.prompt_queries, q.shape[1])
-        last = _last(q, n, max(queries, cache_queries))
+        # What is attended takes the queries' place. Without this barrier XLA may take the last ones out behind that, of a copy of all; and
+        # where it believes memory to be short only at the end, and hold those of all layers until then (jax 0.11).
+        q, last = lax.optimization_barrier((q, _last(q, n, max(queries, cache_queries))))
         attended = attend_prompt(q, k, v)
         x = replaced(block.after_attention, x, attended, parts=equal_parts(x.shape[1], CHUNK_TOKENS))
-        # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once. Where it
-        # believes memory to be short it would also take the last queries out only at the end, and hold those of all tokens and layers until
-        # then (jax 0.11).
-        x, k, v, last = lax.optimization_barrier((x, k, v, last))
+        # Without this barrier XLA would quantize before it attends where codes go to host memory, and hold what both need at once.
+        x, k, v = lax.optimization_barrier((x, k, v))
         # The next barrier makes XLA quantize this layer before it works on the next.
         prompt = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), n
         if cache_queries:

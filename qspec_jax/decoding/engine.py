@@ -224,12 +224,12 @@ class Engine:
         target, draft, tokens, n, *settings = call.args
         x, angles, cache = self._run("parts_begin", begin_call(target, tokens, n, **call.static), tokens.shape)
         filled, queries = (), ()
-        for first in range(0, len(angles), layers):
+        for first in range(0, target.model.config.num_layers, layers):
             if first:
                 yield x
             part = slice(first, first + layers)
             call = part_call(target, draft, part, angles, x, n, cache)
-            x, *found = self._run("part", call, _part_shape(tokens, cache.layers[part]))
+            x, *found = self._run("part", call, _part_shape(call))
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         self._unseen += 1
         cache = dataclasses.replace(cache, layers=filled)
@@ -268,9 +268,9 @@ class Engine:
         filled, queries = (), ()
         for first in range(0, all, layers):
             part = slice(first, first + layers)
-            key = "part", _part_shape(tokens, cache.layers[part])
-            calls.setdefault(key, part_call(target, draft, part, angles, x, n, cache))
-            x, *found = calls[key].shapes()
+            call = part_call(target, draft, part, angles, x, n, cache)
+            calls.setdefault(("part", _part_shape(call)), call)
+            x, *found = call.shapes()
             filled, queries = (old + new for old, new in zip((filled, queries), found))
         cache = dataclasses.replace(cache, layers=filled)
         return calls | {("parts_end", tokens.shape): end_call(target, draft, tokens, n, x, cache, queries, *settings, **self.static)}
@@ -285,8 +285,8 @@ class Engine:
             return self._executable("prefill", call, tokens.shape).memory_analysis().temp_size_in_bytes
         x, angles, cache = begin_call(target, tokens, n, **call.static).shapes()
         call = part_call(target, draft, slice(layers), angles, x, n, cache)
-        part = self._executable("part", call, _part_shape(tokens, cache.layers[:layers]))
-        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles[0])))
+        part = self._executable("part", call, _part_shape(call))
+        held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves((x, angles)))
         return part.memory_analysis().temp_size_in_bytes + held
 
     def _run(self, name: str, call: Call, shape: Hashable) -> Any:
@@ -382,9 +382,11 @@ class Engine:
         return self._executables[name, shape]
 
 
-def _part_shape(tokens: Array, layers: tuple[Any, ...]) -> Hashable:
-    """What tells programs of prefill apart that go through other parts of the model: how many layers, and which are in host memory."""
-    return tokens.shape, tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers)
+def _part_shape(call: Call) -> Hashable:
+    """What tells programs of prefill apart that go through other parts of the model: how many layers, which of their caches are in host
+    memory, and which are without RoPE."""
+    *_, x, _, cache = call.args
+    return x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in cache.layers), call.static["nope"]
 
 
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:

@@ -98,7 +98,7 @@ def _started(
 
 def _parts_begun(
     target: ViewedModel, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, cache: CacheChoice, capacity: int, drafts: int
-) -> tuple[Array, list[tuple[Array, Array]], Cache]:
+) -> tuple[Array, tuple[Array, Array], Cache]:
     """What prefill in parts goes on from: hidden states, angles, and an empty cache."""
     return *embedded(target.model, tokens, n), _empty(target.model, tokens, cache, capacity, drafts)
 
@@ -147,7 +147,7 @@ def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], w
 
 PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_tokens", "gamma", "logprobs", "extra_rows"))
 PARTS_BEGIN = Compiled(_parts_begun, static_argnames=("cache", "capacity", "drafts"))
-PART = Compiled(through_layers, static_argnames=("queries",), donate_argnames=("x", "cache"))
+PART = Compiled(through_layers, static_argnames=("nope", "queries"), donate_argnames=("x", "cache"))
 PARTS_END = Compiled(_parts_ended, static_argnames=("capacity", "max_new_tokens", "gamma", "logprobs"), donate_argnames=("cache",))
 DECODE = Compiled(decode, donate_argnames=("state",))
 
@@ -235,10 +235,12 @@ def begin_call(
     return Call(PARTS_BEGIN, (target, tokens, n), dict(cache=cache, capacity=capacity, drafts=gamma + extra_rows))
 
 
-def part_call(target: ViewedModel, draft: Draft | None, part: slice, angles: list, x: Array, n: Array, cache: Cache) -> Call:
-    """Takes x through some of the layers. angles, n, cache: of all layers, as `begin_call` returns them, or their shapes."""
-    args = list(target.model.layers)[part], angles[part], x, n, dataclasses.replace(cache, layers=cache.layers[part])
-    return Call(PART, args, dict(queries=queries_of(draft)))
+def part_call(target: ViewedModel, draft: Draft | None, part: slice, angles: tuple, x: Array, n: Array, cache: Cache) -> Call:
+    """Takes x through some of the layers. angles, n, cache (of all layers): as `begin_call` returns them, or their shapes."""
+    blocks = list(target.model.layers)
+    nope = tuple(at for at, layer in enumerate(range(len(blocks))[part]) if layer in target.model.config.nope_layers)
+    args = blocks[part], angles, x, n, dataclasses.replace(cache, layers=cache.layers[part])
+    return Call(PART, args, dict(nope=nope, queries=queries_of(draft)))
 
 
 def end_call(*args: Any, cache: CacheChoice, extra_rows: int, **sizes: Any) -> Call:

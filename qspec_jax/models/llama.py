@@ -264,7 +264,7 @@ class Llama(nnx.Module):
 
     def angles_of(self, layer: int, cos: Array, sin: Array) -> tuple[Array, Array]:
         """`cos_sin` for a layer: angles of 0 in one without RoPE."""
-        return (jnp.ones_like(cos), jnp.zeros_like(sin)) if layer in self.config.nope_layers else (cos, sin)
+        return rope.unrotated(cos, sin) if layer in self.config.nope_layers else (cos, sin)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the last hidden states, x or x + added."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
@@ -72,16 +73,17 @@ def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int =
     return lax.fori_loop(0, parts, step, x)
 
 
-def by_chunks(function: Callable, *args: Array, most: int | None = None):
-    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time."""
-    S = args[0].shape[1]
+def by_chunks(function: Callable, *args: Array, most: int | None = None, axis: int = 1):
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time. axis: the
+    one of the arguments that becomes axis 1 of the results."""
+    S = args[0].shape[axis]
     parts = equal_parts(S, most or CHUNK_TOKENS)
     if parts == 1:
         return function(*args)
     chunk = S // parts
     # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))
-    take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in args]
+    take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis) for x in args]
     room = lambda x: jnp.full((x.shape[0], S, *x.shape[2:]), zero, x.dtype)
 
     def step(i, results):
@@ -94,4 +96,8 @@ def by_chunks(function: Callable, *args: Array, most: int | None = None):
 def by_heads(function: Callable, *args: Array):
     """function(*args), arrays [B, K, S, ...] in and [B, K, ...] out, computed on some KV heads of whole prompts at a time."""
     heads, size = args[0].shape[1], args[0].nbytes
-    return by_chunks(function, *args, most=max(1, QUANTIZED_BYTES * heads // size))
+    turned = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+    # Parts are cut out token by token, as prefill lays prompts out, and turned round then: XLA would turn them whole, and hold both.
+    as_it_is = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    of_part = lambda *part: function(*(turned(as_it_is(x)) for x in part))
+    return by_chunks(of_part, *map(turned, args), most=max(1, QUANTIZED_BYTES * heads // size), axis=2)

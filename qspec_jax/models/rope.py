@@ -24,6 +24,11 @@ def cos_sin(
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
+def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+    """Those of angles 0, for a layer without RoPE."""
+    return jnp.ones_like(cos), jnp.zeros_like(sin)
+
+
 def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, lengths: Array) -> Array | np.ndarray:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     periods = np.float32(rope.rope_theta) ** exponents

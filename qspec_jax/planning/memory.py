@@ -10,8 +10,8 @@ from qspec_jax.planning.steps import OutlinedDraft
 
 # What prefill holds for each token besides the cache: so many arrays as wide as the hidden state, and so many of a layer's keys and values.
 # Those of a full cache are fitted on two measured rows of docs/results.md; the others on what XLA says that programs take that it compiled
-# for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens).
-PREFILL_ARRAYS = {"full": (2.13, 0.53), "full:host": (2.4, 0.96), **dict.fromkeys(("int8", "int8:lower=host", "int8:host"), (2.4, 0.84))}
+# for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens); of caches in host memory, where a prompt is read in three programs.
+PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (2.4, 0.84), **dict.fromkeys(("full:host", "int8:lower=host", "int8:host"), (2.4, 0.96))}
 MOST = 1 << 26  # tokens or rows that are looked for
 
 
