@@ -44,19 +44,25 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
-    ("bits", "T", "heads", "kv_heads", "head_dim", "group"),
+    ("implementation", "bits", "T", "heads", "kv_heads", "head_dim", "group"),
     [
-        (2, 1, 8, 2, 128, 32),
-        (1, 2, 4, 4, 128, 64),
-        (2, 7, 7, 1, 64, 32),
-        (1, 16, 8, 1, 128, 32),
-        (1, 5, 4, 2, 256, 16),
-        (2, 16, 7, 1, 256, 64),
+        ("triton", 2, 1, 8, 2, 128, 32),
+        ("triton", 1, 2, 4, 4, 128, 64),
+        ("triton", 2, 7, 7, 1, 64, 32),
+        ("triton", 1, 16, 8, 1, 128, 32),
+        ("triton", 1, 5, 4, 2, 256, 16),
+        ("triton", 2, 16, 7, 1, 256, 64),
+        ("mosaic_gpu", 2, 1, 8, 2, 128, 32),
+        ("mosaic_gpu", 1, 2, 8, 2, 128, 32),
+        ("mosaic_gpu", 1, 7, 1, 1, 128, 64),
+        ("mosaic_gpu", 2, 5, 1, 1, 64, 32),
+        ("mosaic_gpu", 1, 2, 4, 4, 256, 32),
+        ("mosaic_gpu", 2, 1, 7, 1, 256, 128),
     ],
 )
-def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
+def test_equals_float32(implementation, bits, T, heads, kv_heads, head_dim, group, outliers):
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
-    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="triton").astype(jnp.float32)
+    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
     expected = reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
     # Keys and values pass through bfloat16, as they would from a cache in it.
     codes = [x.dequantized(jnp.bfloat16).astype(jnp.float32) for x in (layer.keys, layer.values)]
@@ -66,7 +72,7 @@ def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
         float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED))
     )  # what that rounding alone makes
     assert float(jnp.abs(found - expected).max()) <= 2 * rounded + 0.01 * scale, (rounded, scale)
-    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="triton").astype(jnp.float32)
+    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
     np.testing.assert_array_equal(found, again)
 
 
@@ -80,10 +86,18 @@ def _of_row(q, layer: FullLayer, b: int, lengths: Lengths) -> jax.Array:
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
-    ("bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
-    [(1, 2, 8, 2, 128, 32, 64), (2, 2, 4, 4, 128, 64, 16), (1, 1, 7, 1, 64, 32, 33), (2, 7, 8, 1, 256, 16, 64)],
+    ("implementation", "bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
+    [
+        ("triton", 1, 2, 8, 2, 128, 32, 64),
+        ("triton", 2, 2, 4, 4, 128, 64, 16),
+        ("triton", 1, 1, 7, 1, 64, 32, 33),
+        ("triton", 2, 7, 8, 1, 256, 16, 64),
+        ("mosaic_gpu", 1, 2, 8, 2, 128, 32, 64),
+        ("mosaic_gpu", 2, 2, 4, 4, 128, 64, 16),
+        ("mosaic_gpu", 2, 1, 7, 1, 64, 32, 33),
+    ],
 )
-def test_replaced_tokens(bits, T, heads, kv_heads, head_dim, group, count, outliers):
+def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, group, count, outliers):
     """In rows with fewer tokens than may be replaced, or none; other tokens of each KV head, and not all of them there."""
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     r = np.random.default_rng(count)
@@ -93,7 +107,7 @@ def test_replaced_tokens(bits, T, heads, kv_heads, head_dim, group, count, outli
         positions[b, k, :some] = r.choice(QUANTIZED[b], some, replace=False) if some else []
     draw = lambda: jnp.asarray(r.standard_normal((len(QUANTIZED), kv_heads, count, head_dim)), jnp.bfloat16)
     replaced = Replaced(jnp.asarray(positions), draw(), draw())
-    found, share = attend_replaced(q, layer, lengths, replaced, implementation="triton")
+    found, share = attend_replaced(q, layer, lengths, replaced, implementation=implementation)
     expected, expected_share = replaced_reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
     # What passing through bfloat16 alone makes of them, as from a cache in it.
     rounded = WIDE([x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)])
@@ -108,7 +122,7 @@ def test_replaced_tokens(bits, T, heads, kv_heads, head_dim, group, count, outli
     np.testing.assert_array_equal(np.isneginf(share), np.broadcast_to(~there, share.shape))
     # As shares of attention: logarithms of almost nothing may differ more. Loud channels make logits of hundreds.
     np.testing.assert_allclose(np.exp(share), np.exp(expected_share), atol=0.2 if outliers else 0.01)
-    for one, other in zip(attend_replaced(q, layer, lengths, replaced, implementation="triton"), (found, share), strict=True):
+    for one, other in zip(attend_replaced(q, layer, lengths, replaced, implementation=implementation), (found, share), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -122,11 +136,12 @@ def test_decoding_takes_it():
     Compiled.forget()
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=config)
-    assert "triton" in {choice.implementation for choice in seen if choice.kernel == "attention"}
+    kernel = "mosaic_gpu" if dispatch.no_mosaic_gpu() is None else "triton"
+    assert kernel in {choice.implementation for choice in seen if choice.kernel == "attention"}
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()
 
     settings |= dict(draft="specache", num_speculative_tokens=1)
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=GenerationConfig(cache="specache:bits=1,residual=128", **settings))
-    assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == ["triton"]
+    assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == [kernel]
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()

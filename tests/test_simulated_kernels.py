@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_low_bits_gpu
 import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
@@ -22,6 +23,7 @@ from simulated_gpu import COPIED, Past, Touched, here, launch
 from simulated_ptx import at_once, simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
+import pallas_kernels.attention.mosaic_low_bits as low_bits
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
 import pallas_kernels.matmul.mosaic_wide as wide_matmul
@@ -32,6 +34,7 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
+from pallas_kernels.formats.token_codes import Replaced
 from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
@@ -45,13 +48,78 @@ from pallas_kernels.rope_append import reference as rope_append_reference
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, matmul, norm, skinny_matmul, wide_matmul, rope_append):
+    for kernel in (attention, low_bits, matmul, norm, skinny_matmul, wide_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
 # How a missing order is seen. A warp that does not wait may be done with all its turns before the others begin theirs: the barriers have
 # gone round by then, and who goes by them waits for ever.
 SEEN, IN_VAIN = (AssertionError, TimeoutError), "waits for .* in vain"
+
+
+# Attention over KIVI's format ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_tokens(monkeypatch):
+    """The problems of test_low_bits_gpu, smaller: rows with nothing in codes, with a tile for some warps, with many, and with all."""
+    monkeypatch.setattr(low_bits, "run", at_once(low_bits.run))
+    monkeypatch.setattr(low_bits, "no_mosaic_gpu", lambda: None)
+    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 1)  # four warps to a KV head
+    sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 448, 640], BUFFERED=[80, 17, 50, 64])
+    for name, size in sizes.items():
+        monkeypatch.setattr(test_low_bits_gpu, name, size)
+
+
+@pytest.mark.parametrize(
+    ("bits", "T", "heads", "kv_heads", "head_dim", "group", "outliers"),
+    [
+        (1, 2, 8, 2, 128, 32, True),
+        (2, 1, 7, 1, 128, 128, False),
+        (2, 5, 1, 1, 64, 64, True),  # one group of a value's channels
+        (1, 3, 2, 1, 256, 32, False),  # eight
+    ],
+)
+def test_attention_over_low_bits(few_tokens, bits, T, heads, kv_heads, head_dim, group, outliers):
+    test_low_bits_gpu.test_equals_float32("mosaic_gpu", bits, T, heads, kv_heads, head_dim, group, outliers)
+
+
+@pytest.mark.parametrize(
+    ("bits", "T", "heads", "kv_heads", "group", "count", "outliers"), [(1, 2, 8, 2, 32, 64, False), (2, 2, 3, 1, 64, 33, True)]
+)
+def test_attention_with_replaced_tokens(few_tokens, bits, T, heads, kv_heads, group, count, outliers):
+    test_low_bits_gpu.test_replaced_tokens("mosaic_gpu", bits, T, heads, kv_heads, 128, group, count, outliers)
+
+
+def test_low_bits_that_are_no_numbers_stay_in_their_row(few_tokens):
+    q, layer, lengths = test_low_bits_gpu.problem(2, 1, 2, 1, 128, 32, outliers=False)
+    clean = low_bits.decode_attention(q, layer, lengths)
+    keys = dataclasses.replace(layer.keys, scale=layer.keys.scale.at[2, 0, 3, 5].set(jnp.nan))
+    found = low_bits.decode_attention(q, dataclasses.replace(layer, keys=keys), lengths)
+    assert np.isnan(np.asarray(found[2], np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(found, np.float32)[[0, 1, 3]], np.asarray(clean, np.float32)[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("function", ["wait_for_copies", "synchronize"])
+def test_a_tile_that_is_not_waited_for_is_seen(few_tokens, monkeypatch, function):
+    monkeypatch.setattr(ptx, function, lambda *args: None)
+    with pytest.raises(AssertionError):
+        low_bits.decode_attention(*test_low_bits_gpu.problem(2, 1, 2, 1, 128, 32, outliers=False))
+
+
+def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
+    q, layer, lengths = test_low_bits_gpu.problem(1, 1, 2, 1, 128, 32, outliers=False)
+    positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, 3].set(7)
+    keys, values = (jnp.full((4, 1, 16, 128), jnp.nan, jnp.bfloat16).at[2, 0, 3].set(1) for _ in range(2))
+    attended, share = low_bits.attend_replaced(q, layer, lengths, Replaced(positions, keys, values))
+    assert np.isfinite(np.asarray(attended, np.float32)).all() and not np.isnan(share).any()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
+def test_few_multiprocessors_wait_for_the_last_blocks(monkeypatch, heads):
+    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)
+    blocks, places = heads * low_bits._blocks_of_head(heads, 3), 3 * 132
+    assert blocks / places / -(-blocks // places) > 0.8
 
 
 # INT4 matmul -----------------------------------------------------------------------------------------------------------

@@ -13,31 +13,39 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import support
+from pallas_kernels.attention import mosaic_low_bits, support
 from pallas_kernels.attention.mosaic_plan import KERNEL, ROWS, WARPS, Config, Plan
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
+from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups, View
 from pallas_kernels.gpu.launch import launch
 
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False) -> str | None:
+def unsupported(
+    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False
+) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
+    if isinstance(layer, TokenCodesLayer):
+        return mosaic_low_bits.unsupported(q, layer, lengths)
     return no_mosaic_gpu() or support.unsupported(q, layer, lengths, view)
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | FullLayer,
+    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
     lengths: Lengths,
     view: View,
     *,
     observe: bool = False,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
-    """See `pallas_kernels.attention.decode_attention`. Raises ValueError for a configuration that cannot work."""
+    """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`. Raises ValueError for one that cannot
+    work."""
+    if isinstance(layer, TokenCodesLayer):
+        return mosaic_low_bits.decode_attention(q, layer, lengths)
     plan = plan_for(q, layer, view, observe=observe, config=config)
     out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
     return (out, mass) if observe else out

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import Replaced
 from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups, View
 
 MAX_TOKENS = 16
@@ -12,10 +12,8 @@ HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (64, 128)
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
-    if isinstance(layer, TokenCodesLayer):
-        return "reads groups of 4-bit codes, and not yet tokens with a scale each, or fewer bits"
     arrays = [q]
     if isinstance(layer, FullLayer):
         arrays += [layer.keys, layer.values]
@@ -44,6 +42,15 @@ def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
         return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in HEAD_DIMS:
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
+    return None
+
+
+def unsupported_replaced(replaced: Replaced) -> str | None:
+    """Why no GPU kernel reads these tokens in place of their codes, or None."""
+    if others := {x.dtype.name for x in (replaced.keys, replaced.values)} - {"bfloat16"}:
+        return f"needs keys and values in bfloat16, not {', '.join(sorted(others))}"
+    if replaced.positions.dtype != jnp.int32 or not replaced.positions.shape[2]:
+        return "needs room for replaced tokens, and their positions in int32"
     return None
 
 

@@ -43,6 +43,16 @@ def multiply_pairs(a: Value, b: Value) -> Value:
     return ptx.pure("mul.rn.f16x2 $0, $1, $2;", a, b)
 
 
+def multiply_bf16(a: Value, b: Value) -> Value:
+    """Products of two pairs of bfloat16, entry by entry."""
+    return ptx.pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
+
+
+def fma_bf16(a: Value, b: Value, c: Value) -> Value:
+    """a * b + c of pairs of bfloat16, entry by entry, each rounded once."""
+    return ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
+
+
 def largest(pairs: Sequence[Value]) -> Value:
     """The largest entry of pairs of bfloat16, as float32; NaNs count for nothing."""
     return ptx.maximum(*bf16_entries(functools.reduce(lambda a, b: ptx.pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))
@@ -84,7 +94,7 @@ def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
     nibbles, and the zero. Scales must be below 2^26."""
     powers = 133 - 32, 129 - 32, -32  # of 2
     constants = (((power + 127) << 7) * 0x00010001 for power in powers)
-    return tuple(ptx.pure("mul.rn.bf16x2 $0, $1, $2;", x, ptx.i32(constant)) for x, constant in zip((scale, scale, zero), constants))
+    return tuple(multiply_bf16(x, ptx.i32(constant)) for x, constant in zip((scale, scale, zero), constants))
 
 
 def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
@@ -94,7 +104,7 @@ def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tupl
     nibbles, from bytes (0, 2) and (1, 3), and then two for the high nibbles.
     """
     low, high, zero = factors
-    take = lambda x, mask, factor: ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", x & mask, factor, zero)
+    take = lambda x, mask, factor: fma_bf16(x & mask, factor, zero)
     both = x, x >> 8
     return tuple(tuple(take(x, mask, factor) for x in both) for mask, factor in ((0x000F000F, low), (0x00F000F0, high)))
 
@@ -106,13 +116,18 @@ def codes_to_bf16(x: Value) -> tuple[Value, Value]:
     """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels.md, "Unpacking")."""
     unsigned, factor, offset = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
     expand = lambda order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", unsigned, ptx.i32(0))
-    return tuple(ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", expand(order), factor, offset) for order in ("0x4140", "0x4342"))
+    return tuple(fma_bf16(expand(order), factor, offset) for order in ("0x4140", "0x4342"))
 
 
 def gather_bytes(words: Sequence[Value], byte: int) -> Value:
     """A word of byte number `byte` of each of four words."""
     halves = (ptx.pure(f"prmt.b32 $0, $1, $2, {byte | (4 + byte) << 4};", *words[i : i + 2]) for i in (0, 2))
     return ptx.pure("prmt.b32 $0, $1, $2, 0x5410;", *halves)
+
+
+def spread_bytes(x: Value) -> tuple[Value, Value]:
+    """The bytes of a word as halves of two words, in their order."""
+    return tuple(ptx.pure(f"prmt.b32 $0, $1, $2, {order};", x, ptx.i32(0)) for order in ("0x4140", "0x4342"))
 
 
 def swap_neighbours(a: Value, b: Value) -> tuple[Value, Value]:

@@ -6,7 +6,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 
-GPU_IMPLEMENTATIONS = ("triton",)
+GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
 
 def attend_replaced(

@@ -147,14 +147,15 @@ class Cache(AppendedCache):
         """Ends a round that began at these lengths: the first kept[b] of the tokens fed since stay, and rows that are due are flushed.
 
         wait_for: arrays of non-negative numbers, batch first, that come of everything that read the cache in this round: token ids,
-        attention masses. The flush waits for them. Returns the cache, and 1 for each row that was flushed, else 0.
+        attention masses; each made by one kernel or loop, for its first number of a row stands for all. The flush waits for them. Returns
+        the cache, and 1 for each row that was flushed, else 0.
         """
         # None of it is ever negative, but XLA cannot know. Unless the flush depends on what the last reader computed, XLA may flush before
         # that has read the cache, and copies the cache for it (seen in jax 0.10).
         for computed in wait_for:
             if not computed.size:  # masses of no groups: the cache has no room for one
                 continue
-            # The first number of each row, which waits for all that made it: where XLA can know, it takes seconds to fold a test of all.
+            # It is not known before all of the array is. To test all numbers takes XLA seconds of compiling where it knows them.
             kept = jnp.where(computed.reshape(computed.shape[0], -1)[:, 0] < 0, 0, kept)
         return self.rollback(longer(lengths, kept)).flush()
 

@@ -74,8 +74,8 @@ def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int =
 
 
 def by_chunks(function: Callable, *args: Array, most: int | None = None, axis: int = 1):
-    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time. axis: the
-    one of the arguments that becomes axis 1 of the results."""
+    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time. axis:
+    along which the arguments are cut; their results are put together along axis 1."""
     S = args[0].shape[axis]
     parts = equal_parts(S, most or CHUNK_TOKENS)
     if parts == 1:

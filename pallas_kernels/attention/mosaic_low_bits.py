@@ -1,0 +1,208 @@
+"""Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
+
+A warp has a share of the tokens of one KV head, and takes in 32 of them at a time: all of one group of the keys. A code alone in a
+bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted: an `fma` with the key's scale and
+zero makes a key, a `mul` by a power of two a value's code. They are the first operand of the tensor cores, 16 tokens or 16 channels. The
+second are the queries, or the softmax weights times the values' scales: 8 rows. Values' zeros have products of their own.
+docs/kernels.md, "KIVI's format", says which lane holds what.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention.partials import log_total, merged
+from pallas_kernels.attention.support import unsupported_queries
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.low_bits import LowBits
+from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.gpu.launch import launch
+
+ROWS = 8  # query rows of a product
+TILE = 32  # tokens in codes that are taken in at a time: one bit of a word for each
+CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
+FULL_TILE = 16  # tokens in full precision
+WARPS = 4  # of a block
+RESIDENT_BLOCKS = {64: 3, 128: 3, 256: 2}  # of each head_dim, that fit on a multiprocessor at once with the registers that they take
+WAVES = 4  # times so many there are at most, before the last ones may leave places empty
+STAGES = 3  # tiles that a warp has room for in shared memory
+
+# Powers of 2. CODE: what a code of 1 is, read as bfloat16. SMALLER: what keys and values are multiplied by, or 2^-CODE would overflow;
+# keys' scales must be below 2^26.
+CODE, SMALLER = -133, -32
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the kernel does, by shapes alone. tokens: T. heads: query heads of a KV head. size: tokens that there is room for in codes.
+    key_group: tokens that share a key's scale. value_group: channels that share a value's. replaced: how many tokens of a KV head may be
+    read in full precision; None where attention is plain. splits: warps that share the tokens of a KV head."""
+
+    batch: int
+    kv_heads: int
+    tokens: int
+    heads: int
+    head_dim: int
+    bits: int
+    size: int
+    key_group: int
+    value_group: int
+    buffer_rows: int
+    replaced: int | None
+    splits: int
+
+    @classmethod
+    def of(cls, q: Array, layer: TokenCodesLayer, replaced: int | None = None) -> "Plan":
+        B, T, N, H = q.shape
+        K, rows = layer.buffer.keys.shape[1:3]
+        size = layer.keys.tokens
+        splits = WARPS * _blocks_of_head(B * K, RESIDENT_BLOCKS[H])
+        groups = (layer.keys.group_tokens, H // layer.values.scale.shape[3]) if size else (TILE, H)
+        return cls(B, K, T, N // K, H, layer.keys.bits, size, *groups, rows, replaced, splits)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's codes, keys or values."""
+        return self.head_dim * self.bits // 8
+
+    @property
+    def chunks(self) -> int:
+        """Runs of 16 bytes of a token's codes."""
+        return self.token_bytes // CHUNK
+
+    @property
+    def products(self) -> range:
+        """Products of 16 channels each: product s is of channels 16 s to 16 s + 15."""
+        return range(self.head_dim // CHUNK)
+
+    @property
+    def value_groups(self) -> int:
+        return self.head_dim // self.value_group
+
+    @functools.cached_property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """What a tile brings with it: where each part lies in a slot of the ring, and its bytes."""
+        parameters = {"key": 2 * self.head_dim, "value": 2 * TILE * self.value_groups}
+        sizes = {f"{name}_codes": TILE * self.token_bytes for name in parameters}
+        sizes |= {f"{name}_{kind}": size for name, size in parameters.items() for kind in ("scale", "zero")}
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        return {name: (start, size) for (name, size), start in zip(sizes.items(), starts)}
+
+    @property
+    def tile_bytes(self) -> int:
+        return sum(size for _, size in self.parts.values())
+
+    def head_bytes(self, name: str) -> int:
+        """Of all tokens of a KV head."""
+        groups = self.size // (self.key_group if name in ("key_scale", "key_zero") else TILE)
+        return groups * self.parts[name][1]
+
+    def tile_start(self, name: str, tile):
+        """Where the part of a tile begins within those bytes."""
+        return (tile * TILE // self.key_group if name in ("key_scale", "key_zero") else tile) * self.parts[name][1]
+
+    def place(self, s: int) -> tuple[int, int]:
+        """Which 16 bytes of a token hold the codes of product s, and the lowest bit of those codes in each byte."""
+        return s % self.chunks, self.bits * (s // self.chunks)
+
+    def mask(self, s: int) -> int:
+        """The bits of product s in both halves of a word."""
+        return ((1 << self.bits) - 1 << self.place(s)[1]) * 0x00010001
+
+
+def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    keys, values, (H,) = layer.keys, layer.values, q.shape[3:]
+    if not isinstance(keys, LowBits) or not isinstance(values, LowBits):
+        return "reads tokens in 1 or 2 bits, and not yet those in 8 with a scale each"
+    parameters = [x for codes in (keys, values) for x in (codes.scale, codes.zero)]
+    if reason := unsupported_queries([q, layer.buffer.keys, layer.buffer.values, *parameters], lengths):
+        return reason
+    if (rows := q.shape[1] * (q.shape[2] // layer.buffer.keys.shape[1])) > ROWS:
+        return f"supports up to {ROWS} query rows of a KV head, not {rows}"
+    if keys.bits != values.bits:
+        return f"supports as many bits for values as for keys, not {values.bits} and {keys.bits}"
+    if H * keys.bits % (8 * CHUNK):
+        return f"supports tokens of a multiple of {CHUNK} bytes, not {keys.codes.shape[3]}"
+    if not keys.tokens:
+        return None
+    if keys.group_tokens % TILE or keys.tokens % keys.group_tokens:
+        return f"supports groups of a multiple of {TILE} tokens, not {keys.group_tokens} of {keys.tokens}"
+    if keys.scale.shape[3] != H or values.scale.shape[2] != keys.tokens:
+        return "supports keys with a scale for each channel, and values with scales for each token"
+    if (groups := values.scale.shape[3]) > ROWS or H // groups % CHUNK:
+        return f"supports groups of a multiple of {CHUNK} of a value's channels, {ROWS} at most, not {groups} of {H // groups}"
+    return None
+
+
+def _blocks_of_head(heads: int, resident: int) -> int:
+    """The fewest blocks for each of so many KV heads that leave hardly a multiprocessor idle at the end. resident: on each at once."""
+    places = resident * multiprocessors()
+    busy = {n: heads * n / places / math.ceil(heads * n / places) for n in range(1, max(1, WAVES * places // heads) + 1)}
+    return next(n for n, share in busy.items() if share >= 0.95 * max(busy.values()))
+
+
+def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
+    """See `pallas_kernels.attention.decode_attention`."""
+    found = run(Plan.of(q, layer), q, lengths, layer)
+    return merged(found["out"], found["top"], found["total"], q)
+
+
+def attend_replaced(
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
+    """See `pallas_kernels.replaced_attention.attend_replaced`."""
+    plan = Plan.of(q, layer, replaced.positions.shape[2])
+    found = run(plan, q, lengths, layer, replaced)
+    out, top, total = (found[name] for name in ("out", "top", "total"))
+    everything = log_total(top, total).reshape(plan.batch, plan.kv_heads, 1, -1)[..., -plan.heads :]
+    share = lambda logits: jax.nn.logsumexp((logits - everything) * math.log(2), -1)
+    coded = jnp.where(jnp.arange(plan.size) < lengths.quantized[:, None, None], share(found["logits"]), -jnp.inf)
+    at = jnp.where(replaced.positions < 0, plan.size, replaced.positions)
+    put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
+    return merged(out, top, total, q), put(coded, at, share(found["replaced_logits"]))
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def run(
+    plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: Replaced | None = None
+) -> dict[str, Array]:
+    """One launch: of each KV head, warp and query row the weighted values, maximum (base 2) and sum of exponentials; where tokens are
+    replaced, also the logits (base 2) of the last token's queries with each token in codes, and with each replaced one."""
+    from pallas_kernels.attention.mosaic_low_bits_warp import emit_block
+
+    B, K = plan.batch, plan.kv_heads
+    inputs = {"q": q, "quantized": lengths.quantized, "buffered": lengths.buffered}
+    if plan.size:
+        for name, codes in ("key", layer.keys), ("value", layer.values):
+            inputs |= {f"{name}_codes": codes.codes, f"{name}_scale": codes.scale, f"{name}_zero": codes.zero}
+    inputs |= {"keys": layer.buffer.keys, "values": layer.buffer.values}
+    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    partial = B * K, plan.splits, plan.rows
+    outputs = {"out": numbers(*partial, plan.head_dim), "top": numbers(*partial), "total": numbers(*partial)}
+    name = f"attend_{plan.bits}_bits"
+    if plan.replaced is not None:
+        at = jnp.where(replaced.positions < 0, plan.size, replaced.positions)
+        there = jax.vmap(jax.vmap(lambda at: jnp.zeros(plan.size, bool).at[at].set(True, mode="drop")))(at)
+        bits = there.reshape(B, K, -1, TILE).astype(jnp.uint32) << jnp.arange(TILE, dtype=jnp.uint32)
+        left_out = jax.lax.bitcast_convert_type(bits.sum(-1, dtype=jnp.uint32), jnp.int32)
+        inputs |= dict(left_out=left_out, positions=replaced.positions, replacing_keys=replaced.keys, replacing_values=replaced.values)
+        outputs["logits"] = numbers(B, K, plan.size, plan.heads)
+        outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)
+        name += "_replaced"
+    return launch(
+        name, functools.partial(emit_block, plan), inputs, outputs, B * K * plan.splits // WARPS, 1, WARPS * STAGES * plan.tile_bytes
+    )
