@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.partials import log_total, merged
+from pallas_kernels.attention.partials import log_share, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
@@ -168,11 +168,10 @@ def attend_replaced(
     found = run(plan, q, lengths, layer, replaced)
     out, top, total = (found[name] for name in ("out", "top", "total"))
     everything = log_total(top, total).reshape(plan.batch, plan.kv_heads, 1, -1)[..., -plan.heads :]
-    share = lambda logits: jax.nn.logsumexp((logits - everything) * math.log(2), -1)
-    coded = jnp.where(jnp.arange(plan.size) < lengths.quantized[:, None, None], share(found["logits"]), -jnp.inf)
+    coded = jnp.where(jnp.arange(plan.size) < lengths.quantized[:, None, None], log_share(found["logits"], everything), -jnp.inf)
     at = jnp.where(replaced.positions < 0, plan.size, replaced.positions)
     put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
-    return merged(out, top, total, q), put(coded, at, share(found["replaced_logits"]))
+    return merged(out, top, total, q), put(coded, at, log_share(found["replaced_logits"], everything))
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -195,10 +194,10 @@ def run(
     outputs = {"out": numbers(*partial, plan.head_dim), "top": numbers(*partial), "total": numbers(*partial)}
     name = f"attend_{plan.bits}_bits"
     if plan.replaced is not None:
-        at = jnp.where(replaced.positions < 0, plan.size, replaced.positions)
-        there = jax.vmap(jax.vmap(lambda at: jnp.zeros(plan.size, bool).at[at].set(True, mode="drop")))(at)
-        bits = there.reshape(B, K, -1, TILE).astype(jnp.uint32) << jnp.arange(TILE, dtype=jnp.uint32)
-        left_out = jax.lax.bitcast_convert_type(bits.sum(-1, dtype=jnp.uint32), jnp.int32)
+        # A word for each tile. A position of -1 is in none.
+        word, bit = (x[:, :, None] for x in jnp.divmod(replaced.positions, TILE))
+        bits = jnp.where(word == jnp.arange(plan.size // TILE)[:, None], jnp.int32(1) << bit, 0)
+        left_out = jnp.bitwise_or.reduce(bits, axis=-1)
         inputs |= dict(left_out=left_out, positions=replaced.positions, replacing_keys=replaced.keys, replacing_values=replaced.values)
         outputs["logits"] = numbers(B, K, plan.size, plan.heads)
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)

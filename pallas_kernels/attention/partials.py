@@ -1,10 +1,11 @@
-"""What a Triton program of decode attention works on, and how the partial results of several become one."""
+"""What a program of decode attention works on, and how the partial results of several become one."""
 
 import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+LEAST = -120  # a share of 2^LEAST is as good as any smaller one, and the sum of some is a number in float32
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
 
 
@@ -28,3 +29,12 @@ def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R
     """The logarithm, base 2, of the sum of exponentials that all programs of each KV head come to."""
     most = top.max(1, keepdims=True)
     return most[:, 0] + jnp.log2((total * jnp.exp2(top - most)).sum(1))
+
+
+def log_share(logits: Float[Array, "*lead heads"], everything: Float[Array, "*of_heads heads"]) -> Float[Array, "*lead"]:
+    """The logarithm of the share that a token has in the attention of some heads together, at least 2^LEAST of each.
+
+    logits: with the token. everything: of the sum of exponentials over all tokens; both to base 2. They are read once, where a logsumexp,
+    which looks for the largest first, would have XLA read them twice.
+    """
+    return jnp.log(jnp.exp2(jnp.maximum(logits - everything, LEAST)).sum(-1))
