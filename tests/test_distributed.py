@@ -88,6 +88,14 @@ def test_one_without_the_checkpoint(both, directory, tmp_path):
     assert "process 1 has failed" in found[0][2] and str(tmp_path / "nothing") in found[1][2]
 
 
+def test_other_options(both, directory):
+    """Their programs would not go together, and each would wait for the other."""
+    command = lambda tokens: ["generate", "--model", directory, "--prompt", "a", "--max-new-tokens", tokens]
+    found = both(*command(8), of_second=command(16))
+    words = "qspec: error: --distributed: process 1 has been given other options than process 0; all should have the same\n"
+    assert [(code, out, err) for code, out, err in found] == [(2, "", words)] * 2
+
+
 NAMES = processes.ADDRESS, processes.PROCESSES, processes.NUMBER
 
 

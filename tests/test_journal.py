@@ -206,3 +206,18 @@ def test_a_full_disk_while_the_first_line_is_written(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"out\.partial: cannot be written \(No space left on device\)"):
         Journal(tmp_path / "out", RUN, overwrite=False)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_only_a_run_with_results_leaves_a_journal(found, tmp_path):
+    """One that is refused after it was opened has nothing to go on from; and to close it again is not to take another's away."""
+    path = tmp_path / "out.partial"
+    journal = Journal(tmp_path / "out", RUN, overwrite=False)
+    for number in range(found):
+        journal.add({"line": number})
+    journal.close()
+    assert path.exists() == bool(found)
+    other = Journal(tmp_path / "out", RUN, overwrite=False)
+    journal.close()
+    assert path.exists() and list(other.done) == list(range(found))
+    other.close()

@@ -110,7 +110,7 @@ def batch(
     if as_json and output == STANDARD:
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if distributed:
-        join_others()
+        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error)
     quiet = as_json or not processes.is_first()
     if ray is None:
         on = devices_of(devices)

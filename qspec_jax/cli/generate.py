@@ -84,10 +84,10 @@ def generate_command(
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
     if distributed and (calibrate or devices):
-        unfit = "--calibrate" if calibrate else "--devices"
-        raise InputError(f"--distributed takes all devices of all processes, and calibrates nothing; leave {unfit} out")
+        why = "calibrates nothing; leave --calibrate" if calibrate else "takes all devices of all processes; leave --devices"
+        raise InputError(f"--distributed {why} out")
     if distributed:
-        join_others()
+        join_others("generate", config, seed, dtype, stream, as_json)
     prompts = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")

@@ -75,10 +75,11 @@ def devices_of(text: str) -> list[jax.Device]:
     return found[: int(text)]
 
 
-def join_others() -> None:
-    """Begins `--distributed`."""
+def join_others(*options: object) -> None:
+    """Begins `--distributed`. options: those that each process goes by itself. Raises InputError where others have been given others."""
     processes.join()
     process.keep_output_clean()
+    processes.check_alike(repr(options))
 
 
 def written_by_first(output: Path | None) -> Path | None:

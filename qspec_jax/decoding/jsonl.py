@@ -299,10 +299,13 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Lets another process have the journal."""
+        """Lets another process have the journal. One without any result goes: there is nothing to go on from."""
         with contextlib.suppress(OSError, InputError):  # of a write that failed, and said so
             self._result.close()
-        if self._file:
+        if self._file and not self._file.closed:
+            with contextlib.suppress(OSError):
+                if not self.done:
+                    self.path.unlink()
             with contextlib.suppress(OSError):
                 self._file.close()
 

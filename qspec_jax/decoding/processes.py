@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -37,12 +38,13 @@ def join() -> None:
     settings = _by_hand(os.environ)
     if not settings and not any(name in os.environ for name in STARTERS):
         names = f"{ADDRESS}, {PROCESSES} and {NUMBER}"
-        text = f"--distributed: neither Slurm nor Open MPI nor Kubernetes has started this process; {names} say where others are"
+        text = f"--distributed: neither Slurm nor Open MPI nor Kubernetes has started this process; set {names}, which say where others are"
         raise InputError(text)
     if not settings and len(visible := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and visible[0]:
         settings["local_device_ids"] = [0]  # JAX would take the number of the process on its machine, and find no such device
     if settings.get("process_id") == 0:
         _check_free(settings["coordinator_address"])
+    jax.config.update("jax_enable_preemption_service", False)  # which would catch SIGTERM, and let the process go on
     failed: list[BaseException] = []
 
     def initialize() -> None:
@@ -69,6 +71,13 @@ def join() -> None:
         raise InputError(f"--distributed: the processes have not found each other ({one_line(failed[0])})")
     if not is_first():
         logging.getLogger().setLevel(logging.ERROR)
+
+
+def check_alike(options: str) -> None:
+    """Raises InputError in all processes where they have not been given the same options: their calls would not go together."""
+    of_all = multihost_utils.process_allgather(np.uint32(zlib.crc32(options.encode())))
+    if len(others := np.flatnonzero(of_all != of_all[0])):
+        raise InputError(f"--distributed: process {others[0]} has been given other options than process 0; all should have the same")
 
 
 def _by_hand(environment: Mapping[str, str]) -> dict[str, Any]:
