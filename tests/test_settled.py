@@ -278,8 +278,9 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     source.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (3, 40, 9)))
     ran = []
 
-    def killed(network, tokenizer, draft, todo, *_, **__):
+    def killed(network, tokenizer, draft, todo, journal, *_, **__):
         ran.append([line.request.config for line in todo])
+        journal.add({"line": todo[-1].number})  # or nothing would be left to go on from
         raise KeyboardInterrupt
 
     monkeypatch.setattr(batch_command, "_run", killed)

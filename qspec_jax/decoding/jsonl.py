@@ -312,7 +312,7 @@ class Journal:
     @property
     def goes_on(self) -> str:
         """The end of a message about a run that was cut short."""
-        return f"; the same command, with the same input, goes on from {self.path}" if self.path else ""
+        return f"; the same command, with the same input, goes on from {self.path}" if self.path and self.done else ""
 
 
 def as_wrong(line: Line) -> dict:
