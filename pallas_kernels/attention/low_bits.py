@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.partials import block_rows, log_share, log_total, merged
+from pallas_kernels.attention.partials import block_rows, log_shares, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.formats.kv_cache import Lengths
@@ -53,11 +53,8 @@ def attend_replaced(
     out, top, total, of_codes, of_replaced = _launched(
         low_bits_kernel.attend_replaced, "attend_replaced", q, layer, lengths, more, logits, COUNT=count
     )
-    everything = log_total(top, total).reshape(B, K, 1, -1)[..., -group:]
-    share = lambda logits: log_share(jnp.swapaxes(logits, 2, 3), everything)
-    coded = jnp.where(jnp.arange(size) < lengths.quantized[:, None, None], share(of_codes), -jnp.inf)
-    put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
-    return merged(out, top, total, q), put(coded, at, share(of_replaced))
+    of_tokens = (jnp.swapaxes(logits, 2, 3) for logits in (of_codes, of_replaced))
+    return merged(out, top, total, q), log_shares(*of_tokens, log_total(top, total), lengths.quantized, replaced.positions)
 
 
 def _launched(

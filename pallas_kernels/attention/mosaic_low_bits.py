@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.partials import log_share, log_total, merged
+from pallas_kernels.attention.partials import log_shares, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's codes, keys or values."""
+        """Bytes of a token's codes, which are as many for its key as for its value."""
         return self.head_dim * self.bits // 8
 
     @property
@@ -103,12 +103,12 @@ class Plan:
         return sum(size for _, size in self.parts.values())
 
     def head_bytes(self, name: str) -> int:
-        """Of all tokens of a KV head."""
+        """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""
         groups = self.size // (self.key_group if name in ("key_scale", "key_zero") else TILE)
         return groups * self.parts[name][1]
 
     def tile_start(self, name: str, tile):
-        """Where the part of a tile begins within those bytes."""
+        """The byte at which the part of a tile begins, within those of its KV head."""
         return (tile * TILE // self.key_group if name in ("key_scale", "key_zero") else tile) * self.parts[name][1]
 
     def place(self, s: int) -> tuple[int, int]:
@@ -167,11 +167,8 @@ def attend_replaced(
     plan = Plan.of(q, layer, replaced.positions.shape[2])
     found = run(plan, q, lengths, layer, replaced)
     out, top, total = (found[name] for name in ("out", "top", "total"))
-    everything = log_total(top, total).reshape(plan.batch, plan.kv_heads, 1, -1)[..., -plan.heads :]
-    coded = jnp.where(jnp.arange(plan.size) < lengths.quantized[:, None, None], log_share(found["logits"], everything), -jnp.inf)
-    at = jnp.where(replaced.positions < 0, plan.size, replaced.positions)
-    put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
-    return merged(out, top, total, q), put(coded, at, log_share(found["replaced_logits"], everything))
+    logits = found["logits"], found["replaced_logits"]
+    return merged(out, top, total, q), log_shares(*logits, log_total(top, total), lengths.quantized, replaced.positions)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.

@@ -11,6 +11,7 @@ NO_LOGIT = -1e30
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
+    """Emits a block: four warps, each with a share of the tokens of one KV head, and a ring of its own."""
     thread = ptx.thread_index()
     warp = ptx.uniform(thread >> 5)
     worker = ptx.block_index() * WARPS + warp
@@ -113,8 +114,8 @@ class Warp:
         logits = [(ptx.f32(0.0),) * 4 for _ in halves[::2]]
         for s, query in enumerate(self.queries):
             (h, bit), mask = self.plan.place(s), self.plan.mask(s)
-            factors = [_times_power(x, SMALLER - CODE - bit) for x in of("key_scale", s)]
-            starts = [_times_power(x, SMALLER) for x in of("key_zero", s)]
+            factors = [numerics.times_power(x, SMALLER - CODE - bit) for x in of("key_scale", s)]
+            starts = [numerics.times_power(x, SMALLER) for x in of("key_zero", s)]
             for m, both in enumerate(zip(halves[::2], halves[1::2])):
                 pairs = zip(zip(*(words[h] for words in both)), factors, starts)
                 keys = [numerics.fma_bf16(x & mask, factor, start) for of_half, factor, start in pairs for x in of_half]
@@ -189,7 +190,7 @@ class Warp:
             of_zero = fragments.mma(of_zero, (mine[j], none, mine[j + 1], none), weights[j : j + 2], "bf16")
             for s in plan.products:
                 (h, bit), mask, n = plan.place(s), plan.mask(s), CHUNK * s // plan.value_group
-                a = [_times_power(x & mask, SMALLER - CODE - bit) for half in (j, j + 1) for x in both[half][h]]
+                a = [numerics.times_power(x & mask, SMALLER - CODE - bit) for half in (j, j + 1) for x in both[half][h]]
                 out[s] = fragments.mma(out[s], a, (scaled[j][n], scaled[j + 1][n]), "bf16")
         return {**state, "out": out, "zero": of_zero}
 
@@ -269,11 +270,6 @@ class Warp:
                 with ptx.when(self.g == 0):
                     ptx.store_global(self.at["top"] + ptx.i64(row) * 4, state["top"][c])
                     ptx.store_global(self.at["total"] + ptx.i64(row) * 4, total[c])
-
-
-def _times_power(x, power: int):
-    """A pair of bfloat16 times 2^power."""
-    return numerics.multiply_bf16(x, ptx.i32((power + 127 << 7) * 0x00010001))
 
 
 def _of_two_tokens(words: list, groups: int) -> list:

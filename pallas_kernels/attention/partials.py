@@ -2,8 +2,9 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 LEAST = -120  # a share of 2^LEAST is as good as any smaller one, and the sum of some is a number in float32
 MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
@@ -31,10 +32,22 @@ def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R
     return most[:, 0] + jnp.log2((total * jnp.exp2(top - most)).sum(1))
 
 
-def log_share(logits: Float[Array, "*lead heads"], everything: Float[Array, "*of_heads heads"]) -> Float[Array, "*lead"]:
-    """The logarithm of the share that a token has in the attention of some heads together, at least 2^LEAST of each.
+def log_shares(
+    logits: Float[Array, "B K S N"],
+    replaced_logits: Float[Array, "B K n N"],
+    everything: Float[Array, "BK R"],
+    quantized: Int[Array, "B"],
+    positions: Int[Array, "B K n"],
+) -> Float[Array, "B K S"]:
+    """What `attend_replaced` says of shares: their logarithms, at least 2^LEAST for each of the last token's N query heads.
 
-    logits: with the token. everything: of the sum of exponentials over all tokens; both to base 2. They are read once, where a logsumexp,
-    which looks for the largest first, would have XLA read them twice.
+    logits: with the tokens in codes, of which a row has so many. replaced_logits: with those at these positions. everything: `log_total`,
+    whose last N query rows are the last token's. All to base 2. Logits are read once, where a logsumexp, which looks for the largest first,
+    would have XLA read them twice.
     """
-    return jnp.log(jnp.exp2(jnp.maximum(logits - everything, LEAST)).sum(-1))
+    B, K, S, N = logits.shape
+    whole = everything.reshape(B, K, 1, -1)[..., -N:]
+    share = lambda logits: jnp.log(jnp.exp2(jnp.maximum(logits - whole, LEAST)).sum(-1))
+    coded = jnp.where(jnp.arange(S) < quantized[:, None, None], share(logits), -jnp.inf)
+    put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
+    return put(coded, jnp.where(positions < 0, S, positions), share(replaced_logits))

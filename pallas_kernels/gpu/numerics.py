@@ -48,6 +48,11 @@ def multiply_bf16(a: Value, b: Value) -> Value:
     return ptx.pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
 
 
+def times_power(x: Value, power: int) -> Value:
+    """A pair of bfloat16 times 2^power, of -126 to 127."""
+    return multiply_bf16(x, ptx.i32(((power + 127) << 7) * 0x00010001))
+
+
 def fma_bf16(a: Value, b: Value, c: Value) -> Value:
     """a * b + c of pairs of bfloat16, entry by entry, each rounded once."""
     return ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
@@ -92,9 +97,7 @@ NIBBLES_DIVISOR = 2.0**32  # of `nibbles_to_bf16`
 def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
     """What `nibbles_to_bf16` needs of a scale and a zero, each of them twice in a pair of bfloat16: two factors, for low and for high
     nibbles, and the zero. Scales must be below 2^26."""
-    powers = 133 - 32, 129 - 32, -32  # of 2
-    constants = (((power + 127) << 7) * 0x00010001 for power in powers)
-    return tuple(multiply_bf16(x, ptx.i32(constant)) for x, constant in zip((scale, scale, zero), constants))
+    return tuple(times_power(x, power) for x, power in ((scale, 133 - 32), (scale, 129 - 32), (zero, -32)))
 
 
 def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:

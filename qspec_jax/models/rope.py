@@ -25,7 +25,7 @@ def cos_sin(
 
 
 def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """Those of angles 0, for a layer without RoPE."""
+    """The cosines and sines, of as many tokens, that rotate nothing: for a layer without RoPE."""
     return jnp.ones_like(cos), jnp.zeros_like(sin)
 
 
