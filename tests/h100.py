@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 from loops import compiled_loop, faults_of, prefill_temporaries
 
-from pallas_kernels import append_attend, attention, dispatch, flush, fused_layer, matmul, norm, replaced_attention, rope_append
+from pallas_kernels import append_attend, attention, dispatch, flush, fused_layer, gather, matmul, norm, replaced_attention, rope_append
 
 NAME, MULTIPROCESSORS = "NVIDIA H100 80GB HBM3", 132
 TARGET = f"""
@@ -64,7 +64,7 @@ def main() -> None:
 def use_first_kernels() -> None:
     """From here on each operation takes the kernel that an H100 would run: no GPU is there to be asked."""
     dispatch.compute_capability = lambda: 9.0
-    for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, matmul, norm):
+    for package in (append_attend, rope_append, attention, replaced_attention, fused_layer, flush, gather, matmul, norm):
         package.choose = choose
 
 

@@ -128,6 +128,10 @@ def while_loop(condition: Callable, carry, body: Callable):
     return carry
 
 
+def changed_if(condition: Lanes, carry, body: Callable):
+    return body(carry) if here.mask.any() and scalar(condition) else carry
+
+
 # Memory ------------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +166,19 @@ class Memory:
         if self.touched:
             self.touched.writes(places, LANES[here.mask])
         self.words[places] = data[here.mask]
+
+    def store_halves(self, at: np.ndarray, values: np.ndarray) -> None:
+        """Stores the lower 16 bits of each value."""
+        assert not self.touched, "words of shared memory are not shared by lanes"
+        assert not (at[here.mask] % 2).any(), f"addresses {at} are no multiples of 2"
+        self.places(at & ~3, 4)
+        self.bytes.view(np.int16)[(at[here.mask].astype(np.int64) - self.start) >> 1] = values[here.mask].astype(np.int16)
+
+    def raise_to(self, at: np.ndarray, values: np.ndarray) -> None:
+        """Makes words the larger of themselves and these values, lane after lane."""
+        places = self.places(at, 4)
+        self.touched.raises(places, LANES[here.mask])
+        np.maximum.at(self.words, places[:, 0], values[here.mask])
 
 
 class Past:
@@ -219,6 +236,7 @@ class Touched:
         self.read, self.reader = np.zeros((words, warps), np.int64), np.zeros((words, warps), np.int64)  # a step; a lane, or SEVERAL
         self.read_before, self.reader_before = np.zeros_like(self.read), np.zeros_like(self.reader)
         self.hidden = np.zeros(words, bool)
+        self.raised = np.zeros((words, warps), np.int64)  # the step in which a lane of each warp raised the word last, since it was written
 
     def publish(self, mask: np.ndarray) -> None:
         """The lanes of the mask publish what they have written."""
@@ -229,7 +247,7 @@ class Touched:
         past, lanes = here.past, lanes[:, None]
         own = self.copied[words, past.warp]
         ordered = self._after_write(words, lanes) | ((own > 0) & (own <= past.copies[COPIED, past.warp]))
-        self._assert(ordered, words, "reads what is written")
+        self._assert(ordered & self._after_raises(words), words, "reads what is written")
         mine = self.reader[:, past.warp]
         readers = np.where((self.read[words, past.warp] >= past.met) & (mine[words] != lanes), SEVERAL, lanes)
         mine[words] = readers
@@ -248,14 +266,30 @@ class Touched:
             read = np.where(again[..., None], self.read_before[words], read)
             reader = np.where(again[..., None], self.reader_before[words], reader)
         self._assert(ordered, words, "writes what is written")
-        known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
-        known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
-        self._assert((read <= known).all(-1), words, "writes what is read")
+        self._assert(self._after_raises(words), words, "writes what is raised")
+        self._assert(self._after_reads(read, reader, lanes), words, "writes what is read")
         self.read_before[words], self.reader_before[words] = read, reader
         new = [(self.writer, past.warp), (self.lane, lanes), (self.written, step), (self.kind, kind), (self.source, source)]
-        for array, value in [*new, (self.hidden, kind != BULK), (self.copied, 0)]:
+        for array, value in [*new, (self.hidden, kind != BULK), (self.copied, 0), (self.raised, 0)]:
             array[words] = value if again is None else np.where(again if array.ndim == 1 else again[..., None], array[words], value)
         self.copied[words, past.warp] = step if kind == COPIED else 0
+
+    def raises(self, words: np.ndarray, lanes: np.ndarray) -> None:
+        """As `writes`, of a change that commutes with those of other lanes."""
+        past, lanes = here.past, lanes[:, None]
+        ordered = self._after_write(words, lanes) & (self.copied[words] <= past.copies[COPIED]).all(-1)
+        self._assert(ordered, words, "raises what is written")
+        self._assert(self._after_reads(self.read[words], self.reader[words], lanes), words, "raises what is read")
+        self.raised[words, past.warp] = past.step
+
+    def _after_raises(self, words: np.ndarray) -> np.ndarray:
+        return (self.raised[words] <= here.past.lanes.min(1)).all(-1)
+
+    def _after_reads(self, read: np.ndarray, reader: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        past = here.past
+        known = np.where(reader == SEVERAL, past.lanes.min(1), past.lanes[np.arange(len(past.lanes)), np.maximum(reader, 0)])
+        known[..., past.warp] = np.where(reader[..., past.warp] == lanes, past.step, past.met - 1)
+        return (read <= known).all(-1)
 
     def _after_write(self, words: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         past, writer, written, lane, kind = here.past, *(a[words] for a in (self.writer, self.written, self.lane, self.kind))

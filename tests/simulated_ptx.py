@@ -11,7 +11,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from simulated_gpu import BULK, COPIED, LANES, Arrivals, Lanes, Memory, constant, here, loop, scalar, when, while_loop
+from simulated_gpu import BULK, COPIED, LANES, Arrivals, Lanes, Memory, changed_if, constant, here, loop, scalar, when, while_loop
 
 from pallas_kernels.gpu import ptx
 
@@ -72,6 +72,15 @@ def _meet_cluster(found, code):
 def _store(found, code, *args):
     *values, at = (args[1], args[0]) if code.rstrip(";").endswith("$1") else args
     _memory(found[1]).store(at, np.stack([x.view(np.int32) for x in values], 1))
+
+
+def _any_greater(found, code, *pairs):
+    with np.errstate(invalid="ignore"):
+        return constant(int(any((a > b).any() for a, b in zip(pairs[::2], pairs[1::2]))), np.int32)
+
+
+def _ballot(found, code, x):
+    return constant(int(np.sum((x != 0) << LANES.astype(np.int64))), np.int32)
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:
@@ -350,6 +359,12 @@ INSTRUCTIONS = {
     r"mapa\.shared::cluster\.u32": _in_block,
     r"barrier\.cluster\.arrive\.release\.aligned; barrier\.cluster\.wait\.acquire\.aligned;": _meet_cluster,
     r"st\.(?:relaxed\.(?:gpu|sys)\.)?(global|shared)(?:\.v(\d))?\.([bf])32": _store,
+    r"\{ \.reg \.b16 low; .* st\.global\.b16": lambda found, code, at, x: here.block.device.memory.store_halves(at, x),
+    r"red\.shared\.max\.s32": lambda found, code, at, x: here.block.shared.raise_to(at, x),
+    r"\{ \.reg \.pred holds; .* vote\.sync\.ballot": _ballot,
+    r"redux\.sync\.add\.s32": lambda found, code, x: constant(int(x.sum()), np.int32),
+    r"popc\.b32": lambda found, code, x: np.bitwise_count(x.view(np.uint32)).astype(np.int32),
+    r"\{ \.reg \.pred any; .* vote\.sync\.any": _any_greater,
     r"\{ \.reg \.pred again; .* left, \d+; spin:": _spin_wait,
     r"\{ \.reg \.pred takes; .* atom\.": _take_ticket,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\d+B)? \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)": _copy_async,
@@ -382,6 +397,7 @@ INSTRUCTIONS = {
     r"cvt\.rn\.f32\.s32": lambda found, code, x: x.astype(np.float32),
     r"fma\.rn\.f32": _fma,
     r"fma\.rn\.bf16x2": _fma_bf16,
+    r"\{ \.reg \.b32 less; neg\.bf16x2": lambda found, code, a, b, c: _fma_bf16(found, code, a, b, c ^ constant(-0x7FFF8000, np.int32)),
     r"rcp\.approx": _approximate(lambda x: 1 / x),
     r"rsqrt\.approx": _approximate(lambda x: 1 / np.sqrt(x)),
     r"ex2\.approx": _approximate(np.exp2),
@@ -404,6 +420,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "fail_where": fail_where,
         "loop": loop,
         "while_loop": while_loop,
+        "changed_if": changed_if,
         "i32": i32,
         "f32": lambda x: Lanes(constant(x, np.float32)),
         "i64": lambda x: Lanes(x.raw.view(np.uint32).astype(np.int64)),

@@ -7,13 +7,12 @@ import pytest
 from runs import random_model
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import decode_attention, reference
+from pallas_kernels.attention import decode_attention, low_bits, mosaic_low_bits, reference
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
-from pallas_kernels.replaced_attention import attend_replaced
-from pallas_kernels.replaced_attention import reference as replaced_reference
+from pallas_kernels.replaced_attention import attend_and_choose
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -106,9 +105,10 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
         some = min(count - k, QUANTIZED[b])
         positions[b, k, :some] = r.choice(QUANTIZED[b], some, replace=False) if some else []
     draw = lambda: jnp.asarray(r.standard_normal((len(QUANTIZED), kv_heads, count, head_dim)), jnp.bfloat16)
-    replaced = Replaced(jnp.asarray(positions), draw(), draw())
-    found, share = attend_replaced(q, layer, lengths, replaced, implementation=implementation)
-    expected, expected_share = replaced_reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
+    replaced = Replaced(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
+    attend_replaced = {"triton": low_bits, "mosaic_gpu": mosaic_low_bits}[implementation].attend_replaced
+    found, share = attend_replaced(q, layer, lengths, replaced)
+    expected, expected_share = reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
     # What passing through bfloat16 alone makes of them, as from a cache in it.
     rounded = WIDE([x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)])
     put = jax.vmap(jax.vmap(lambda held, at, new: held.at[at].set(new, mode="drop")))
@@ -122,8 +122,17 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
     np.testing.assert_array_equal(np.isneginf(share), np.broadcast_to(~there, share.shape))
     # As shares of attention: logarithms of almost nothing may differ more. Loud channels make logits of hundreds.
     np.testing.assert_allclose(np.exp(share), np.exp(expected_share), atol=0.2 if outliers else 0.01)
-    for one, other in zip(attend_replaced(q, layer, lengths, replaced, implementation=implementation), (found, share), strict=True):
+    for one, other in zip(attend_replaced(q, layer, lengths, replaced), (found, share), strict=True):
         np.testing.assert_array_equal(one, other)
+    again, chosen = attend_and_choose(q, layer, lengths, replaced, count, implementation=implementation)
+    np.testing.assert_array_equal(again, found)
+    # Those with the largest shares, up to the order in which shares are added up.
+    for b, k in np.ndindex(chosen.shape[:2]):
+        some = min(count, QUANTIZED[b])
+        (mine,) = np.nonzero(chosen[b, k] >= 0)
+        at = np.asarray(chosen[b, k, mine])
+        assert len(set(at.tolist())) == len(mine) == some and (at < QUANTIZED[b]).all()
+        np.testing.assert_allclose(np.sort(share[b, k, at]), np.sort(share[b, k])[SIZE - some :], atol=1e-4)
 
 
 def test_decoding_takes_it():

@@ -65,7 +65,8 @@ def few_tokens(monkeypatch):
     """The problems of test_low_bits_gpu, smaller: rows with nothing in codes, with a tile for some warps, with many, and with all."""
     monkeypatch.setattr(low_bits, "run", at_once(low_bits.run))
     monkeypatch.setattr(low_bits, "no_mosaic_gpu", lambda: None)
-    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 1)  # four warps to a KV head
+    monkeypatch.setattr(low_bits, "_splits", lambda heads, warps: 4)  # or a warp would have a tile or two
+    monkeypatch.setattr(low_bits, "WARPGROUPS", dict.fromkeys(low_bits.WARPGROUPS, 1))
     sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 448, 640], BUFFERED=[80, 17, 50, 64])
     for name, size in sizes.items():
         monkeypatch.setattr(test_low_bits_gpu, name, size)
@@ -111,15 +112,16 @@ def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
     q, layer, lengths = test_low_bits_gpu.problem(1, 1, 2, 1, 128, 32, outliers=False)
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, 3].set(7)
     keys, values = (jnp.full((4, 1, 16, 128), jnp.nan, jnp.bfloat16).at[2, 0, 3].set(1) for _ in range(2))
-    attended, share = low_bits.attend_replaced(q, layer, lengths, Replaced(positions, keys, values))
+    attended, share = low_bits.attend_replaced(q, layer, lengths, Replaced(positions, jnp.stack([keys, values], 3)))
     assert np.isfinite(np.asarray(attended, np.float32)).all() and not np.isnan(share).any()
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
 def test_few_multiprocessors_wait_for_the_last_blocks(monkeypatch, heads):
     monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)
-    blocks, places = heads * low_bits._blocks_of_head(heads, 3), 3 * 132
-    assert blocks / places / -(-blocks // places) > 0.8
+    for warps in (8, 16):
+        blocks, rest = divmod(heads * low_bits._splits(heads, warps), warps)
+        assert blocks / 132 / -(-blocks // 132) > 0.8 and not rest
 
 
 # INT4 matmul -----------------------------------------------------------------------------------------------------------

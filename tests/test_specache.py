@@ -11,14 +11,14 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from scipy.special import logsumexp
 
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.attention.reference import attend_replaced
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import FULL_PRECISION
-from pallas_kernels.replaced_attention import attend_replaced
+from pallas_kernels.replaced_attention.choice import largest
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.caches.specache import largest
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -56,9 +56,8 @@ def test_attention_by_hand():
         layer = TokenCodesLayer(*coded, FullLayer(*map(jnp.asarray, recent)))
         positions = np.array([[[3, 7, -1], [0, 3, 11]]])
         lengths = Lengths(jnp.array([8]), jnp.array([4]))  # position 11 is not there: only the caller's choice would put it there
-        replaced = Replaced(
-            jnp.asarray(positions), *(jnp.asarray(np.take_along_axis(x, np.maximum(positions, 0)[..., None], 2)) for x in (keys, values))
-        )
+        tokens = [np.take_along_axis(x, np.maximum(positions, 0)[..., None], 2) for x in (keys, values)]
+        replaced = Replaced(jnp.asarray(positions), jnp.stack(tokens, 3))
         found, share = attend_replaced(jnp.asarray(q), layer, lengths, replaced)
         read = [np.array(codes.dequantized(jnp.float64))[0] for codes in coded]
         for head in range(2):
@@ -99,12 +98,12 @@ def test_several_chunks():
         q, buffer = jnp.asarray(r.standard_normal((1, 1, 2, 8))), FullLayer(keys[:, :, :4], values[:, :, :4])
         coded = [LowBits.of(x, bits=1, tokens=t, channels=c, rule="centred") for x, t, c in ((keys, 24, 1), (values, 1, 8))]
         layer, lengths = TokenCodesLayer(*coded, buffer), Lengths(jnp.array([size]), jnp.array([4]))
-        everything = Replaced(jnp.arange(size)[None, None], keys, values)
+        everything = Replaced(jnp.arange(size)[None, None], jnp.stack([keys, values], 3))
         found, share = attend_replaced(q, layer, lengths, everything)
         whole = FullLayer(*(jnp.concatenate(both, 2) for both in ((keys, buffer.keys), (values, buffer.values))))
         expected = decode_attention(q, whole, Lengths(jnp.array([0]), jnp.array([size + 4])), FULL_PRECISION)
         np.testing.assert_allclose(found, expected, atol=1e-12)
-        some = Replaced(everything.positions[:, :, ::7], keys[:, :, ::7], values[:, :, ::7])
+        some = Replaced(everything.positions[:, :, ::7], everything.tokens[:, :, ::7])
         logits = np.array(coded[0].dequantized(jnp.float64))[0, 0]
         logits[::7] = keys[0, 0, ::7]
         logits = np.concatenate([logits, buffer.keys[0, 0]]) @ np.asarray(q)[0, 0].T * 8**-0.5
@@ -219,7 +218,7 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
         full = dataclasses.replace(FULL, max_new_tokens=64)
         assert run_rounds(model, prompts, config).tokens == run_rounds(model, prompts, full).tokens
         state, *_ = prepared(model, prompts, config)
-        assert (state.cache.layers[0].store.keys.sharding.memory_kind == "pinned_host") == (store == "host")
+        assert (state.cache.layers[0].store.sharding.memory_kind == "pinned_host") == (store == "host")
 
 
 @pytest.mark.parametrize(

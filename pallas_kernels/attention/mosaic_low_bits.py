@@ -1,10 +1,9 @@
 """Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
 
 A warp has a share of the tokens of one KV head, and takes in 32 of them at a time: all of one group of the keys. A code alone in a
-bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted: an `fma` with the key's scale and
-zero makes a key, a `mul` by a power of two a value's code. They are the first operand of the tensor cores, 16 tokens or 16 channels. The
-second are the queries, or the softmax weights times the values' scales: 8 rows. Values' zeros have products of their own.
-docs/kernels.md, "KIVI's format", says which lane holds what.
+bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted: as they are, they are the first
+operand of the tensor cores, 16 tokens or 16 channels. The second are the queries times the keys' scales, or the softmax weights times the
+values' scales: 8 rows. Zeros have products of their own. docs/kernels.md, "KIVI's format", says which lane holds what.
 """
 
 import dataclasses
@@ -25,17 +24,21 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.gpu.launch import launch
 
 ROWS = 8  # query rows of a product
+REPLACED = 128  # tokens of a KV head that may be read in full precision instead
 TILE = 32  # tokens in codes that are taken in at a time: one bit of a word for each
 CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
 FULL_TILE = 16  # tokens in full precision
-WARPS = 4  # of a block
-RESIDENT_BLOCKS = {64: 3, 128: 3, 256: 2}  # of each head_dim, that fit on a multiprocessor at once with the registers that they take
-WAVES = 4  # times so many there are at most, before the last ones may leave places empty
+
+WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
+WAVES = 6  # times the multiprocessors there are blocks at most, before the last ones may leave some idle
 STAGES = 3  # tiles that a warp has room for in shared memory
 
-# Powers of 2. CODE: what a code of 1 is, read as bfloat16. SMALLER: what keys and values are multiplied by, or 2^-CODE would overflow;
-# keys' scales must be below 2^26.
-CODE, SMALLER = -133, -32
+PIECE = 16  # bytes that a lane copies at a time
+RISE = 8.0  # by how much a logit (base 2) may exceed what the weights are relative to
+
+# Powers of 2. CODE: what a code of 1 in the lowest bit is, read as bfloat16. LARGER: what queries and weights are multiplied by, so that
+# their products with codes are normal numbers; these must stay below 2^63 times that of a code, scale and all.
+CODE, LARGER = -133, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +65,18 @@ class Plan:
         B, T, N, H = q.shape
         K, rows = layer.buffer.keys.shape[1:3]
         size = layer.keys.tokens
-        splits = WARPS * _blocks_of_head(B * K, RESIDENT_BLOCKS[H])
+        splits = _splits(B * K, 4 * WARPGROUPS[H])
         groups = (layer.keys.group_tokens, H // layer.values.scale.shape[3]) if size else (TILE, H)
         return cls(B, K, T, N // K, H, layer.keys.bits, size, *groups, rows, replaced, splits)
 
     @property
     def rows(self) -> int:
         return self.tokens * self.heads
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return 4 * WARPGROUPS[self.head_dim]
 
     @property
     def token_bytes(self) -> int:
@@ -102,14 +110,29 @@ class Plan:
     def tile_bytes(self) -> int:
         return sum(size for _, size in self.parts.values())
 
+    @property
+    def runs(self) -> range:
+        """Runs of 32 pieces of a slot, each of which all lanes copy at once; the last may have fewer."""
+        return range(math.ceil(self.tile_bytes / (32 * PIECE)))
+
+    def parts_of(self, run: int) -> list[str]:
+        """The parts that lie in a run of pieces, in their order."""
+        first, behind = 32 * PIECE * run, 32 * PIECE * (run + 1)
+        return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
+
+    def step(self, name: str) -> tuple[int, int]:
+        """After how many tiles a part of the array is another's, and its bytes: where these agree, so does `tile_start`."""
+        return self.key_group // TILE if name in ("key_scale", "key_zero") else 1, self.parts[name][1]
+
     def head_bytes(self, name: str) -> int:
         """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""
-        groups = self.size // (self.key_group if name in ("key_scale", "key_zero") else TILE)
-        return groups * self.parts[name][1]
+        tiles, size = self.step(name)
+        return self.size // TILE // tiles * size
 
     def tile_start(self, name: str, tile):
         """The byte at which the part of a tile begins, within those of its KV head."""
-        return (tile * TILE // self.key_group if name in ("key_scale", "key_zero") else tile) * self.parts[name][1]
+        tiles, size = self.step(name)
+        return tile // tiles * size
 
     def place(self, s: int) -> tuple[int, int]:
         """Which 16 bytes of a token hold the codes of product s, and the lowest bit of those codes in each byte."""
@@ -147,11 +170,18 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
     return None
 
 
-def _blocks_of_head(heads: int, resident: int) -> int:
-    """The fewest blocks for each of so many KV heads that leave hardly a multiprocessor idle at the end. resident: on each at once."""
-    places = resident * multiprocessors()
-    busy = {n: heads * n / places / math.ceil(heads * n / places) for n in range(1, max(1, WAVES * places // heads) + 1)}
-    return next(n for n, share in busy.items() if share >= 0.95 * max(busy.values()))
+def _splits(heads: int, warps: int) -> int:
+    """The fewest warps for each of so many KV heads that fill whole blocks of so many warps, and leave hardly a multiprocessor idle at the
+    end."""
+    places, step = multiprocessors(), warps // math.gcd(heads, warps)
+
+    def busy(splits: int) -> float:
+        blocks = heads * splits // warps
+        return blocks / places / math.ceil(blocks / places)
+
+    candidates = range(step, max(step, WAVES * places * warps // heads) + 1, step)
+    most = max(map(busy, candidates))
+    return next(splits for splits in candidates if busy(splits) >= 0.95 * most)
 
 
 def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
@@ -163,12 +193,13 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """See `pallas_kernels.replaced_attention.attend_replaced`."""
-    plan = Plan.of(q, layer, replaced.positions.shape[2])
-    found = run(plan, q, lengths, layer, replaced)
-    out, top, total = (found[name] for name in ("out", "top", "total"))
-    logits = found["logits"], found["replaced_logits"]
-    return merged(out, top, total, q), log_shares(*logits, log_total(top, total), lengths.quantized, replaced.positions)
+    """What the queries read, and the logarithm of each quantized token's share, see `partials.log_shares`."""
+    found = run(Plan.of(q, layer, replaced.positions.shape[2]), q, lengths, layer, replaced)
+    top, total = found["top"], found["total"]
+    # Of what is 0 in bfloat16, or behind the last token, nothing is asked.
+    coded = jnp.log2(found["weights"].astype(jnp.float32)) + jnp.repeat(found["relative_to"], TILE, axis=2)
+    share = log_shares(coded, found["replaced_logits"], log_total(top, total), lengths.quantized, replaced.positions)
+    return merged(found["out"], top, total, q), share
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -176,8 +207,15 @@ def attend_replaced(
 def run(
     plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: Replaced | None = None
 ) -> dict[str, Array]:
-    """One launch: of each KV head, warp and query row the weighted values, maximum (base 2) and sum of exponentials; where tokens are
-    replaced, also the logits (base 2) of the last token's queries with each token in codes, and with each replaced one."""
+    """One launch. Returns float32 arrays, but for the weights, and logarithms to base 2:
+
+    out [B K, splits, rows, H], total [B K, splits, rows]: of each warp's share of a KV head's tokens the weighted values and the sum of the
+    weights. A weight is 2^(logit - top), with top [B K, splits, rows].
+
+    Where tokens are replaced, also for the last token's queries: weights [B, K, S, heads] in bfloat16 of the tokens in codes, 0 for those
+    that are replaced; relative_to [B, K, tiles, heads], what takes top's place in the weights of a tile, for top rises from tile to tile;
+    replaced_logits [B, K, n, heads].
+    """
     from pallas_kernels.attention.mosaic_low_bits_warp import emit_block
 
     B, K = plan.batch, plan.kv_heads
@@ -190,15 +228,11 @@ def run(
     partial = B * K, plan.splits, plan.rows
     outputs = {"out": numbers(*partial, plan.head_dim), "top": numbers(*partial), "total": numbers(*partial)}
     name = f"attend_{plan.bits}_bits"
-    if plan.replaced is not None:
-        # A word for each tile. A position of -1 is in none.
-        word, bit = (x[:, :, None] for x in jnp.divmod(replaced.positions, TILE))
-        bits = jnp.where(word == jnp.arange(plan.size // TILE)[:, None], jnp.int32(1) << bit, 0)
-        left_out = jnp.bitwise_or.reduce(bits, axis=-1)
-        inputs |= dict(left_out=left_out, positions=replaced.positions, replacing_keys=replaced.keys, replacing_values=replaced.values)
-        outputs["logits"] = numbers(B, K, plan.size, plan.heads)
+    if replaced is not None:
+        inputs |= {"positions": replaced.positions, "replacing": replaced.tokens}
+        outputs["weights"] = jax.ShapeDtypeStruct((B, K, plan.size, plan.heads), jnp.bfloat16)
+        outputs["relative_to"] = numbers(B, K, plan.size // TILE, plan.heads)
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)
         name += "_replaced"
-    return launch(
-        name, functools.partial(emit_block, plan), inputs, outputs, B * K * plan.splits // WARPS, 1, WARPS * STAGES * plan.tile_bytes
-    )
+    emit, blocks = functools.partial(emit_block, plan), B * K * plan.splits // plan.warps
+    return launch(name, emit, inputs, outputs, blocks, WARPGROUPS[plan.head_dim], plan.warps * STAGES * plan.tile_bytes)

@@ -4,17 +4,19 @@ import functools
 import math
 from collections.abc import Callable
 
-from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, SMALLER, STAGES, TILE, WARPS, Plan
+import jax
+
+from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, LARGER, PIECE, RISE, STAGES, TILE, Plan
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 NO_LOGIT = -1e30
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """Emits a block: four warps, each with a share of the tokens of one KV head, and a ring of its own."""
+    """Emits a block: warps, each with a share of the tokens of one KV head, and a ring of its own."""
     thread = ptx.thread_index()
     warp = ptx.uniform(thread >> 5)
-    worker = ptx.block_index() * WARPS + warp
+    worker = ptx.block_index() * plan.warps + warp
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     at["shared"] = at["shared"] + warp * (STAGES * plan.tile_bytes)
     Warp(plan, at, thread & 31, worker // plan.splits, worker % plan.splits).emit()
@@ -24,13 +26,13 @@ class Warp:
     """A warp's share of the attention of a KV head.
 
     Lane 4 g + t works for query rows 2 t and 2 t + 1, and brings in the queries' row g. state: out[s][i] are the weighted values of product
-    s, as `fragments.mma` has them: of channels 16 s + 2 g (in the first two registers) and 16 s + 2 g + 1; top is the running maximum (base
-    2), and total the sum of the weights of this lane's tokens.
+    s, as `fragments.mma` has them: of channels 16 s + 2 g (in the first two registers) and 16 s + 2 g + 1; top is what logits (base 2) are
+    taken relative to, at most RISE below the largest so far, and total the sum of the weights of this lane's tokens.
     """
 
     def __init__(self, plan: Plan, at: dict, lane, head, split):
         self.plan, self.at, self.head, self.split = plan, at, head, split
-        self.lane, self.g, self.t, self.ring = lane, lane >> 2, lane & 3, at["shared"]
+        self.lane, self.g, self.t = lane, lane >> 2, lane & 3
         batch = head // plan.kv_heads
         self.quantized, self.buffered = (
             ptx.uniform(ptx.load_global(at[name] + ptx.i64(batch) * 4)[0]) for name in ("quantized", "buffered")
@@ -38,8 +40,7 @@ class Warp:
         row = ptx.minimum(self.g, ptx.i32(plan.rows - 1))
         query_head = head % plan.kv_heads * plan.heads + row % plan.heads
         place = (batch * plan.tokens + row // plan.heads) * (plan.kv_heads * plan.heads) + query_head
-        source = at["q"] + ptx.i64(place) * (2 * plan.head_dim) + ptx.i64(self.t * 8)
-        self.queries = [ptx.load_global(source + 2 * CHUNK * s, 2) for s in plan.products]
+        self.query_row = at["q"] + ptx.i64(place) * (2 * plan.head_dim)
         self.to_base_2 = math.log2(math.e) / math.sqrt(plan.head_dim)
 
     def emit(self) -> None:
@@ -53,129 +54,213 @@ class Warp:
         state = self._full("", self.buffered, plan.buffer_rows, self._is_seen, state)
         self._store(state)
 
+    def _queries(self) -> list:
+        """This lane's words of each product's queries."""
+        at = self.query_row + ptx.i64(self.t * 8)
+        return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
+
+    def _queries_of_zeros(self) -> list:
+        """The second operands of the products with keys' zeros: for each 32 channels two."""
+        at = self.query_row + ptx.i64(self.t * 16)
+        words = [ptx.load_global(at + 64 * u, 4) for u in range(self.plan.head_dim // 32)]
+        return [[[numerics.times_power(x, LARGER + CODE) for x in each[i::2]] for i in (0, 1)] for each in words]
+
     def _share(self, tiles) -> tuple:
         """This warp's first tile, and the one behind its last."""
         return self.split * tiles // self.plan.splits, (self.split + 1) * tiles // self.plan.splits
 
     # Tokens in codes. They come through a ring in shared memory that is the warp's own, with all that belongs to them.
 
-    def _copy(self, tile) -> None:
-        """Starts the copies of a tile to its slot."""
-        for name, (start, size) in self.plan.parts.items():
-            source = self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name) + ptx.i64(self.plan.tile_start(name, tile))
-            for piece in range(0, size // 16, 32):
-                with ptx.when(self.lane + piece < size // 16):
-                    ptx.copy_async(self._slot(tile) + start + (self.lane + piece) * 16, source + ptx.i64((self.lane + piece) * 16))
+    def _sources(self) -> list:
+        """Where this lane's pieces of a KV head's first tile lie: for each 32 pieces of a slot, one."""
+        first = lambda name: self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name)
+        within = lambda run, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * run - self.plan.parts[name][0])
+        of_run = lambda run: {name: first(name) + within(run, name) for name in self.plan.parts_of(run)}
+        return [self._of_part(run, of_run(run)) for run in self.plan.runs]
+
+    def _of_part(self, run: int, each: dict):
+        """Of values for each part in so many pieces of a slot, the one for this lane's piece."""
+        names = list(each)
+        value = each[names[0]]
+        for name in names[1:]:
+            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * run, value, each[name])
+        return value
+
+    def _copy(self, tile, last, slot, sources: list) -> None:
+        """Starts the copies of a tile, if it comes before `last`, to a slot."""
+        plan = self.plan
+        size = ptx.select(tile < last, ptx.i32(PIECE), ptx.i32(0))
+        for run, source in zip(plan.runs, sources):
+            # Parts that go on equally from tile to tile need not be told apart.
+            starts = {plan.step(name): plan.tile_start(name, tile) for name in plan.parts_of(run)}
+            start = (
+                next(iter(starts.values()))
+                if len(starts) == 1
+                else self._of_part(run, {n: starts[plan.step(n)] for n in plan.parts_of(run)})
+            )
+            copy = functools.partial(ptx.copy_async, slot + (self.lane * PIECE + PIECE * 32 * run), source + ptx.i64(start), size)
+            if PIECE * 32 * (run + 1) <= plan.tile_bytes:
+                copy()
+            else:
+                with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * run):
+                    copy()
         ptx.commit_copies()
 
-    def _slot(self, tile):
-        return self.ring + tile % STAGES * self.plan.tile_bytes
-
-    def _load_codes(self, name: str, slot) -> list:
-        """This lane's words [of 8 tokens][run of 16 bytes]: word t of each run of tokens g, g + 8, g + 16 and g + 24."""
+    def _load_codes(self, name: str, slot, *, transposed: bool) -> list:
+        """This lane's words [run of 16 bytes][of 8 tokens]: word t of each run of tokens g, g + 8, g + 16 and g + 24; transposed, bytes 2 g
+        and 2 g + 1 of tokens 2 t and 2 t + 1, and so on."""
         plan = self.plan
-        first = slot + plan.parts[name][0] + self.g * plan.token_bytes + self.t * 4
-        each = range(plan.chunks)
-        return [[ptx.load_shared(first + 8 * j * plan.token_bytes + CHUNK * h, 1)[0] for h in each] for j in range(TILE // 8)]
+        first = slot + (self.lane * plan.token_bytes + plan.parts[name][0])
+        return [fragments.load_matrices(first + CHUNK * h, transposed=transposed) for h in range(plan.chunks)]
 
     def _codes(self, state: dict) -> dict:
+        plan = self.plan
         first, last = self._share(self.quantized // TILE)
-
-        def copy(tile) -> None:
-            with ptx.when(tile < last):
-                self._copy(tile)
-            with ptx.when(last - 1 < tile):
-                ptx.commit_copies()
-
+        sources = self._sources()
+        slots = [self.at["shared"] + stage * plan.tile_bytes for stage in range(STAGES)]
         for stage in range(STAGES - 1):
-            copy(first + stage)
+            self._copy(first + stage, last, slots[stage], sources)
+        queries = [[numerics.times_power(x, LARGER - plan.place(s)[1]) for x in query] for s, query in enumerate(self._queries())]
+        of_zeros = self._queries_of_zeros()
+        positions = self._positions()
 
         def step(i, state):
+            slot, *others = state.pop("slots")
             ptx.wait_for_copies(STAGES - 2)
             # All copies of the tile are there, and all lanes are done with the slot that is filled next.
             ptx.synchronize(ptx.i32(0), 1)
-            copy(i + (STAGES - 1))
-            slot = self._slot(i)
-            logits = [[x * (self.to_base_2 * 2.0**-SMALLER) for x in tile] for tile in self._key_logits(slot)]
-            if self.plan.replaced is not None:
-                logits = self._left_out(i, logits)
-            weights, state = self._weigh(logits, state, -SMALLER)
-            return self._add_values(slot, weights, state)
+            self._copy(i + (STAGES - 1), last, others[-1], sources)
+            products, zero = self._key_products(slot, queries, of_zeros)
+            unit = self.to_base_2 * 2.0 ** -(CODE + LARGER)
+            if plan.replaced is not None:
+                products = self._without(i, positions, products)
+            weights, state = self._weigh(products, unit, [x * unit for x in zero], state, LARGER)
+            if plan.replaced is not None:
+                self._store_weights(i, weights, state["top"])
+            state = self._add_values(slot, list(map(fragments.transpose, weights)), state)
+            return {**state, "slots": [*others, slot]}
 
-        state = ptx.loop(first, last, {**state, "zero": (ptx.f32(0.0),) * 4}, step)
+        state = ptx.loop(first, last, {**state, "zero": (ptx.f32(0.0),) * 4, "slots": slots}, step)
         ptx.wait_for_copies(0)
         return self._finished(state)
 
-    def _key_logits(self, slot) -> list:
-        """Products [of 16 tokens] of queries and keys, times 2^SMALLER."""
+    def _key_products(self, slot, queries: list, of_zeros: list) -> tuple[list, list]:
+        """Products [of 16 tokens] of queries and codes times scales, and those of queries and zeros for this lane's two queries; all times
+        2^(CODE + LARGER)."""
+        plan, none = self.plan, (ptx.f32(0.0),) * 4
         # Bytes as halves of words: of channels 16 s + 4 t and 16 s + 4 t + 1, then of the two after them.
-        halves = [[numerics.spread_bytes(x) for x in words] for words in self._load_codes("key_codes", slot)]
-        of = lambda name, s: ptx.load_shared(slot + self.plan.parts[name][0] + self.t * 8 + 2 * CHUNK * s, 2)
-        logits = [(ptx.f32(0.0),) * 4 for _ in halves[::2]]
-        for s, query in enumerate(self.queries):
-            (h, bit), mask = self.plan.place(s), self.plan.mask(s)
-            factors = [numerics.times_power(x, SMALLER - CODE - bit) for x in of("key_scale", s)]
-            starts = [numerics.times_power(x, SMALLER) for x in of("key_zero", s)]
-            for m, both in enumerate(zip(halves[::2], halves[1::2])):
-                pairs = zip(zip(*(words[h] for words in both)), factors, starts)
-                keys = [numerics.fma_bf16(x & mask, factor, start) for of_half, factor, start in pairs for x in of_half]
-                logits[m] = fragments.mma(logits[m], keys, query, "bf16")
-        return logits
+        halves = [list(map(numerics.spread_bytes, words)) for words in self._load_codes("key_codes", slot, transposed=False)]
+        start = slot + self.t * 8 + plan.parts["key_scale"][0]
+        products = [none, none]
+        for s, query in enumerate(queries):
+            (h, _), mask = plan.place(s), plan.mask(s)
+            scales = ptx.load_shared(start + 2 * CHUNK * s, 2)
+            scaled = [numerics.multiply_bf16(*both) for both in zip(query, scales)]
+            # What rounding has taken off: products of two bfloat16 have twice the digits.
+            rest = [numerics.fms_bf16(x, scale, y) for x, scale, y in zip(query, scales, scaled)]
+            for m in range(2):
+                codes = [halves[h][j][half] & mask for half in (0, 1) for j in (2 * m, 2 * m + 1)]
+                for second in (scaled, rest):
+                    products[m] = fragments.mma(products[m], codes, second, "bf16")
+        # Rows 0 to 7 and 8 to 15 of the first operand are two words apart, and so go with other queries: of each product one half is used.
+        first, second = none, none
+        start = slot + self.t * 16 + plan.parts["key_zero"][0]
+        for u, (low, high) in enumerate(of_zeros):
+            zeros = ptx.load_shared(start + 64 * u, 4)
+            first, second = fragments.mma(first, zeros, low, "bf16"), fragments.mma(second, zeros, high, "bf16")
+        return products, [first[c] + second[c + 2] for c in (0, 1)]
 
-    def _left_out(self, tile, logits: list) -> list:
-        """Stores the logits of the last token's queries, and then leaves out tokens that are replaced."""
+    def _positions(self) -> list:
+        """The positions of the tokens that are replaced: number 32 i + lane for each i."""
         plan = self.plan
-        word = ptx.load_global(self.at["left_out"] + ptx.i64(self.head * (plan.size // TILE) + tile) * 4)[0]
-        at = self.at["logits"] + ptx.i64(self.head) * (4 * plan.size * plan.heads)
-        kept = []
-        for m, tile_logits in enumerate(logits):
-            rows = []
-            for row in (0, 1):
-                within = self.g + (16 * m + 8 * row)
-                self._store_logits(at, tile * TILE + within, tile_logits[2 * row : 2 * row + 2])
-                out = (word >> within & 1) == 1
-                rows += [ptx.select(out, ptx.f32(-math.inf), x) for x in tile_logits[2 * row : 2 * row + 2]]
-            kept.append(rows)
-        return kept
+        if plan.replaced is None:
+            return []
+        first = self.at["positions"] + ptx.i64(self.head * plan.replaced) * 4
+        of = lambda i: ptx.load_global(first + ptx.i64(ptx.minimum(self.lane + i, ptx.i32(plan.replaced - 1))) * 4)[0]
+        return [ptx.select(self.lane + i < plan.replaced, of(i), ptx.i32(-1)) for i in range(0, plan.replaced, 32)]
 
-    def _store_logits(self, at, token, logits: list) -> None:
-        """Stores a token's logits with this lane's queries, where they are of the last token."""
+    def _without(self, tile, positions: list, products: list) -> list:
+        """Products in which tokens that are replaced are minus infinity. Few tiles have any."""
+        offsets = [position - tile * TILE for position in positions]
+        within = [(offset & -TILE) == 0 for offset in offsets]
+
+        def without(products: list) -> list:
+            bits = [ptx.select(there, ptx.i32(1) << (offset & TILE - 1), ptx.i32(0)) for there, offset in zip(within, offsets)]
+            mine = ptx.sum_lanes(numerics.total(bits)) >> self.g
+            out = lambda m, c: (mine & 1 << 16 * m + 8 * (c // 2)) != 0
+            return [tuple(ptx.select(out(m, c), ptx.f32(-math.inf), x) for c, x in enumerate(tile)) for m, tile in enumerate(products)]
+
+        return ptx.changed_if(ptx.ballot(functools.reduce(lambda a, b: a | b, within)) != 0, products, without)
+
+    def _weigh(self, products: list, unit: float, offsets: list | None, state: dict, power: int) -> tuple[list, dict]:
+        """Pairs of softmax weights of this lane's two queries [of 8 tokens], and the state relative to the same top. The logits, to base 2,
+        are products times unit, plus offsets. power: the weights are 2^power times as large."""
+        logit = lambda x, c: numerics.fma(x, ptx.f32(unit), offsets[c]) if offsets else x * unit
+        mine = [functools.reduce(ptx.maximum, [x for tile in products for x in tile[c::2]]) for c in (0, 1)]
+        highest = [logit(x, c) for c, x in enumerate(mine)]
+
+        def risen(held: dict) -> dict:
+            top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest)]
+            decay = [numerics.exp2(old - new) for old, new in zip(held["top"], top)]
+            # Two neighbours are always of the two queries.
+            leaves, structure = jax.tree.flatten({name: x for name, x in held.items() if name != "top"})
+            return {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
+
+        # Seldom: weights of up to 2^RISE are as good as those up to 1.
+        rises = ptx.any_greater([(x, top + RISE) for x, top in zip(highest, state["top"])])
+        held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
+        state = {**state, **ptx.changed_if(rises == 1, held, risen)}
+        starts = [top * -1.0 + power if offsets is None else offsets[c] - top + power for c, top in enumerate(state["top"])]
+        weights = [[numerics.exp2(numerics.fma(x, ptx.f32(unit), starts[c % 2])) for c, x in enumerate(tile)] for tile in products]
+        added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
+        state["total"] = [old + new for old, new in zip(state["total"], added)]
+        return [numerics.pair(*tile[2 * row : 2 * row + 2], "bf16") for tile in weights for row in (0, 1)], state
+
+    def _store_weights(self, tile, weights: list, top: list) -> None:
+        """Stores the weights of the last token's queries, and what they are relative to."""
+        plan = self.plan
+        start = ptx.i64(self.head * (plan.size // TILE) + tile)
+        at = self.at["weights"] + start * (2 * TILE * plan.heads)
+        for j, pair in enumerate(weights):
+            self._store_pair(at + ptx.i64((self.g + 8 * j) * (2 * plan.heads)), pair)
+        with ptx.when(self.g == 0):
+            self._store_floats(self.at["relative_to"] + start * (4 * plan.heads), [x - LARGER for x in top])
+
+    def _store_pair(self, at, pair) -> None:
+        """Stores a bfloat16 of each of this lane's two queries where they are the last token's."""
+        self._where_last(
+            lambda query: ptx.store_global(at + ptx.i64(query * 2), pair),
+            lambda query, c: ptx.store_global_half(at + ptx.i64(query * 2), pair >> 16 * c),
+        )
+
+    def _store_floats(self, at, both: list) -> None:
+        """Stores a float32 of each of this lane's two queries where they are the last token's."""
+        self._where_last(
+            lambda query: ptx.store_global_words(at + ptx.i64(query * 4), *map(ptx.as_bits, both)),
+            lambda query, c: ptx.store_global(at + ptx.i64(query * 4), both[c]),
+        )
+
+    def _where_last(self, store_both: Callable, store: Callable) -> None:
+        """Emits store_both(number of the first) where this lane's two queries are of the last token, whose first is number 0; or, where a
+        token has an odd number of them, store(number, which of the two) for each that is."""
         plan = self.plan
         first = plan.rows - plan.heads
-        place = lambda query: at + ptx.i64(token * (4 * plan.heads)) + ptx.i64((query - first) * 4)
         query = self.t * 2
-        if plan.heads % 2 == 0:  # so that both are of the last token, or none
+        if plan.heads % 2 == 0:
             with ptx.when((ptx.i32(first - 1) < query) & (query < plan.rows)):
-                ptx.store_global_words(place(query), *map(ptx.as_bits, logits))
+                store_both(query - first)
             return
-        for i, logit in enumerate(logits):
-            with ptx.when((ptx.i32(first - 1) < query + i) & (query + i < plan.rows)):
-                ptx.store_global(place(query + i), logit)
-
-    def _weigh(self, logits: list, state: dict, power: int) -> tuple[list, dict]:
-        """Softmax weights of tokens as the second operand [of 8 tokens], and the state that goes by the new maximum. power: the weights are
-        2^power times as large."""
-        mine = [[x for tile in logits for x in (tile[c], tile[c + 2])] for c in (0, 1)]
-        highest = [fragments.all_rows(functools.reduce(ptx.maximum, xs), ptx.maximum) for xs in mine]
-        top = [ptx.maximum(old, new) for old, new in zip(state["top"], highest)]
-        decay = [numerics.exp2(old - new) for old, new in zip(state["top"], top)]
-        weights = [[numerics.exp2(x - (top[c % 2] - power)) for c, x in enumerate(tile)] for tile in logits]
-        added = [numerics.total([x for tile in weights for x in (tile[c], tile[c + 2])]) for c in (0, 1)]
-        total = [numerics.fma(old, by, new) for old, by, new in zip(state["total"], decay, added)]
-        smaller = lambda acc: tuple(x * decay[c % 2] for c, x in enumerate(acc))
-        state = {**state, "top": top, "total": total, "out": [smaller(acc) for acc in state["out"]]}
-        if "zero" in state:
-            state["zero"] = smaller(state["zero"])
-        turned = [fragments.transpose(numerics.pair(*tile[2 * row : 2 * row + 2], "bf16")) for tile in weights for row in (0, 1)]
-        return turned, state
+        for c in (0, 1):
+            with ptx.when((ptx.i32(first - 1) < query + c) & (query + c < plan.rows)):
+                store(query + (c - first), c)
 
     def _add_values(self, slot, weights: list, state: dict) -> dict:
-        """The state with the values of a tile. weights: times 2^-SMALLER."""
+        """The state with the values of a tile. weights: 2^LARGER times as large, as the second operand [of 8 tokens]."""
         plan = self.plan
 
         def pairs(name: str, j: int) -> list:
             """Those of tokens 8 j + 2 t and 8 j + 2 t + 1, for each group of channels."""
-            at = slot + plan.parts[name][0] + (self.t * 2 + 8 * j) * (2 * plan.value_groups)
+            at = slot + (self.t * (4 * plan.value_groups) + (plan.parts[name][0] + 16 * j * plan.value_groups))
             return _of_two_tokens(ptx.load_shared(at, plan.value_groups), plan.value_groups)
 
         each = range(len(weights))
@@ -183,30 +268,30 @@ class Warp:
         # Row n of the zero points' product is of group n of the channels.
         own = lambda words: functools.reduce(lambda x, n: ptx.select(self.g == n[0], n[1], x), enumerate(words), ptx.i32(0))
         mine = [own(pairs("value_zero", j)) for j in each]
-        turned = [[fragments.transpose(x) for x in words] for words in self._load_codes("value_codes", slot)]
-        both = [[(x, x >> 8) for x in words] for words in turned]  # even and odd channels
+        both = [[(x, x >> 8) for x in words] for words in self._load_codes("value_codes", slot, transposed=True)]  # even and odd channels
         out, of_zero, none = list(state["out"]), state["zero"], ptx.i32(0)
         for j in each[::2]:
             of_zero = fragments.mma(of_zero, (mine[j], none, mine[j + 1], none), weights[j : j + 2], "bf16")
             for s in plan.products:
-                (h, bit), mask, n = plan.place(s), plan.mask(s), CHUNK * s // plan.value_group
-                a = [numerics.times_power(x & mask, SMALLER - CODE - bit) for half in (j, j + 1) for x in both[half][h]]
-                out[s] = fragments.mma(out[s], a, (scaled[j][n], scaled[j + 1][n]), "bf16")
+                (h, _), mask, n = plan.place(s), plan.mask(s), CHUNK * s // plan.value_group
+                codes = [x & mask for half in (j, j + 1) for x in both[h][half]]
+                out[s] = fragments.mma(out[s], codes, (scaled[j][n], scaled[j + 1][n]), "bf16")
         return {**state, "out": out, "zero": of_zero}
 
     def _finished(self, state: dict) -> dict:
         """The state in its own unit, with what the values' zero points add."""
         plan = self.plan
-        of_zero = state.pop("zero")[:2]
+        of_zero = state["zero"][:2]
 
         def added(n: int) -> list:
             mine = [ptx.select(self.g == n, x, ptx.f32(0.0)) for x in of_zero]
-            return [fragments.all_rows(x, numerics.add) * 2.0**SMALLER for x in mine]
+            return [fragments.all_rows(x, numerics.add) * 2.0**-LARGER for x in mine]
 
         added = [added(n) for n in range(plan.value_groups)]
+        unit = lambda s: ptx.f32(2.0 ** -(CODE + plan.place(s)[1] + LARGER))
         more = lambda s: added[CHUNK * s // plan.value_group]
-        out = [tuple(x + more(s)[c % 2] for c, x in enumerate(acc)) for s, acc in enumerate(state["out"])]
-        return {**state, "out": out, "total": [x * 2.0**SMALLER for x in state["total"]]}
+        out = [tuple(numerics.fma(x, unit(s), more(s)[c % 2]) for c, x in enumerate(acc)) for s, acc in enumerate(state["out"])]
+        return {"out": out, "top": state["top"], "total": [x * 2.0**-LARGER for x in state["total"]]}
 
     # Tokens in full precision.
 
@@ -227,30 +312,37 @@ class Warp:
         """The state with this warp's share of `count` tokens, of arrays with room for so many. sees: of two tokens, whether there are such,
         and whether each of this lane's two queries sees the first, and the second."""
         plan = self.plan
-        base = ptx.i64(self.head) * (2 * plan.head_dim * room) + ptx.i64(self.t * 8)
-        keys, values = (self.at[f"{prefix}{name}"] + base for name in ("keys", "values"))
+        size = 2 * plan.head_dim
+        if prefix:  # a token's key and value lie together
+            keys = self.at["replacing"] + ptx.i64(self.head) * (2 * size * room) + ptx.i64(self.t * 8)
+            values, pitch = keys + size, 2 * size
+        else:
+            keys, values = (self.at[name] + ptx.i64(self.head) * (size * room) + ptx.i64(self.t * 8) for name in ("keys", "values"))
+            pitch = size
+        queries = self._queries()
 
         def step(i, state):
             tokens = [i * FULL_TILE + self.g, i * FULL_TILE + self.g + 8]
-            places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * (2 * plan.head_dim) for token in tokens]
-            load = lambda base, s: [ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places]
+            places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * pitch for token in tokens]
+            load = lambda base: [[ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places] for s in plan.products]
+            # All at once: each waits for memory.
+            of_keys, of_values = load(keys), load(values)
             acc = (ptx.f32(0.0),) * 4
-            for s in plan.products:
-                one, other = load(keys, s)
-                acc = fragments.mma(acc, (one[0], other[0], one[1], other[1]), self.queries[s], "bf16")
-            logits = [x * self.to_base_2 for x in acc]
+            for (one, other), query in zip(of_keys, queries):
+                acc = fragments.mma(acc, (one[0], other[0], one[1], other[1]), query, "bf16")
             if prefix:
                 at = self.at["replaced_logits"] + ptx.i64(self.head) * (4 * room * plan.heads)
                 for row, token in enumerate(tokens):
                     with ptx.when(token < room):
-                        self._store_logits(at, token, logits[2 * row : 2 * row + 2])
+                        self._store_floats(at + ptx.i64(token * (4 * plan.heads)), [x * self.to_base_2 for x in acc[2 * row : 2 * row + 2]])
             there, seen = sees(tokens)
-            logits = [ptx.select(x, logit, ptx.f32(-math.inf)) for x, logit in zip(seen, logits)]
-            weights, state = self._weigh([logits], state, 0)
+            products = [ptx.select(x, product, ptx.f32(-math.inf)) for x, product in zip(seen, acc)]
+            weights, state = self._weigh([products], self.to_base_2, None, state, 0)
+            weights = list(map(fragments.transpose, weights))
             out = list(state["out"])
-            for s in plan.products:
+            for s, both in enumerate(of_values):
                 # Where there is no token may lie what is no number, and that is not to be multiplied by 0.
-                loaded = [[ptx.select(present, x, ptx.i32(0)) for x in words] for present, words in zip(there, load(values, s))]
+                loaded = [[ptx.select(present, x, ptx.i32(0)) for x in words] for present, words in zip(there, both)]
                 turned = [fragments.transpose(x) for words in loaded for x in numerics.swap_neighbours(*words)]
                 out[s] = fragments.mma(out[s], turned, weights, "bf16")
             return {**state, "out": out}

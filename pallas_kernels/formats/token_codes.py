@@ -39,11 +39,19 @@ class TokenCodes:
 
 @pytree()
 class Replaced:
-    """Tokens whose keys and values are read in full precision in place of their codes. positions: in the row; -1 stands for none."""
+    """Tokens that are read in full precision in place of their codes. positions: in the row; -1 stands for none. tokens: of each its
+    key, then its value."""
 
     positions: Int[Array, "B K n"]
-    keys: Float[Array, "B K n H"]
-    values: Float[Array, "B K n H"]
+    tokens: Float[Array, "B K n 2 H"]
+
+    @property
+    def keys(self) -> Float[Array, "B K n H"]:
+        return self.tokens[:, :, :, 0]
+
+    @property
+    def values(self) -> Float[Array, "B K n H"]:
+        return self.tokens[:, :, :, 1]
 
 
 @pytree()

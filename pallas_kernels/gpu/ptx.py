@@ -175,6 +175,30 @@ def of_lane(x: Value, lane: Value) -> Value:
     return inline("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results="r", effects=False, collective=True)[0]
 
 
+def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
+    """1 in all lanes where in any of them the first float32 of one of the pairs is greater than the second, otherwise 0."""
+    (a, b), *others = pairs
+    more = " ".join(f"setp.gt.or.f32 any, ${2 * i + 3}, ${2 * i + 4}, any;" for i in range(len(others)))
+    code = f"{{ .reg .pred any; setp.gt.f32 any, $1, $2; {more} vote.sync.any.pred any, any, -1; selp.b32 $0, 1, 0, any; }}"
+    return inline(code, a, b, *(x for pair in others for x in pair), results="r", effects=False, collective=True)[0]
+
+
+def ballot(condition: Value) -> Value:
+    """A word of which bit i says whether the condition holds in lane i."""
+    code = "{ .reg .pred holds; setp.ne.b32 holds, $1, 0; vote.sync.ballot.b32 $0, holds, -1; }"
+    return inline(code, select(condition, i32(1), i32(0)), results="r", effects=False, collective=True)[0]
+
+
+def sum_lanes(x: Value) -> Value:
+    """The sum of all lanes' integers, which all of them get."""
+    return inline("redux.sync.add.s32 $0, $1, -1;", x, results="r", effects=False, collective=True)[0]
+
+
+def count_bits(x: Value) -> Value:
+    """How many bits of a word are 1."""
+    return pure("popc.b32 $0, $1;", x)
+
+
 def block_index() -> Value:
     """The number of this block in the launch."""
     return Value(utils.block_idx())
@@ -211,6 +235,17 @@ def while_loop(condition: Callable, carry, body: Callable):
     with ir.InsertionPoint(after):
         scf.YieldOp([x.raw for x in jax.tree.leaves(body(inner(after)))])
     return jax.tree.unflatten(structure, map(Value, while_op.results))
+
+
+def changed_if(condition: Value, carry, body: Callable):
+    """carry = body(carry) if the condition holds, on which all lanes agree; returns the carry, a pytree of Values."""
+    leaves, structure = jax.tree.flatten(carry)
+    if_op = scf.IfOp(condition.raw, [x.raw.type for x in leaves], has_else=True)
+    with ir.InsertionPoint(if_op.then_block):
+        scf.YieldOp([x.raw for x in jax.tree.leaves(body(carry))])
+    with ir.InsertionPoint(if_op.else_block):
+        scf.YieldOp([x.raw for x in leaves])
+    return jax.tree.unflatten(structure, map(Value, if_op.results))
 
 
 def when(condition: Value):
@@ -267,6 +302,11 @@ def store_global(at: Value, x: Value) -> None:
     inline(f"st.global.{'f32' if x.is_float else 'b32'} [$0], $1;", at, x)
 
 
+def store_global_half(at: Value, x: Value) -> None:
+    """Stores the lower 16 bits of a word; `at` is a multiple of 2."""
+    inline("{ .reg .b16 low; cvt.u16.u32 low, $1; st.global.b16 [$0], low; }", at, x)
+
+
 def store_global_words(at: Value, *x: Value) -> None:
     """Stores 1, 2 or 4 words of 32 bits; `at` is a multiple of their size."""
     inline(f"st.global{_vector(len(x))}.b32 [${len(x)}], {_list(len(x))};", *x, at)
@@ -276,6 +316,11 @@ def store_shared(at: Value, *x: Value) -> None:
     """Stores 1, 2 or 4 values of 32 bits; `at` is a multiple of their size."""
     code = f"st.shared{_vector(len(x))}.{'f32' if x[0].is_float else 'b32'} [${len(x)}], {_list(len(x))};"
     inline(code, *x, at)
+
+
+def raise_shared(at: Value, x: Value) -> None:
+    """Makes a signed integer in shared memory the larger of itself and x, whatever other lanes do so at the same time."""
+    inline("red.shared.max.s32 [$0], $1;", at, x)
 
 
 # Copies to shared memory in the background -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Decode attention over quantized tokens, some of which are read in full precision instead."""
+"""Decode attention over quantized tokens, some of which are read in full precision instead, and the choice of those that the next pass
+reads so."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
@@ -9,19 +10,20 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
 
 
-def attend_replaced(
+def attend_and_choose(
     q: Float[Array, "B T N H"],
     layer: TokenCodesLayer,
     lengths: Lengths,
     replaced: Replaced,
+    k: int,
     *,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """What the queries read, and the share of each quantized token in the last of the T tokens' attention, summed over the query heads of
-    a KV head: its logarithm, which is minus infinity where there is no token.
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
+    """What the queries read, and for each KV head the positions of the k quantized tokens with the largest shares in the last of the T
+    tokens' attention, summed over the query heads of the KV head. Where there are fewer tokens, the other places have -1.
 
-    q, lengths: as in `pallas_kernels.attention.decode_attention`. Source: SpeCache (arXiv 2503.16163), equation 1. Raises ValueError where
-    the implementation asked for does not support the device or the shapes.
+    q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most as many as there is room for. Source: SpeCache (arXiv
+    2503.16163), equation 1. Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
     args = q, layer, lengths, replaced
-    return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_replaced(*args)
+    return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_and_choose(*args, k)

@@ -3,16 +3,28 @@
 from jaxtyping import Array
 
 from pallas_kernels.attention import mosaic_low_bits
-from pallas_kernels.attention.mosaic_low_bits import attend_replaced
+from pallas_kernels.attention.partials import merged
 from pallas_kernels.attention.support import unsupported_replaced
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
-
-__all__ = ["attend_replaced", "unsupported"]
+from pallas_kernels.replaced_attention import choice, mosaic_choice
 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := mosaic_low_bits.unsupported(q, layer, lengths) or unsupported_replaced(replaced):
         return reason
+    if (count := replaced.positions.shape[2]) > mosaic_low_bits.REPLACED:
+        return f"supports up to {mosaic_low_bits.REPLACED} tokens in place of codes, not {count}"
     return None if layer.keys.tokens else "needs room for tokens in codes"
+
+
+def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
+    """See `pallas_kernels.replaced_attention.attend_and_choose`."""
+    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
+    if mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k):
+        out, share = mosaic_low_bits.attend_replaced(q, layer, lengths, replaced)
+        return out, choice.chosen(share, k)
+    found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
+    positions = mosaic_choice.chosen(found, replaced.positions, lengths.quantized, k)
+    return merged(found["out"], found["top"], found["total"], q), positions

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache
@@ -77,18 +77,6 @@ def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
         at = slots[i], *(jnp.zeros_like(slots[i]),) * (held.ndim - 1)
         held = lax.dynamic_update_slice(held, rows[i : i + 1], at)
     return held
-
-
-def taken(held: Float[Array, "B K S H"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None) -> Float[Array, "R K T H"]:
-    """Rows of an array in host memory, on the device; see `FullLayer.read`."""
-    B, K, S, H = held.shape
-    of_batch = jnp.arange(B) if batch_rows is None else batch_rows
-    places = of_batch[:, None, None], jnp.arange(K)[:, None], jnp.clip(rows, 0, S - 1)
-    at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
-    # By itself, so that of all that makes the places nothing is done in host memory.
-    each = lax.GatherDimensionNumbers(offset_dims=(3,), collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2))
-    found = lax.gather(held, to_host(at), each, (1, 1, 1, H), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    return lax.optimization_barrier(to_device(found))  # or XLA may go on in host memory, and cannot compile that (jax 0.11)
 
 
 class StreamedCache(AppendedCache):

@@ -20,9 +20,10 @@ from jaxtyping import Array, Int
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes, moved_up, quantize_groups
+from pallas_kernels.gather import taken
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, taken, to_host, written
+from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, to_host, written
 
 
 @jax.tree_util.register_dataclass

@@ -18,21 +18,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
-from pallas_kernels.replaced_attention import attend_replaced
+from pallas_kernels.gather import gather_tokens
+from pallas_kernels.replaced_attention import attend_and_choose
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens, where_rows
-from qspec_jax.caches.host_memory import in_host, taken, to_host, with_rows, written
+from qspec_jax.caches.host_memory import in_host, to_host, with_rows, written
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
 FETCH = ("ahead", "checked", "now")
 STORE = ("device", "host")
-BLOCK = 32  # tokens, see `largest`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,11 @@ class SpeCacheSettings(KiviSettings):
 
 @pytree()
 class SpeCacheLayer:
-    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision, and room for those of one flush more.
-    fetched: those that the next pass reads from there."""
+    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision, of each its key and its value, and room for
+    those of one flush more. fetched: those that the next pass reads from there."""
 
     codes: TokenCodesLayer
-    store: FullLayer
+    store: Float[Array, "B K S 2 H"]
     fetched: Replaced
 
 
@@ -112,30 +112,27 @@ class SpeCache(Cache):
     def make(cls, model, *, dtype, settings, batch, **sizes):
         """See `RegisteredCache.make`. Raises InputError as `KiviCache.make` does."""
         codes = KiviCache.make(model, dtype=dtype, settings=settings, batch=batch, **sizes)
-        shape = dict(batch=batch, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
+        shape = batch, model.num_kv_heads
         layers = []
         for layer in codes.layers:
             k = min(settings.k, layer.keys.tokens)
-            read = FullLayer.zeros(rows=k, **shape)
-            none = Replaced(jnp.full((batch, model.num_kv_heads, k), -1, jnp.int32), read.keys, read.values)
+            none = Replaced(jnp.full((*shape, k), -1, jnp.int32), jnp.zeros((*shape, k, 2, model.head_dim), dtype))
             room = settings.residual if layer.keys.tokens else 0
-            store = FullLayer.zeros(rows=layer.keys.tokens + room, **shape)
-            layers.append(SpeCacheLayer(layer, jax.tree.map(to_host, store) if settings.store == "host" else store, none))
+            store = jnp.zeros((*shape, layer.keys.tokens + room, 2, model.head_dim), dtype)
+            layers.append(SpeCacheLayer(layer, to_host(store) if settings.store == "host" else store, none))
         return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
     def bytes_of_pass(self, tokens):
-        fetched = [leaf for layer in self.layers for leaf in (layer.fetched.keys, layer.fetched.values)]
+        fetched = [layer.fetched.tokens for layer in self.layers]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
         # Those that the pass reads, and those that it fetches. Where it chooses for itself it reads the codes twice, which is not counted.
-        return (coded + size, size) if in_host(self.layers[0].store.keys) else (coded + 2 * size, 0)
+        return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)
 
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
-        rows = min(old.store.keys.shape[2], keys.shape[2])
-        there = to_host if in_host(old.store.keys) else lambda x: x
-        put = lambda held, x: lax.dynamic_update_slice_in_dim(held, there(x[:, :, :rows]), 0, axis=2)
-        store = FullLayer(put(old.store.keys, keys), put(old.store.values, values))
+        tokens = _tokens(keys, values)[:, :, : old.store.shape[2]]
+        store = lax.dynamic_update_slice_in_dim(old.store, to_host(tokens) if in_host(old.store) else tokens, 0, axis=2)
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
 
     def with_rows(self, rows, slots, pages=None):
@@ -160,9 +157,9 @@ class SpeCache(Cache):
             # A loop of at most one trip: lax.cond would copy what it passes through, see `SpeCacheDraft.propose`.
             again = lambda carry: (self._chosen_by_first(q, codes, old, self.missed), jnp.array(False))
             fetched, _ = lax.while_loop(lambda carry: carry[1], again, (fetched, self.missed.any()))
-        attended, share = attend_replaced(q, codes, lengths, fetched)
+        attended, positions = attend_and_choose(q, codes, lengths, fetched, fetched.positions.shape[2])
         if self.settings.fetch != "now":
-            fetched = self._fetched(old.store, share)
+            fetched = self._fetched(old.store, positions, fetched)
         return attended, SpeCacheLayer(codes, old.store, fetched), None
 
     def _chosen_by_first(self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]) -> Replaced:
@@ -170,29 +167,27 @@ class SpeCache(Cache):
         what was fetched before."""
         nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + 1)
-        _, share = attend_replaced(q[:, :1], codes, lengths, nothing)
+        _, positions = attend_and_choose(q[:, :1], codes, lengths, nothing, old.fetched.positions.shape[2])
         # Other rows get no positions, and look up their first token over and over.
-        new = self._fetched(old.store, jnp.where(rows[:, None, None], share, -jnp.inf))
+        new = self._fetched(old.store, jnp.where(rows[:, None, None], positions, -1), old.fetched)
         return where_rows(rows, new, old.fetched)
 
-    def _fetched(self, store: FullLayer, share: Float[Array, "B K S"]) -> Replaced:
-        """The tokens with the largest shares, from the store. Tokens that are not there have a share of minus infinity."""
-        found, positions = largest(share, min(self.settings.k, share.shape[2]))
-        positions = jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
-        if in_host(store.keys):
-            return Replaced(positions, taken(store.keys, positions), taken(store.values, positions))
-        return Replaced(positions, *store.read(positions))
+    def _fetched(self, store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K k"], before: Replaced) -> Replaced:
+        """The tokens at these positions, from the store. A position of -1 gets some token. before: what was fetched, much of which is often
+        chosen again, and is then not fetched again from host memory."""
+        return Replaced(positions, gather_tokens(store, positions, before if in_host(store) else None))
 
     def flushed_layers(self, due):
         size = self.settings.residual
-        if self.layers[0].store.keys.shape[2] == 0:
+        if self.layers[0].store.shape[2] == 0:
             return self.layers
 
-        def stored(layer: SpeCacheLayer, store: FullLayer) -> FullLayer:
+        def stored(layer: SpeCacheLayer, store: Array) -> Array:
             # Also of rows that are not due: what is written behind a row's last quantized token is not read until it is written again.
-            at = self.lengths.quantized
-            put = written if in_host(store.keys) else jax.vmap(lambda held, new, at: lax.dynamic_update_slice_in_dim(held, new, at, axis=1))
-            return jax.tree.map(lambda held, new: put(held, new[:, :, :size], at), store, layer.codes.buffer)
+            new, at = _tokens(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
+            if in_host(store):
+                return written(store, new, at)
+            return jax.vmap(lambda held, new, at: lax.dynamic_update_slice_in_dim(held, new, at, axis=1))(store, new, at)
 
         # Behind what the round has fetched, or XLA would write first and copy the store for it.
         stores, fetched = lax.optimization_barrier(tuple(zip(*((layer.store, layer.fetched) for layer in self.layers))))
@@ -201,17 +196,5 @@ class SpeCache(Cache):
         return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))
 
 
-def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
-    """What `lax.top_k` gives, which on a GPU sorts everything.
-
-    The k largest are in the k blocks whose own largest come first, so that no more than those are sorted, and one number of each block. Of
-    equal numbers the first are taken here too.
-    """
-    S = x.shape[2]
-    if 2 * BLOCK * k >= S:
-        return lax.top_k(x, k)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -S % BLOCK)), constant_values=-jnp.inf)
-    blocks = padded.reshape(*x.shape[:2], -1, BLOCK)
-    at = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
-    found, place = lax.top_k(jnp.take_along_axis(blocks, at[..., None], 2).reshape(*x.shape[:2], -1), k)
-    return found, jnp.take_along_axis(at, place // BLOCK, 2) * BLOCK + place % BLOCK
+def _tokens(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"]) -> Float[Array, "B K S 2 H"]:
+    return jnp.stack([keys, values], 3)

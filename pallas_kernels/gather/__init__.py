@@ -1,0 +1,26 @@
+"""Single tokens of a cache that may be in host memory."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.formats.token_codes import Replaced
+from pallas_kernels.gather.reference import taken as taken
+
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
+
+
+def gather_tokens(
+    store: Float[Array, "B K S 2 H"],
+    positions: Int[Array, "B K n"],
+    held: Replaced | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B K n 2 H"]:
+    """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end stands for
+    that end.
+
+    held: tokens of the same store that are on the device already, and need not be read from it again. Raises ValueError where the
+    implementation asked for does not support the device or the shapes.
+    """
+    module = choose("gather", GPU_IMPLEMENTATIONS, implementation, store, positions, held, slow_reference=False)
+    return module.gather_tokens(store, positions, held)
