@@ -17,6 +17,7 @@ import typer
 from runs import random_model
 
 from qspec_jax import demo
+from qspec_jax.caches.registry import CACHES
 from qspec_jax.cli.app import app
 from qspec_jax.drafts import registry
 from qspec_jax.drafts.combine import CombinedSettings
@@ -146,7 +147,7 @@ def test_options_in_the_text_exist(page):
         check_drafts(words)
 
 
-TABLES = re.findall(r"^([\w-]+)\) #", (ROOT / "notebooks" / "paper" / "measure.sh").read_text(), re.M)
+TABLES = re.findall(r"^([\w-]+)\)(?: #|$)", (ROOT / "notebooks" / "paper" / "measure.sh").read_text(), re.M)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -165,7 +166,7 @@ def test_the_papers_commands_parse(table, tmp_path):
         assert module == "qspec_jax.cli" and not hasattr(command, "commands")
         command.make_context(" ".join(arguments), list(rest))
         check_drafts(rest)
-    assert len(TABLES) == 11
+    assert len(TABLES) == 13
 
 
 def test_targets_of_make_exist():
@@ -235,7 +236,7 @@ def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
 def test_the_table_of_drafts_is_that_of_the_registry():
     """Every draft, with its settings and their defaults; one whose row says that it is as another, and has no more rows, has that one's."""
     found, said = {}, {}
-    section = (ROOT / "docs" / "cli.md").read_text().split("\n## Drafts\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "cli.md").read_text().split("\n## Drafts\n")[1].split("\n### ")[0]
     for first, settings, text in re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*) \|$", section, re.M):
         if first:
             name = re.match(r"`([\w-]+)", first)[1]
@@ -249,6 +250,14 @@ def test_the_table_of_drafts_is_that_of_the_registry():
     fields = lambda settings: [] if settings is CombinedSettings else dataclasses.fields(settings)
     expected = {name: {field.name: shown(field.default) for field in fields(settings)} for name, settings in registry.DRAFTS.items()}
     assert found == expected | {registry.NONE: {}, registry.AUTO: {}}
+
+
+def test_the_table_of_lossy_caches_has_their_settings():
+    section = (ROOT / "docs" / "cli.md").read_text().split("\n### The target's cache\n")[1].split("\n#")[0]
+    names, *rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*?) ?\| (?:.*) ?\|$", section, re.M)
+    for column, name in enumerate(names[1:], 1):
+        expected = {field.name: str(field.default) for field in dataclasses.fields(CACHES[name.strip("`")].Settings)}
+        assert {row[0].strip("`"): row[column].strip("`") for row in rows if row[column].strip()} == expected
 
 
 def test_imports_run_one_way():

@@ -19,6 +19,14 @@ batch() { # ROWS CONTEXT BUDGET: a row of TriForce's table 4
         --json --output "$out/triforce-$1x$2.json"
 }
 
+specache() { # ROWS CONTEXT
+    # Random weights guess wrong nearly always, so that fetch=checked is as slow here as it can be; and choose other tokens in every step.
+    qspec bench decode --arch mistral-7b --context "$2" --batch-size "$1" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
+        --cache kivi:bits=1,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
+        --cache specache:bits=1,store=host,fetch=checked --cache specache:bits=1,store=host,fetch=now \
+        --json --output "$out/$table.json"
+}
+
 half_a_million() { # METHOD...: with 9 of 32 layers resident less than 130 GB of the card are in use
     qspec bench decode --arch llama-2-7b --context 524288 "$@" --repeats 2 --cache int8:lower=host,resident=0.28 --baseline-cache full:host \
         --json --output "$out/$table.json"
@@ -81,21 +89,18 @@ offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 
 offloaded-512k-one-by-one) # the same without a draft
     half_a_million --draft none --max-new-tokens 32
     ;;
-specache-throughput) # SpeCache, throughput at the largest batch; as many rows as 70 GB of host memory have room for. Random weights guess
-    # wrong nearly always, so that fetch=checked is as slow here as it can be.
-    throughput() { # CONTEXT BATCH
-        qspec bench decode --arch mistral-7b --context "$1" --batch-size "$2" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
-            --cache kivi:bits=1,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
-            --cache specache:bits=1,store=host,fetch=checked --cache specache:bits=1,store=host,fetch=now \
-            --json --output "$out/specache-$1.json"
-    }
-    throughput 32768 16
-    throughput 8192 64
-    throughput 2048 256
+specache-32k) # SpeCache, throughput at the largest batch: as many rows as 70 GB of host memory have room for
+    specache 16 32768
+    ;;
+specache-8k)
+    specache 64 8192
+    ;;
+specache-2k)
+    specache 256 2048
     ;;
 *)
     echo "no table $table; there are triforce-122k, triforce-batches, triforce-real, triforce-ablations, quantspec-table3, quantspec-shapes," \
-        "triforce-offloaded, offloaded-64k, offloaded-512k, offloaded-512k-one-by-one, specache-throughput" >&2
+        "triforce-offloaded, offloaded-64k, offloaded-512k, offloaded-512k-one-by-one, specache-32k, specache-8k, specache-2k" >&2
     exit 2
     ;;
 esac
