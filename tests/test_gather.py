@@ -14,7 +14,7 @@ IN_HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinne
 
 
 def problem(B: int, K: int, S: int, H: int, n: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """Positions before the first token and behind the last among them."""
+    """A store, and positions, some of them before its first token or behind its last."""
     r = np.random.default_rng(S + H)
     store = jnp.asarray(r.standard_normal((B, K, S, 2, H)), dtype)
     return store, jnp.asarray(r.integers(-1, S + 2, (B, K, n)), jnp.int32)
@@ -43,7 +43,7 @@ def test_by_the_reference(sharding):
     ],
 )
 def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
-    """On a simulated GPU. What is held is other than in the store here, to see where a token comes from."""
+    """On a simulated GPU. What is fetched already is other than in the store here, to see where a token comes from."""
     simulate(monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "launch", launch)
     monkeypatch.setattr(mosaic_gpu, "run", at_once(mosaic_gpu.run))
@@ -52,12 +52,12 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
     np.testing.assert_array_equal(mosaic_gpu.gather_tokens(store, positions, None), expected(store, positions))
     r = np.random.default_rng(0)
     before = r.permuted(np.broadcast_to(np.arange(-1, S), (B, K, S + 1)), axis=2)[:, :, : S // 2]
-    held = Replaced(jnp.asarray(before, jnp.int32), jnp.asarray(r.standard_normal((B, K, S // 2, 2, H)), dtype))
-    found, wanted = mosaic_gpu.gather_tokens(store, positions, held), np.array(expected(store, positions))
+    fetched = Replaced(jnp.asarray(before, jnp.int32), jnp.asarray(r.standard_normal((B, K, S // 2, 2, H)), dtype))
+    found, wanted = mosaic_gpu.gather_tokens(store, positions, fetched), np.array(expected(store, positions))
     for b, j, i in np.ndindex(B, K, n):
         (place,) = np.nonzero(before[b, j] == np.asarray(positions)[b, j, i])
-        if place.size:
-            wanted[b, j, i] = np.asarray(held.tokens)[b, j, place[0]]
+        if place.size and positions[b, j, i] >= 0:
+            wanted[b, j, i] = np.asarray(fetched.keys_values)[b, j, place[0]]
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -67,6 +67,6 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
 def test_on_a_gpu(sharding):
     store, positions = problem(3, 4, 500, 128, 64, jnp.bfloat16)
     there = jax.device_put(store, sharding)
-    held = Replaced(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(there, positions[:, :, ::2] + 1))
-    found = jax.jit(lambda *args: gather_tokens(*args, implementation="mosaic_gpu"))(there, positions, held)
+    fetched = Replaced(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(there, positions[:, :, ::2] + 1))
+    found = jax.jit(lambda *args: gather_tokens(*args, implementation="mosaic_gpu"))(there, positions, fetched)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected(store.astype(jnp.float32), positions))

@@ -22,13 +22,14 @@ def simulated(monkeypatch):
 
 def problem(quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, splits: int = 3, rows: int = 0, levels: int = 0) -> dict:
     """What is found, and the arguments of `mosaic_choice.chosen` but k: a quarter of what may be replaced is not. rows: query rows besides
-    the last token's. levels: shares are sums of so many powers of two, so that many are equal."""
+    the last token's. levels: each share is one of so many powers of two, times the heads, so that
+    many are equal."""
     r = np.random.default_rng(S + N + n)
     B, K = len(quantized), kv_heads
-    reference = r.integers(-40, -8, (B, K, S // TILE, N)).astype(np.float32)
+    relative_to = r.integers(-40, -8, (B, K, S // TILE, N)).astype(np.float32)
     logits = np.minimum(0, r.normal(-20, 6, (B, K, n, N)))
     if levels:
-        exponents = r.integers(-levels, 0, (B, K, S, 1)) - np.repeat(reference, TILE, axis=2)
+        exponents = r.integers(-levels, 0, (B, K, S, 1)) - np.repeat(relative_to, TILE, axis=2)
         weights, logits = np.exp2(exponents), r.integers(-levels, 0, (B, K, n, 1)).repeat(N, 3)
     else:
         weights = np.exp2(np.minimum(8, r.normal(0, 4, (B, K, S, N))))
@@ -38,14 +39,14 @@ def problem(quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, spli
         positions[b, j, r.permutation(n)[:count]] = r.choice(quantized[b], count, replace=False)
         weights[b, j, positions[b, j][positions[b, j] >= 0]] = 0
     for b, end in enumerate(quantized):
-        weights[b, :, end:], reference[b, :, end // TILE :] = np.nan, np.nan
-    # What it comes to is a power of two for each head, so that nothing is rounded. A split may have had no tokens.
+        weights[b, :, end:], relative_to[b, :, end // TILE :] = np.nan, np.nan
+    # The sum of weights is a power of two for each head, so that nothing is rounded. A split may have had no tokens.
     top = np.full((B * K, splits, rows + N), -1e30, np.float32)
     top[:, : max(1, splits - 1), :] = r.integers(0, 12, (B * K, 1, rows + N))
     total = np.where(top < -1e20, 0, 1 / max(1, splits - 1)).astype(np.float32)
     return {
         "weights": jnp.asarray(weights, jnp.bfloat16),
-        "relative_to": jnp.asarray(reference),
+        "relative_to": jnp.asarray(relative_to),
         "top": jnp.asarray(top),
         "total": jnp.asarray(total),
         "replaced_logits": jnp.asarray(logits, jnp.float32),
@@ -166,7 +167,7 @@ def test_a_meeting_of_warps_that_is_left_out_is_seen(monkeypatch, meeting):
         (64, 9, 1, 1, "query heads"),
         (48, 1, 1, 1, "tiles of 32"),
         (0, 1, 1, 1, "tiles of 32"),
-        (64, 1, 0, 1, "one that is replaced"),
+        (64, 1, 0, 1, "at least one to choose"),
         (1 << 21, 1, 1, 1, "tiles of 32 tokens"),
         (1 << 20, 1, 1, 1024, "shared memory"),
     ],

@@ -103,7 +103,7 @@ def test_several_chunks():
         whole = FullLayer(*(jnp.concatenate(both, 2) for both in ((keys, buffer.keys), (values, buffer.values))))
         expected = decode_attention(q, whole, Lengths(jnp.array([0]), jnp.array([size + 4])), FULL_PRECISION)
         np.testing.assert_allclose(found, expected, atol=1e-12)
-        some = Replaced(everything.positions[:, :, ::7], everything.tokens[:, :, ::7])
+        some = Replaced(everything.positions[:, :, ::7], everything.keys_values[:, :, ::7])
         logits = np.array(coded[0].dequantized(jnp.float64))[0, 0]
         logits[::7] = keys[0, 0, ::7]
         logits = np.concatenate([logits, buffer.keys[0, 0]]) @ np.asarray(q)[0, 0].T * 8**-0.5

@@ -41,7 +41,7 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """See `pallas_kernels.replaced_attention.attend_replaced`."""
+    """See `reference.attend_replaced`."""
     from pallas_kernels.attention import low_bits_kernel
 
     (B, K, size, _), count = layer.keys.codes.shape, replaced.positions.shape[2]

@@ -1,9 +1,9 @@
 """Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
 
 A warp has a share of the tokens of one KV head, and takes in 32 of them at a time: all of one group of the keys. A code alone in a
-bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted: as they are, they are the first
-operand of the tensor cores, 16 tokens or 16 channels. The second are the queries times the keys' scales, or the softmax weights times the
-values' scales: 8 rows. Zeros have products of their own. docs/kernels.md, "KIVI's format", says which lane holds what.
+bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted. They are the first operand of the
+tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales, or softmax weights times
+the values' scales. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which lane holds what.
 """
 
 import dataclasses
@@ -24,28 +24,29 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.gpu.launch import launch
 
 ROWS = 8  # query rows of a product
-REPLACED = 128  # tokens of a KV head that may be read in full precision instead
-TILE = 32  # tokens in codes that are taken in at a time: one bit of a word for each
+TILE = 32  # tokens in codes that are taken in at a time, no more than a word has bits
 CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
 FULL_TILE = 16  # tokens in full precision
 
 WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
-WAVES = 6  # times the multiprocessors there are blocks at most, before the last ones may leave some idle
+WAVES = 6  # most blocks for each multiprocessor that `_splits` tries
+NO_LOGIT = -1e30  # less than any logit
 STAGES = 3  # tiles that a warp has room for in shared memory
 
 PIECE = 16  # bytes that a lane copies at a time
-RISE = 8.0  # by how much a logit (base 2) may exceed what the weights are relative to
+RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
 
 # Powers of 2. CODE: what a code of 1 in the lowest bit is, read as bfloat16. LARGER: what queries and weights are multiplied by, so that
-# their products with codes are normal numbers; these must stay below 2^63 times that of a code, scale and all.
+# their products with codes are normal numbers. A query or a weight times a scale must stay below 2^63, or it overflows.
 CODE, LARGER = -133, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. tokens: T. heads: query heads of a KV head. size: tokens that there is room for in codes.
-    key_group: tokens that share a key's scale. value_group: channels that share a value's. replaced: how many tokens of a KV head may be
-    read in full precision; None where attention is plain. splits: warps that share the tokens of a KV head."""
+    """What the kernel does, by shapes alone. tokens: of each row's queries, T. heads: query heads of a KV head. size: tokens that there is
+    room for in codes. key_group: tokens that share a key's scale. value_group: channels that share a value's. buffer_rows: tokens that the
+    buffer has room for. replaced: how many tokens of a KV head may be read in full precision; None where attention is plain. splits: warps
+    that share the tokens of a KV head."""
 
     batch: int
     kv_heads: int
@@ -111,17 +112,17 @@ class Plan:
         return sum(size for _, size in self.parts.values())
 
     @property
-    def runs(self) -> range:
-        """Runs of 32 pieces of a slot, each of which all lanes copy at once; the last may have fewer."""
+    def copies(self) -> range:
+        """The copies of a slot, of 32 pieces each, one for each lane; the last may have fewer."""
         return range(math.ceil(self.tile_bytes / (32 * PIECE)))
 
-    def parts_of(self, run: int) -> list[str]:
-        """The parts that lie in a run of pieces, in their order."""
-        first, behind = 32 * PIECE * run, 32 * PIECE * (run + 1)
+    def parts_of(self, copy: int) -> list[str]:
+        """The parts that a copy's pieces lie in, in their order."""
+        first, behind = 32 * PIECE * copy, 32 * PIECE * (copy + 1)
         return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
 
     def step(self, name: str) -> tuple[int, int]:
-        """After how many tiles a part of the array is another's, and its bytes: where these agree, so does `tile_start`."""
+        """How many tiles in a row share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
         return self.key_group // TILE if name in ("key_scale", "key_zero") else 1, self.parts[name][1]
 
     def head_bytes(self, name: str) -> int:
@@ -171,8 +172,8 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
 
 
 def _splits(heads: int, warps: int) -> int:
-    """The fewest warps for each of so many KV heads that fill whole blocks of so many warps, and leave hardly a multiprocessor idle at the
-    end."""
+    """The fewest splits of each of so many KV heads whose warps fill whole blocks, of so many warps, and nearly fill the last wave of
+    blocks."""
     places, step = multiprocessors(), warps // math.gcd(heads, warps)
 
     def busy(splits: int) -> float:
@@ -193,10 +194,10 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """What the queries read, and the logarithm of each quantized token's share, see `partials.log_shares`."""
+    """See `reference.attend_replaced`."""
     found = run(Plan.of(q, layer, replaced.positions.shape[2]), q, lengths, layer, replaced)
     top, total = found["top"], found["total"]
-    # Of what is 0 in bfloat16, or behind the last token, nothing is asked.
+    # A weight of 0 gives minus infinity, which counts as LEAST; what lies behind the last token is ignored.
     coded = jnp.log2(found["weights"].astype(jnp.float32)) + jnp.repeat(found["relative_to"], TILE, axis=2)
     share = log_shares(coded, found["replaced_logits"], log_total(top, total), lengths.quantized, replaced.positions)
     return merged(found["out"], top, total, q), share
@@ -213,7 +214,7 @@ def run(
     weights. A weight is 2^(logit - top), with top [B K, splits, rows].
 
     Where tokens are replaced, also for the last token's queries: weights [B, K, S, heads] in bfloat16 of the tokens in codes, 0 for those
-    that are replaced; relative_to [B, K, tiles, heads], what takes top's place in the weights of a tile, for top rises from tile to tile;
+    that are replaced; relative_to [B, K, tiles, heads]: a stored weight is 2^(logit - relative_to) of its tile of 32 tokens;
     replaced_logits [B, K, n, heads].
     """
     from pallas_kernels.attention.mosaic_low_bits_warp import emit_block
@@ -229,7 +230,7 @@ def run(
     outputs = {"out": numbers(*partial, plan.head_dim), "top": numbers(*partial), "total": numbers(*partial)}
     name = f"attend_{plan.bits}_bits"
     if replaced is not None:
-        inputs |= {"positions": replaced.positions, "replacing": replaced.tokens}
+        inputs |= {"positions": replaced.positions, "replacing": replaced.keys_values}
         outputs["weights"] = jax.ShapeDtypeStruct((B, K, plan.size, plan.heads), jnp.bfloat16)
         outputs["relative_to"] = numbers(B, K, plan.size // TILE, plan.heads)
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import jax
 
-from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, LARGER, PIECE, RISE, STAGES, TILE, Plan
+from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, LARGER, NO_LOGIT, PIECE, RISE, STAGES, TILE, Plan
 from pallas_kernels.gpu import fragments, numerics, ptx
-
-NO_LOGIT = -1e30
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -27,7 +25,8 @@ class Warp:
 
     Lane 4 g + t works for query rows 2 t and 2 t + 1, and brings in the queries' row g. state: out[s][i] are the weighted values of product
     s, as `fragments.mma` has them: of channels 16 s + 2 g (in the first two registers) and 16 s + 2 g + 1; top is what logits (base 2) are
-    taken relative to, at most RISE below the largest so far, and total the sum of the weights of this lane's tokens.
+    taken relative to, at most RISE below the largest so far, and total the sum of the weights of this lane's tokens. While codes are read,
+    out and total carry powers of 2; zero is the product of the weights and the values' zero points, and slots the ring's, the next first.
     """
 
     def __init__(self, plan: Plan, at: dict, lane, head, split):
@@ -47,11 +46,15 @@ class Warp:
         plan, zero = self.plan, ptx.f32(0.0)
         state = {"out": [(zero,) * 4 for _ in plan.products], "top": [ptx.f32(NO_LOGIT)] * 2, "total": [zero] * 2}
         if plan.size:
-            state = self._codes(state)
-        if plan.replaced:
-            state = self._full("replacing_", ptx.i32(plan.replaced), plan.replaced, self._is_replaced, state)
-        # What the last query sees.
-        state = self._full("", self.buffered, plan.buffer_rows, self._is_seen, state)
+            state = self._read_codes(state)
+        size = 2 * plan.head_dim
+        of_head = lambda name, rows: self.at[name] + ptx.i64(self.head) * (size * rows)
+        if plan.replaced is not None:  # a token's key and value lie together
+            keys = of_head("replacing", 2 * plan.replaced)
+            logits = self.at["replaced_logits"] + ptx.i64(self.head) * (4 * plan.replaced * plan.heads)
+            state = self._read_full(keys, keys + size, 2 * size, ptx.i32(plan.replaced), plan.replaced, self._is_replaced, state, logits)
+        keys, values = (of_head(name, plan.buffer_rows) for name in ("keys", "values"))
+        state = self._read_full(keys, values, size, self.buffered, plan.buffer_rows, self._is_seen, state)
         self._store(state)
 
     def _queries(self) -> list:
@@ -74,35 +77,33 @@ class Warp:
     def _sources(self) -> list:
         """Where this lane's pieces of a KV head's first tile lie: for each 32 pieces of a slot, one."""
         first = lambda name: self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name)
-        within = lambda run, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * run - self.plan.parts[name][0])
-        of_run = lambda run: {name: first(name) + within(run, name) for name in self.plan.parts_of(run)}
-        return [self._of_part(run, of_run(run)) for run in self.plan.runs]
+        within = lambda i, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * i - self.plan.parts[name][0])
+        return [self._of_part(i, {name: first(name) + within(i, name) for name in self.plan.parts_of(i)}) for i in self.plan.copies]
 
-    def _of_part(self, run: int, each: dict):
-        """Of values for each part in so many pieces of a slot, the one for this lane's piece."""
+    def _of_part(self, i: int, each: dict):
+        """Picks, of one value for each part that 32 pieces of a slot reach into, that of the part in which this lane's piece lies."""
         names = list(each)
         value = each[names[0]]
         for name in names[1:]:
-            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * run, value, each[name])
+            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, value, each[name])
         return value
 
     def _copy(self, tile, last, slot, sources: list) -> None:
-        """Starts the copies of a tile, if it comes before `last`, to a slot."""
+        """Starts the copies of a tile to a slot; zeros arrive there if the tile does not come before `last`."""
         plan = self.plan
         size = ptx.select(tile < last, ptx.i32(PIECE), ptx.i32(0))
-        for run, source in zip(plan.runs, sources):
-            # Parts that go on equally from tile to tile need not be told apart.
-            starts = {plan.step(name): plan.tile_start(name, tile) for name in plan.parts_of(run)}
-            start = (
-                next(iter(starts.values()))
-                if len(starts) == 1
-                else self._of_part(run, {n: starts[plan.step(n)] for n in plan.parts_of(run)})
-            )
-            copy = functools.partial(ptx.copy_async, slot + (self.lane * PIECE + PIECE * 32 * run), source + ptx.i64(start), size)
-            if PIECE * 32 * (run + 1) <= plan.tile_bytes:
+        for i, source in zip(plan.copies, sources):
+            # Parts with the same start need no choice between them.
+            starts = {plan.step(name): plan.tile_start(name, tile) for name in plan.parts_of(i)}
+            if len(starts) == 1:
+                (start,) = starts.values()
+            else:
+                start = self._of_part(i, {name: starts[plan.step(name)] for name in plan.parts_of(i)})
+            copy = functools.partial(ptx.copy_async, slot + (self.lane * PIECE + PIECE * 32 * i), source + ptx.i64(start), size)
+            if PIECE * 32 * (i + 1) <= plan.tile_bytes:
                 copy()
             else:
-                with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * run):
+                with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * i):
                     copy()
         ptx.commit_copies()
 
@@ -113,7 +114,7 @@ class Warp:
         first = slot + (self.lane * plan.token_bytes + plan.parts[name][0])
         return [fragments.load_matrices(first + CHUNK * h, transposed=transposed) for h in range(plan.chunks)]
 
-    def _codes(self, state: dict) -> dict:
+    def _read_codes(self, state: dict) -> dict:
         plan = self.plan
         first, last = self._share(self.quantized // TILE)
         sources = self._sources()
@@ -192,25 +193,25 @@ class Warp:
 
         return ptx.changed_if(ptx.ballot(functools.reduce(lambda a, b: a | b, within)) != 0, products, without)
 
-    def _weigh(self, products: list, unit: float, offsets: list | None, state: dict, power: int) -> tuple[list, dict]:
+    def _weigh(self, products: list, unit: float, offsets: list, state: dict, power: int) -> tuple[list, dict]:
         """Pairs of softmax weights of this lane's two queries [of 8 tokens], and the state relative to the same top. The logits, to base 2,
         are products times unit, plus offsets. power: the weights are 2^power times as large."""
-        logit = lambda x, c: numerics.fma(x, ptx.f32(unit), offsets[c]) if offsets else x * unit
+        logit = lambda x, c: numerics.fma(x, ptx.f32(unit), offsets[c])
         mine = [functools.reduce(ptx.maximum, [x for tile in products for x in tile[c::2]]) for c in (0, 1)]
         highest = [logit(x, c) for c, x in enumerate(mine)]
 
         def risen(held: dict) -> dict:
             top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest)]
             decay = [numerics.exp2(old - new) for old, new in zip(held["top"], top)]
-            # Two neighbours are always of the two queries.
+            # Leaves alternate between this lane's two queries.
             leaves, structure = jax.tree.flatten({name: x for name, x in held.items() if name != "top"})
             return {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
 
-        # Seldom: weights of up to 2^RISE are as good as those up to 1.
+        # Rarely taken: in floating point, weights up to 2^RISE are as exact as those up to 1.
         rises = ptx.any_greater([(x, top + RISE) for x, top in zip(highest, state["top"])])
         held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
         state = {**state, **ptx.changed_if(rises == 1, held, risen)}
-        starts = [top * -1.0 + power if offsets is None else offsets[c] - top + power for c, top in enumerate(state["top"])]
+        starts = [offset - top + power for offset, top in zip(offsets, state["top"])]
         weights = [[numerics.exp2(numerics.fma(x, ptx.f32(unit), starts[c % 2])) for c, x in enumerate(tile)] for tile in products]
         added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
         state["total"] = [old + new for old, new in zip(state["total"], added)]
@@ -279,7 +280,7 @@ class Warp:
         return {**state, "out": out, "zero": of_zero}
 
     def _finished(self, state: dict) -> dict:
-        """The state in its own unit, with what the values' zero points add."""
+        """The state without its powers of 2, and with what the values' zero points add."""
         plan = self.plan
         of_zero = state["zero"][:2]
 
@@ -308,36 +309,32 @@ class Warp:
         there = [token < self.buffered for token in tokens]
         return there, [(token < x) & present for token, present in zip(tokens, there) for x in seen]
 
-    def _full(self, prefix: str, count, room: int, sees: Callable, state: dict) -> dict:
-        """The state with this warp's share of `count` tokens, of arrays with room for so many. sees: of two tokens, whether there are such,
-        and whether each of this lane's two queries sees the first, and the second."""
-        plan = self.plan
-        size = 2 * plan.head_dim
-        if prefix:  # a token's key and value lie together
-            keys = self.at["replacing"] + ptx.i64(self.head) * (2 * size * room) + ptx.i64(self.t * 8)
-            values, pitch = keys + size, 2 * size
-        else:
-            keys, values = (self.at[name] + ptx.i64(self.head) * (size * room) + ptx.i64(self.t * 8) for name in ("keys", "values"))
-            pitch = size
-        queries = self._queries()
+    def _read_full(self, keys, values, pitch: int, count, room: int, sees: Callable, state: dict, logits_at=None) -> dict:
+        """The state with this warp's share of `count` tokens, of which there is room for so many.
+
+        keys, values: where those of the first token begin; pitch: bytes from one token to the next. sees: of two tokens, whether there are
+        such, and whether each of this lane's two queries sees the first, and the second. logits_at: where the last token's queries' logits
+        with the first token are stored; None: nowhere.
+        """
+        plan, queries = self.plan, self._queries()
 
         def step(i, state):
             tokens = [i * FULL_TILE + self.g, i * FULL_TILE + self.g + 8]
-            places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * pitch for token in tokens]
+            places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * pitch + ptx.i64(self.t * 8) for token in tokens]
             load = lambda base: [[ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places] for s in plan.products]
             # All at once: each waits for memory.
             of_keys, of_values = load(keys), load(values)
             acc = (ptx.f32(0.0),) * 4
             for (one, other), query in zip(of_keys, queries):
                 acc = fragments.mma(acc, (one[0], other[0], one[1], other[1]), query, "bf16")
-            if prefix:
-                at = self.at["replaced_logits"] + ptx.i64(self.head) * (4 * room * plan.heads)
+            if logits_at is not None:
                 for row, token in enumerate(tokens):
                     with ptx.when(token < room):
-                        self._store_floats(at + ptx.i64(token * (4 * plan.heads)), [x * self.to_base_2 for x in acc[2 * row : 2 * row + 2]])
+                        logits = [x * self.to_base_2 for x in acc[2 * row : 2 * row + 2]]
+                        self._store_floats(logits_at + ptx.i64(token * (4 * plan.heads)), logits)
             there, seen = sees(tokens)
             products = [ptx.select(x, product, ptx.f32(-math.inf)) for x, product in zip(seen, acc)]
-            weights, state = self._weigh([products], self.to_base_2, None, state, 0)
+            weights, state = self._weigh([products], self.to_base_2, [ptx.f32(0.0)] * 2, state, 0)
             weights = list(map(fragments.transpose, weights))
             out = list(state["out"])
             for s, both in enumerate(of_values):

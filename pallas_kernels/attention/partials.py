@@ -39,7 +39,7 @@ def log_shares(
     quantized: Int[Array, "B"],
     positions: Int[Array, "B K n"],
 ) -> Float[Array, "B K S"]:
-    """What `attend_replaced` says of shares: their logarithms, at least 2^LEAST for each of the last token's N query heads.
+    """The shares of `reference.attend_replaced`: their logarithms, at least 2^LEAST for each of the last token's N query heads.
 
     logits: with the tokens in codes, of which a row has so many. replaced_logits: with those at these positions. everything: `log_total`,
     whose last N query rows are the last token's. All to base 2. Logits are read once, where a logsumexp, which looks for the largest first,

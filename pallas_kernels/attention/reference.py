@@ -103,7 +103,8 @@ def attend_readable(
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """See `pallas_kernels.replaced_attention.attend_replaced`."""
+    """What the queries read, with some tokens in full precision in place of their codes; and the logarithm of the share of each quantized
+    token in the last of the T tokens' attention, summed over the query heads of a KV head: minus infinity where there is no token."""
     B, T, N, H = q.shape
     K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
     size, group = layer.keys.tokens, N // K

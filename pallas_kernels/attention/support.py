@@ -47,7 +47,7 @@ def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
 
 def unsupported_replaced(replaced: Replaced) -> str | None:
     """Why no GPU kernel reads these tokens in place of their codes, or None."""
-    if others := {x.dtype.name for x in (replaced.keys, replaced.values)} - {"bfloat16"}:
+    if others := {replaced.keys_values.dtype.name} - {"bfloat16"}:
         return f"needs keys and values in bfloat16, not {', '.join(sorted(others))}"
     if replaced.positions.dtype != jnp.int32 or not replaced.positions.shape[2]:
         return "needs room for replaced tokens, and their positions in int32"

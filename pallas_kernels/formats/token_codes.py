@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits with a scale and a zero point for each token, where tokens come and go one by one and have no groups.
+"""Keys and values of single tokens: in 8 bits with a scale and a zero point for each, where tokens come and go one by one and have no
+groups, and in full precision in place of codes.
 
 The codes are those of the two 4-bit planes, in one byte.
 """
@@ -39,19 +40,19 @@ class TokenCodes:
 
 @pytree()
 class Replaced:
-    """Tokens that are read in full precision in place of their codes. positions: in the row; -1 stands for none. tokens: of each its
-    key, then its value."""
+    """Tokens that are read in full precision in place of their codes. positions: in the row; -1 stands for none. keys_values: of
+    each its key, then its value."""
 
     positions: Int[Array, "B K n"]
-    tokens: Float[Array, "B K n 2 H"]
+    keys_values: Float[Array, "B K n 2 H"]
 
     @property
     def keys(self) -> Float[Array, "B K n H"]:
-        return self.tokens[:, :, :, 0]
+        return self.keys_values[:, :, :, 0]
 
     @property
     def values(self) -> Float[Array, "B K n H"]:
-        return self.tokens[:, :, :, 1]
+        return self.keys_values[:, :, :, 1]
 
 
 @pytree()

@@ -1,4 +1,4 @@
-"""Single tokens of a cache that may be in host memory."""
+"""Reads single tokens of a cache, which may be in host memory."""
 
 from jaxtyping import Array, Float, Int
 
@@ -12,15 +12,15 @@ GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 def gather_tokens(
     store: Float[Array, "B K S 2 H"],
     positions: Int[Array, "B K n"],
-    held: Replaced | None = None,
+    fetched: Replaced | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B K n 2 H"]:
     """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end stands for
     that end.
 
-    held: tokens of the same store that are on the device already, and need not be read from it again. Raises ValueError where the
+    fetched: tokens of the same store that are on the device already, and need not be read from it again. Raises ValueError where the
     implementation asked for does not support the device or the shapes.
     """
-    module = choose("gather", GPU_IMPLEMENTATIONS, implementation, store, positions, held, slow_reference=False)
-    return module.gather_tokens(store, positions, held)
+    module = choose("gather", GPU_IMPLEMENTATIONS, implementation, store, positions, fetched, slow_reference=False)
+    return module.gather_tokens(store, positions, fetched)

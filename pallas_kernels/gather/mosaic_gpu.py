@@ -2,8 +2,9 @@
 
 XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
 
-What limits it are pages of host memory, which the GPU looks up for every token. So a token's key and value lie together, and few warps
-read at a time, each of them tokens that follow each other (docs/kernels.md, "Single tokens of host memory").
+XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation: each
+token is a page of host memory to be looked up. So a token's key and value lie together, and few warps read at a time, each of them tokens
+that follow each other (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -20,25 +21,26 @@ from pallas_kernels.gpu import ptx
 from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
-LINE = 32 * PIECE  # that a warp does, at most
-BLOCKS, WARPS = 32, 4  # of a block
+LINE = 32 * PIECE  # bytes that a warp reads at a time, at most
+BLOCKS = 32
+WARPS = 4  # of a block: a warpgroup
 AT_ONCE = 8  # reads that a lane has under way
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. tokens: of all KV heads and rows together. n: tokens of each. size: tokens that there are of
-    each. token_bytes: of a key and a value. held: tokens of each that are on the device already."""
+    """What the kernel does, by shapes alone. positions: in all. n: of each KV head of a row. size: tokens that a KV head has in the store.
+    token_bytes: of a key and a value. fetched: tokens of a KV head that are on the device already."""
 
-    tokens: int
+    positions: int
     n: int
     size: int
     token_bytes: int
-    held: int
+    fetched: int
 
     @property
     def line(self) -> int:
-        """Bytes that some lanes read of a token at a time."""
+        """Bytes of a token that are read together: all of it, or LINE."""
         return min(LINE, self.token_bytes)
 
     @property
@@ -47,21 +49,26 @@ class Plan:
 
     @property
     def lines(self) -> int:
-        """Of a token."""
+        """Lines of a token."""
         return self.token_bytes // self.line
+
+    @property
+    def lines_at_a_time(self) -> int:
+        """Lines that a warp reads at a time."""
+        return LINE // self.line
 
     @property
     def together(self) -> int:
         """Lines that a warp has under way."""
-        return AT_ONCE * LINE // self.line
+        return AT_ONCE * self.lines_at_a_time
 
     @property
     def trips(self) -> int:
-        """How often a warp has so many."""
-        return math.ceil(self.tokens * self.lines / (BLOCKS * WARPS * self.together))
+        """Turns of a warp, each of `together` lines."""
+        return math.ceil(self.positions * self.lines / (BLOCKS * WARPS * self.together))
 
 
-def unsupported(store: Array, positions: Array, held: Replaced | None) -> str | None:
+def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
@@ -70,20 +77,20 @@ def unsupported(store: Array, positions: Array, held: Replaced | None) -> str | 
         return f"supports tokens of a power of two bytes from {PIECE} on, or of a multiple of {LINE}, not of {size}"
     if not store.shape[2] or not positions.size or positions.dtype != jnp.int32:
         return "needs tokens, and positions in int32"
-    if held is not None and held.tokens.dtype != store.dtype:
-        return f"needs tokens in {store.dtype.name} where they are held, not in {held.tokens.dtype.name}"
+    if fetched is not None and fetched.keys_values.dtype != store.dtype:
+        return f"needs tokens in {store.dtype.name} where they are fetched already, not in {fetched.keys_values.dtype.name}"
     return None
 
 
-def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], held: Replaced | None) -> Float[Array, "B K n 2 H"]:
+def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
-    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if held is None else held.positions.shape[2])
-    if not plan.held:
+    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
+    if not plan.fetched:
         return run(plan, store, positions)
-    same = positions[..., None] == held.positions[:, :, None]
+    same = (positions[..., None] == fetched.positions[:, :, None]) & (fetched.positions >= 0)[:, :, None]
     places = jnp.where(same.any(-1), same.argmax(-1), -1).astype(jnp.int32)
-    return run(plan, store, positions, held.tokens, places)
+    return run(plan, store, positions, fetched.keys_values, places)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -92,13 +99,15 @@ def run(
     plan: Plan,
     store: Float[Array, "B K S 2 H"],
     positions: Int[Array, "B K n"],
-    held: Float[Array, "B K m 2 H"] | None = None,
+    fetched: Float[Array, "B K m 2 H"] | None = None,
     places: Int[Array, "B K n"] | None = None,
 ) -> Float[Array, "B K n 2 H"]:
-    """The launch. places: of these tokens among those that are held; -1 for others."""
-    inputs = {"store": store, "positions": positions} | ({"held": held, "places": places} if plan.held else {})
+    """The launch. places: of these tokens among those that are fetched already; -1 for others."""
+    inputs = {"store": store, "positions": positions} | ({"fetched": fetched, "places": places} if plan.fetched else {})
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
-    return launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, 1, PIECE)["tokens"]
+    return launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)[
+        "tokens"
+    ]  # it needs no shared memory, but some there must be
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -107,23 +116,23 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread = ptx.thread_index()
     warp, lane = ptx.block_index() * WARPS + (thread >> 5), thread & 31
     own, piece = lane // plan.lanes, lane % plan.lanes * PIECE
-    last = ptx.i32(plan.tokens * plan.lines - 1)
+    last = ptx.i32(plan.positions * plan.lines - 1)
 
-    def places(line) -> tuple:
+    def ends(line) -> tuple:
         """Where this lane's piece of a line is, and where it goes."""
         token, part = line // plan.lines, line % plan.lines * plan.line + piece
         of = lambda name: ptx.load_global(at[name] + ptx.i64(token) * 4)[0]
         within = lambda name, size, index: at[name] + (ptx.i64(token // plan.n) * size + ptx.i64(index)) * plan.token_bytes
         source = within("store", plan.size, ptx.minimum(ptx.maximum(of("positions"), ptx.i32(0)), ptx.i32(plan.size - 1)))
-        if plan.held:
+        if plan.fetched:
             place = of("places")
-            source = ptx.select(place < 0, source, within("held", plan.held, ptx.maximum(place, ptx.i32(0))))
+            source = ptx.select(place < 0, source, within("fetched", plan.fetched, ptx.maximum(place, ptx.i32(0))))
         return source + ptx.i64(part), at["tokens"] + ptx.i64(token) * plan.token_bytes + ptx.i64(part)
 
     def trip(i, _):
         first = (warp * plan.trips + i) * plan.together + own
-        # Behind the last line that one is read again, and written as it was.
-        each = [places(ptx.minimum(first + LINE // plan.line * j, last)) for j in range(AT_ONCE)]
+        # Past the end the last line is copied again, to the same place.
+        each = [ends(ptx.minimum(first + plan.lines_at_a_time * j, last)) for j in range(AT_ONCE)]
         for words, (_, goes) in zip([ptx.load_global(source, 4) for source, _ in each], each):
             ptx.store_global_words(goes, *words)
         return ()

@@ -1,4 +1,4 @@
-"""Single tokens in plain JAX."""
+"""Reads single tokens in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -7,26 +7,27 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.token_codes import Replaced
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-
-def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], held: Replaced | None) -> Float[Array, "B K n 2 H"]:
-    """See `pallas_kernels.gather.gather_tokens`. Reads all of them."""
+def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
+    """See `pallas_kernels.gather.gather_tokens`. Reads all of them from the store."""
     return taken(store, positions)
 
 
 def taken(
-    held: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
+    store: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
 ) -> Float[Array, "R K T *rest"]:
     """Rows of an array, which may be in host memory, on the device. batch_rows: of the batch; all by default."""
-    B, K, S, *rest = held.shape
+    B, K, S, *rest = store.shape
     of_batch = jnp.arange(B) if batch_rows is None else batch_rows
     places = of_batch[:, None, None], jnp.arange(K)[:, None], jnp.clip(rows, 0, S - 1)
-    if jax.typeof(held).memory_space != HOST:
-        return held[places]
+    if jax.typeof(store).memory_space != jax.memory.Space.Host:
+        return store[places]
     at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
     # By itself, so that of all that makes the places nothing is done in host memory.
-    offsets = tuple(range(3, held.ndim))
+    offsets = tuple(range(3, store.ndim))
     each = lax.GatherDimensionNumbers(offset_dims=offsets, collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2))
-    found = lax.gather(held, jax.device_put(at, HOST), each, (1, 1, 1, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    return lax.optimization_barrier(jax.device_put(found, DEVICE))  # or XLA may go on in host memory, and cannot compile that (jax 0.11)
+    found = lax.gather(
+        store, jax.device_put(at, jax.memory.Space.Host), each, (1, 1, 1, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )
+    # Or XLA may go on in host memory, and cannot compile that (jax 0.11).
+    return lax.optimization_barrier(jax.device_put(found, jax.memory.Space.Device))

@@ -59,7 +59,7 @@ def fma_bf16(a: Value, b: Value, c: Value) -> Value:
 
 
 def fms_bf16(a: Value, b: Value, c: Value) -> Value:
-    """a * b - c of pairs of bfloat16, entry by entry, each rounded once."""
+    """a * b - c of pairs of bfloat16, entry by entry, each rounded once; in one instruction, as the compiler sees the sign."""
     return ptx.pure("{ .reg .b32 less; neg.bf16x2 less, $3; fma.rn.bf16x2 $0, $1, $2, less; }", a, b, c)
 
 

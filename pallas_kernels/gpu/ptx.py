@@ -176,7 +176,7 @@ def of_lane(x: Value, lane: Value) -> Value:
 
 
 def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
-    """1 in all lanes where in any of them the first float32 of one of the pairs is greater than the second, otherwise 0."""
+    """1 in all lanes if, in any lane, the first of one of these pairs of float32 is greater than the second; otherwise 0."""
     (a, b), *others = pairs
     more = " ".join(f"setp.gt.or.f32 any, ${2 * i + 3}, ${2 * i + 4}, any;" for i in range(len(others)))
     code = f"{{ .reg .pred any; setp.gt.f32 any, $1, $2; {more} vote.sync.any.pred any, any, -1; selp.b32 $0, 1, 0, any; }}"

@@ -20,10 +20,10 @@ def attend_and_choose(
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
     """What the queries read, and for each KV head the positions of the k quantized tokens with the largest shares in the last of the T
-    tokens' attention, summed over the query heads of the KV head. Where there are fewer tokens, the other places have -1.
+    tokens' attention, summed over the query heads of the KV head: in any order, with -1 behind them where there are fewer tokens.
 
-    q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most as many as there is room for. Source: SpeCache (arXiv
-    2503.16163), equation 1. Raises ValueError where the implementation asked for does not support the device or the shapes.
+    q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most S, the tokens that `layer.keys` has room for. Source: SpeCache
+    (arXiv 2503.16163), equation 1. Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
     args = q, layer, lengths, replaced
     return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_and_choose(*args, k)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-BLOCK = 32  # tokens, see `largest`
+RUN = 32  # tokens that come one after the other, see `largest`
 
 
 def chosen(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
@@ -16,14 +16,14 @@ def chosen(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
 def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
     """What `lax.top_k` gives, which on a GPU sorts everything.
 
-    The k largest are in the k blocks whose own largest come first, so that no more than those are sorted, and one number of each block. Of
+    The k largest are in the k runs whose own largest come first, so that no more than those are sorted, and one number of each block. Of
     equal numbers the first are taken here too.
     """
     S = x.shape[2]
-    if 2 * BLOCK * k >= S:
+    if 2 * RUN * k >= S:
         return lax.top_k(x, k)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -S % BLOCK)), constant_values=-jnp.inf)
-    blocks = padded.reshape(*x.shape[:2], -1, BLOCK)
-    at = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
-    found, place = lax.top_k(jnp.take_along_axis(blocks, at[..., None], 2).reshape(*x.shape[:2], -1), k)
-    return found, jnp.take_along_axis(at, place // BLOCK, 2) * BLOCK + place % BLOCK
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -S % RUN)), constant_values=-jnp.inf)
+    runs = padded.reshape(*x.shape[:2], -1, RUN)
+    at = jnp.sort(lax.top_k(runs.max(-1), k)[1])
+    found, place = lax.top_k(jnp.take_along_axis(runs, at[..., None], 2).reshape(*x.shape[:2], -1), k)
+    return found, jnp.take_along_axis(at, place // RUN, 2) * RUN + place % RUN

@@ -1,8 +1,9 @@
 """Which tokens of each KV head have the largest shares of attention, on NVIDIA Hopper: one block for each KV head.
 
 Shares are positive, so that their bits order them as integers. The block first takes the largest share of each tile of 32 tokens, reading
-all weights once. The k largest shares are in the k tiles whose own largest come first, and only these tiles are read again. Both times the
-k-th largest is found two bits at a time: all warps count who is above, and stop once exactly k are. Of equal shares the first are taken.
+all weights once. The k largest shares are in the k tiles whose own largest come first, and only these tiles are read again. In both steps
+the k-th largest is found two bits at a time: all warps count how many numbers reach a bound, until exactly k do. Of equal shares the first
+are taken.
 """
 
 import dataclasses
@@ -19,17 +20,17 @@ from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, launch
 
 MOST_HEADS = 8  # query heads of a KV head
-MOST_ENTRIES = 1 << 15  # tiles, or tokens of the tiles that are read again: their number must fit in half a word
-# Words of weights that a lane has under way, by warpgroups of the block: with fewer of them several blocks are to share a multiprocessor,
-# for which they must share its registers.
+MOST_ENTRIES = 1 << 15  # tiles, or tokens of the tiles that are read again: two counts of them share a word
+# Words of weights that a lane has loading at once, by warpgroups of a block. Small blocks share a multiprocessor and its registers, and so
+# take fewer.
 WORDS_AT_ONCE = {1: 8, 2: 8, 4: 32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What the kernel does, by shapes alone. size: tokens that there is room for in codes. heads: query heads of a KV head. rows: query
-    rows of a KV head, of which the last `heads` are the last token's. splits: parts that the sums of their weights come in. replaced: how
-    many tokens of a KV head may be read in full precision. k: how many are chosen."""
+    rows of a KV head, of which the last `heads` are the last token's. splits: partial sums of weights that each query row has. replaced:
+    how many tokens of a KV head may be read in full precision. k: how many are chosen."""
 
     batch: int
     kv_heads: int
@@ -56,14 +57,14 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
-        """So many that a warp has a few tiles at a time, a few times."""
+        """More for longer caches: a warp takes in several tiles at a time, and does so a few times."""
         return 1 if self.tiles <= 32 else 2 if self.tiles <= 256 else 4
 
     @property
     def warps(self) -> int:
         return 4 * self.warpgroups
 
-    # A lane loads a chunk at a time: whole tokens, in 16 bytes where these hold any, or else two tokens word by word.
+    # A lane loads a chunk: 16 bytes where these hold whole tokens, otherwise two tokens word by word.
 
     @property
     def wide(self) -> bool:
@@ -93,12 +94,12 @@ class Plan:
         return 32 // self.lanes
 
     def unroll(self, tiles: int) -> int:
-        """How often a warp does that before it waits for the first, where the block reads up to so many tiles."""
+        """How many such reads a warp has under way, where the block reads up to so many tiles."""
         room = WORDS_AT_ONCE[self.warpgroups] // (len(self.loads) * self.chunk_words)
         return max(1, min(room, math.ceil(tiles / (self.together * self.warps))))
 
     def padded(self, entries: int) -> int:
-        """As many as all lanes of the block have, each the same number."""
+        """So many entries, rounded up to a multiple of the block's threads."""
         return math.ceil(entries / (32 * self.warps)) * 32 * self.warps
 
     @functools.cached_property
@@ -126,7 +127,7 @@ def unsupported(size: int, heads: int, replaced: int, k: int) -> str | None:
     if size == 0 or size % TILE:
         return f"supports tokens in codes by tiles of {TILE}, not {size} tokens"
     if not replaced or not k:
-        return "supports no less than one token to choose, and one that is replaced"
+        return "needs room for a replaced token, and at least one to choose"
     plan = Plan(1, 1, size, heads, heads, 1, replaced, k)
     if max(plan.tiles, plan.candidates) > MOST_ENTRIES:
         return f"supports up to {MOST_ENTRIES} tiles of {TILE} tokens, and tokens of k tiles, not {plan.tiles} and {plan.candidates}"
@@ -142,8 +143,8 @@ def chosen(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: I
     found: of `mosaic_low_bits.run`. positions: of tokens that are replaced, all before `quantized`; -1 stands for none. What is found for
     tokens from `quantized`, a multiple of 32, on does not matter.
 
-    A token's share is the sum over heads of its part of all weights, which counts for no less than 2^LEAST (partials.py), as does what is
-    no number.
+    A token's share is the sum over heads of its part of all weights. Each part counts as at least 2^LEAST (partials.py), and NaN as just
+    that.
     """
     (B, K, S, N), (splits, rows) = found["weights"].shape, found["top"].shape[1:]
     inputs = {name: found[name] for name in ("weights", "relative_to", "top", "total", "replaced_logits")}

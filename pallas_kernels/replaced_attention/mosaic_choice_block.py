@@ -4,19 +4,18 @@ import functools
 import math
 from collections.abc import Callable
 
-from pallas_kernels.attention.mosaic_low_bits import TILE
+from pallas_kernels.attention.mosaic_low_bits import NO_LOGIT, TILE
 from pallas_kernels.attention.partials import LEAST
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.replaced_attention.mosaic_choice import Plan
 
-NO_LOGIT = -1e30
 SPLIT_WORDS = 16  # maxima of splits, and as many sums, that a lane loads at a time
-# Shares are looked for by their bits, in the range of SEARCHED bits from FLOOR on. Below are none but 0, which stands for no token; what is
-# no share, as it is 128 or more, counts as the end of the range, so that no more than k can be above what is found.
+# A share is found by its bits, which lie from FLOOR to MOST, a range of SEARCHED bits. 0 stands for no token; 128 or more, which is no
+# share, counts as MOST.
 FLOOR, SEARCHED = 127 + LEAST - 1 << 23, 30
 MOST = FLOOR + (1 << SEARCHED) - 1
 HALF = 0xFFFF
-HELD_ROWS = 16  # of 32 numbers, that a warp keeps in registers while it compares them
+HELD_ROWS = 16  # rows of 32 numbers that a warp keeps in registers while it compares them
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -131,6 +130,7 @@ class Block:
         plan, N = self.plan, self.plan.heads
         weights = self._of_head("weights", plan.size * N // 2) + ptx.i64(self.part * (4 * plan.chunk_words))
         chunk = lambda at: self._load(at, plan.chunk_words, "r", wide=plan.wide)
+        # All is loaded before anything is computed: each load waits for memory.
         each = [
             (
                 [chunk(weights + ptx.i64(tile * (2 * TILE * N)) + 4 * plan.chunk_words * plan.lanes * j) for j in plan.loads],
@@ -157,8 +157,8 @@ class Block:
         return out
 
     def _each_tile(self, most: int, tiles, body: Callable) -> None:
-        """Emits body(numbers): numbers from 0 to tiles - 1 and a few behind, one that all lanes of a tile have for each tile at once. most:
-        as many as `tiles` may be."""
+        """Emits body(numbers) until all from 0 to tiles - 1 have come; the last numbers may be larger. The lanes that share a tile get the
+        same number. most: as many as `tiles` may be."""
         plan = self.plan
         unroll = plan.unroll(most)
         width = unroll * plan.together
@@ -251,7 +251,7 @@ class Block:
         return (everyone & HALF) + ptx.minimum(everyone >> 16, room)
 
     def _bound(self, over: Callable, entries):
-        """The largest bits that no fewer than k of all warps' numbers reach, or smaller ones that no more than k reach; FLOOR at least.
+        """The k-th largest of all warps' numbers, as bits, or a smaller bound that exactly k reach; FLOOR where no more than k are there.
         over: see `_choose`."""
         k = self.plan.k
 
@@ -284,7 +284,7 @@ class Block:
         return [ptx.select(self.lane < plan.warps, x, ptx.i32(0)) for x in loaded]
 
     def _keep_tile(self, tile, is_chosen, place) -> None:
-        """Notes a tile that is chosen, and of each its place."""
+        """Lists a chosen tile, and keeps every tile's place among the chosen ones; -1 if it is not chosen."""
         with ptx.when(is_chosen):
             ptx.store_shared(self._word("chosen", place), tile)
         ptx.store_shared(self._word("largest", tile), ptx.select(is_chosen, place, ptx.i32(-1)))

@@ -9,19 +9,22 @@ from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.replaced_attention import choice, mosaic_choice
 
+MOST_REPLACED = 128  # tokens of a KV head, of which each lane of a warp has a few positions
+
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := mosaic_low_bits.unsupported(q, layer, lengths) or unsupported_replaced(replaced):
         return reason
-    if (count := replaced.positions.shape[2]) > mosaic_low_bits.REPLACED:
-        return f"supports up to {mosaic_low_bits.REPLACED} tokens in place of codes, not {count}"
+    if (count := replaced.positions.shape[2]) > MOST_REPLACED:
+        return f"supports up to {MOST_REPLACED} tokens in place of codes, not {count}"
     return None if layer.keys.tokens else "needs room for tokens in codes"
 
 
 def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
+    # XLA can choose as well: what takes the most time is attention.
     if mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k):
         out, share = mosaic_low_bits.attend_replaced(q, layer, lengths, replaced)
         return out, choice.chosen(share, k)

@@ -123,15 +123,16 @@ class SpeCache(Cache):
         return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
     def bytes_of_pass(self, tokens):
-        fetched = [layer.fetched.tokens for layer in self.layers]
+        fetched = [layer.fetched.keys_values for layer in self.layers]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
-        # Those that the pass reads, and those that it fetches. Where it chooses for itself it reads the codes twice, which is not counted.
+        # Those that the pass reads, and those that it fetches, or fewer: what it has read itself is not fetched again. Where it chooses for
+        # itself it reads the codes twice, which is not counted.
         return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)
 
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
-        tokens = _tokens(keys, values)[:, :, : old.store.shape[2]]
+        tokens = _side_by_side(keys, values)[:, :, : old.store.shape[2]]
         store = lax.dynamic_update_slice_in_dim(old.store, to_host(tokens) if in_host(old.store) else tokens, 0, axis=2)
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
 
@@ -168,7 +169,7 @@ class SpeCache(Cache):
         nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + 1)
         _, positions = attend_and_choose(q[:, :1], codes, lengths, nothing, old.fetched.positions.shape[2])
-        # Other rows get no positions, and look up their first token over and over.
+        # Other rows get no positions, and whatever token: it is not read.
         new = self._fetched(old.store, jnp.where(rows[:, None, None], positions, -1), old.fetched)
         return where_rows(rows, new, old.fetched)
 
@@ -184,7 +185,7 @@ class SpeCache(Cache):
 
         def stored(layer: SpeCacheLayer, store: Array) -> Array:
             # Also of rows that are not due: what is written behind a row's last quantized token is not read until it is written again.
-            new, at = _tokens(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
+            new, at = _side_by_side(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
             if in_host(store):
                 return written(store, new, at)
             return jax.vmap(lambda held, new, at: lax.dynamic_update_slice_in_dim(held, new, at, axis=1))(store, new, at)
@@ -196,5 +197,5 @@ class SpeCache(Cache):
         return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))
 
 
-def _tokens(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"]) -> Float[Array, "B K S 2 H"]:
+def _side_by_side(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"]) -> Float[Array, "B K S 2 H"]:
     return jnp.stack([keys, values], 3)
