@@ -343,8 +343,11 @@ def _max_u16(found, code, a, b):
 
 
 def _approximate(function: Callable) -> Callable:
+    """All of them flush what is too small for a normal number."""
+
     def run(found, code, x):
-        return function(x.astype(np.float64)).astype(np.float32)
+        out = function(x.astype(np.float64)).astype(np.float32)
+        return np.where(np.abs(out) < np.finfo(np.float32).tiny, np.float32(0), out)
 
     return run
 

@@ -20,10 +20,12 @@ def simulated(monkeypatch):
     monkeypatch.setattr(mosaic_choice, "no_mosaic_gpu", lambda: None)
 
 
-def problem(quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, splits: int = 3, rows: int = 0, levels: int = 0) -> dict:
+def problem(
+    quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, splits: int = 3, rows: int = 0, levels: int = 0, less: int = 0
+) -> dict:
     """What is found, and the arguments of `mosaic_choice.chosen` but k: a quarter of what may be replaced is not. rows: query rows besides
     the last token's. levels: each share is one of so many powers of two, times the heads, so that
-    many are equal."""
+    many are equal. less: shares are 2^-less times as large."""
     r = np.random.default_rng(S + N + n)
     B, K = len(quantized), kv_heads
     relative_to = r.integers(-40, -8, (B, K, S // TILE, N)).astype(np.float32)
@@ -40,6 +42,8 @@ def problem(quantized: list[int], kv_heads: int, S: int, N: int, n: int, *, spli
         weights[b, j, positions[b, j][positions[b, j] >= 0]] = 0
     for b, end in enumerate(quantized):
         weights[b, :, end:], relative_to[b, :, end // TILE :] = np.nan, np.nan
+    # As attention stores them: larger, and relative to less.
+    weights, relative_to, logits = weights * 2.0**64, relative_to - 64 - less, logits - less
     # The sum of weights is a power of two for each head, so that nothing is rounded. A split may have had no tokens.
     top = np.full((B * K, splits, rows + N), -1e30, np.float32)
     top[:, : max(1, splits - 1), :] = r.integers(0, 12, (B * K, 1, rows + N))
@@ -103,6 +107,7 @@ def check(arguments: dict, k: int, *, exact: bool) -> None:
         ([352, 0], 1, 352, 3, 4, 5, {"rows": 3}),
         ([480], 1, 480, 7, 6, 4, {"splits": 300, "rows": 7}),
         ([256, 224], 1, 256, 8, 16, 4, {}),
+        ([320, 640], 1, 640, 4, 8, 6, {"less": 64}),
         ([64, 0, 96], 1, 96, 4, 200, 16, {}),  # all tiles are chosen
         ([64, 32], 1, 64, 6, 150, 80, {}),  # more than there are tokens
     ],

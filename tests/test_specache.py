@@ -16,7 +16,9 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import FULL_PRECISION
+from pallas_kernels.gather import taken
 from pallas_kernels.replaced_attention.choice import largest
+from qspec_jax.caches import specache as specache_cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
@@ -194,17 +196,33 @@ def test_one_token_a_round_and_no_draft_of_it():
     assert all((each.drafted == 0).all() for each in run.rounds) and len(run.rounds) == 6  # the first is prefill's
 
 
-def test_a_row_depends_on_nothing_but_itself():
-    """Slots that are refilled: a row that begins among others gets its pass before the first round, and theirs stay."""
+def test_a_row_depends_on_nothing_but_itself(monkeypatch):
+    """Slots that are refilled: a row that begins among others gets its pass before the first round, and theirs stay. Together, rows keep
+    what they have fetched from host memory, as the kernel for it does; alone, each token comes from the store."""
+    reused = []
+
+    def gathered(store, positions, fetched):
+        new = taken(store, positions)
+        if fetched is None:
+            return new
+        reused.append(positions.shape)
+        same = (positions[..., None] == fetched.positions[:, :, None]) & (positions >= 0)[..., None]
+        old = jnp.take_along_axis(fetched.keys_values, same.argmax(-1)[..., None, None], 2)
+        return jnp.where(same.any(-1)[..., None, None], old, new)
+
+    monkeypatch.setattr(specache_cache, "gather_tokens", gathered)
     with jax.enable_x64(True):
         model, prompts = random_model("float64"), random_prompts([41, 20, 50, 35, 60])
-        config = dataclasses.replace(specache(k=8, fetch="checked"), temperature=0.7)
-        requests = [
-            Request(prompt, dataclasses.replace(config, max_new_tokens=5 + 9 * i), jax.random.key(i)) for i, prompt in enumerate(prompts)
-        ]
         draft = make_draft("specache", model)
-        together = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=draft)}
-        for i, request in enumerate(requests):
+
+        def requests(**settings) -> list[Request]:
+            config = dataclasses.replace(specache(k=9, fetch="checked", **settings), temperature=0.7)
+            each = [dataclasses.replace(config, max_new_tokens=5 + 9 * i) for i in range(len(prompts))]
+            return [Request(prompt, config, jax.random.key(i)) for i, (prompt, config) in enumerate(zip(prompts, each))]
+
+        together = {result.index: result.token_ids for result in run_batch(model, requests(store="host"), batch_size=2, draft=draft)}
+        assert reused
+        for i, request in enumerate(requests(store="device")):
             (alone,) = run_batch(model, [request], batch_size=1, draft=draft)
             assert together[i] == alone.token_ids
 

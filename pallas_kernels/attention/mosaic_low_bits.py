@@ -37,7 +37,8 @@ PIECE = 16  # bytes that a lane copies at a time
 RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
 
 # Powers of 2. CODE: what a code of 1 in the lowest bit is, read as bfloat16. LARGER: what queries and weights are multiplied by, so that
-# their products with codes are normal numbers. A query or a weight times a scale must stay below 2^63, or it overflows.
+# their products with codes are normal numbers. A query must stay below 2^63, and so must a query times a
+# key's scale; a value's scale below 2^(63 - RISE).
 CODE, LARGER = -133, 64
 
 

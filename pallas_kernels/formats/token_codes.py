@@ -40,8 +40,8 @@ class TokenCodes:
 
 @pytree()
 class Replaced:
-    """Tokens that are read in full precision in place of their codes. positions: in the row; -1 stands for none. keys_values: of
-    each its key, then its value."""
+    """Tokens that are read in full precision in place of their codes. positions: in the row, no two the same;
+    -1 stands for none. keys_values: of each its key, then its value."""
 
     positions: Int[Array, "B K n"]
     keys_values: Float[Array, "B K n 2 H"]

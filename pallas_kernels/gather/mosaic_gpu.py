@@ -1,4 +1,4 @@
-"""Single tokens on NVIDIA Hopper in Pallas Mosaic GPU: lanes read them where they lie, also over the bus, and write them on the device.
+"""Single tokens of host memory on NVIDIA Hopper in Pallas Mosaic GPU: lanes read them over the bus and write them on the device.
 
 XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
 
@@ -25,6 +25,7 @@ LINE = 32 * PIECE  # bytes that a warp reads at a time, at most
 BLOCKS = 32
 WARPS = 4  # of a block: a warpgroup
 AT_ONCE = 8  # reads that a lane has under way
+MOST_PAIRS = 1 << 16  # positions of a KV head times those fetched already that are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,8 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_mosaic_gpu():
         return reason
+    if jax.typeof(store).memory_space != jax.memory.Space.Host:
+        return "is made for tokens in host memory"
     size = 2 * store.shape[4] * store.dtype.itemsize
     if size % PIECE or (size % LINE if size > LINE else LINE % size):
         return f"supports tokens of a power of two bytes from {PIECE} on, or of a multiple of {LINE}, not of {size}"
@@ -85,7 +88,13 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
 def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
-    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
+    plan = Plan(
+        positions.size,
+        n,
+        S,
+        2 * H * store.dtype.itemsize,
+        0 if fetched is None or n * fetched.positions.shape[2] > MOST_PAIRS else fetched.positions.shape[2],
+    )
     if not plan.fetched:
         return run(plan, store, positions)
     same = (positions[..., None] == fetched.positions[:, :, None]) & (fetched.positions >= 0)[:, :, None]

@@ -4,15 +4,17 @@ import functools
 import math
 from collections.abc import Callable
 
-from pallas_kernels.attention.mosaic_low_bits import NO_LOGIT, TILE
+from pallas_kernels.attention.mosaic_low_bits import LARGER, NO_LOGIT, TILE
 from pallas_kernels.attention.partials import LEAST
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.replaced_attention.mosaic_choice import Plan
 
 SPLIT_WORDS = 16  # maxima of splits, and as many sums, that a lane loads at a time
-# A share is found by its bits, which lie from FLOOR to MOST, a range of SEARCHED bits. 0 stands for no token; 128 or more, which is no
-# share, counts as MOST.
-FLOOR, SEARCHED = 127 + LEAST - 1 << 23, 30
+# Shares are 2^LARGER times as large here, as weights are, or what they are relative to would be lost at the lower end of float32.
+LEAST_SHARE = LEAST + LARGER
+# A share is found by its bits, which lie from FLOOR to MOST, a range of SEARCHED bits. 0 stands for no token; what is too large
+# to be a share counts as MOST.
+FLOOR, SEARCHED = 127 + LEAST_SHARE - 1 << 23, 30
 MOST = FLOOR + (1 << SEARCHED) - 1
 HALF = 0xFFFF
 HELD_ROWS = 16  # rows of 32 numbers that a warp keeps in registers while it compares them
@@ -83,7 +85,7 @@ class Block:
     # Shares.
 
     def _wholes(self) -> list:
-        """The logarithm, base 2, of the sum of all weights with each query head. Every warp computes it, a split in each lane."""
+        """The logarithm, base 2, of the sum of all weights with each query head, less LARGER. Every warp computes it, a split a lane."""
         plan = self.plan
         at_once = min(math.ceil(plan.splits / 32), SPLIT_WORDS // plan.heads)
         tops, totals = (self._of_head(name, plan.splits * plan.rows) + 4 * (plan.rows - plan.heads) for name in ("top", "total"))
@@ -106,11 +108,11 @@ class Block:
         of_all = lambda x, combine: fragments.all_rows(fragments.all_columns(x, combine), combine)
         most = [of_all(top, ptx.maximum) for top, _ in state]
         parts = [total * numerics.exp2(top - new) for (top, total), new in zip(state, most)]
-        return [new + numerics.log2(of_all(part, numerics.add)) for new, part in zip(most, parts)]
+        return [new + numerics.log2(of_all(part, numerics.add)) - LARGER for new, part in zip(most, parts)]
 
     def _share_of(self, parts: list):
         """A token's share, of its part of all weights with each query head."""
-        return numerics.total([ptx.maximum(x, ptx.f32(2.0**LEAST)) for x in parts])
+        return numerics.total([ptx.maximum(x, ptx.f32(2.0**LEAST_SHARE)) for x in parts])
 
     def _load_replaced(self) -> list:
         """This thread's replaced tokens: whether there is one, where, and its logits."""

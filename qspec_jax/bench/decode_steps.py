@@ -150,7 +150,9 @@ def _forward(tokens, cache, lengths, model, *, width, observe=False):
     logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
     for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
         logits = jnp.where((mass < 0).any(), 0, logits)
-    return tokens.at[:, :width].set(jnp.argmax(logits, -1).astype(jnp.int32)), cache.rollback(before)
+    # Other tokens in every trip, or a cache that fetches only what it has not would soon have all.
+    following = (jnp.argmax(logits, -1).astype(jnp.int32) + tokens[:, :width] + 1) % logits.shape[-1]
+    return tokens.at[:, :width].set(following), cache.rollback(before)
 
 
 def _sampled(tokens, cache, state, sampler, logits, *proposal_and_keys):
