@@ -123,7 +123,7 @@ def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
     assert set(stats) == {
         *("prompt_tokens", "new_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "draft_acceptance_rate"),
         *("mean_acceptance_length", "acceptance_histogram", "flushes", "compile_s", "prefill_s", "decode_s", "tokens_per_second"),
-        *("peak_memory_bytes", "cache_bytes", "rows"),
+        *("peak_memory_bytes", "cache_bytes", "host_cache_bytes", "rows"),
     }
     assert stats["new_tokens"] == 48
     assert stats["draft_acceptance_rate"] == stats["num_accepted_draft_tokens"] / stats["num_draft_tokens"]

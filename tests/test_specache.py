@@ -260,11 +260,15 @@ def test_wrong_settings(settings, words):
 
 
 def test_by_its_name(run, directory):
-    prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4"
+    prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,store=host"
     command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--draft", "specache", "--max-new-tokens", 8]
     code, out, err = run(*command, "--json")
     model = load_model(directory)
     config = GenerationConfig(draft="specache", cache=cache, max_new_tokens=8)
     expected = generate(model, [prompt], config=config, tokenizer=load_tokenizer(directory))
     assert code == 0 and json.loads(out)["token_ids"] == expected.token_ids, err
+    (layer,), stats = CacheConfig.parse(cache).empty(model.config, **SIZES | {"dtype": model.dtype}).layers, json.loads(out)["stats"]
+    of_token = layer.store[0, :, 0].size * model.dtype.itemsize
+    assert stats["host_cache_bytes"] % of_token == 0 and stats["host_cache_bytes"] >= of_token * expected.stats.prompt_tokens
+    assert stats["host_cache_bytes"] < stats["cache_bytes"]
     assert GenerationConfig(draft="specache").cache == "specache"

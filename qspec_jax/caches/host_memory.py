@@ -54,6 +54,11 @@ def in_host(x: Array | jax.ShapeDtypeStruct | jax.core.ShapedArray) -> bool:
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).memory_space == HOST
 
 
+def host_bytes(cache: AppendedCache) -> int:
+    """Bytes of its layers that are in host memory."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers) if in_host(leaf))
+
+
 def to_host(x: Array) -> Array:
     return jax.device_put(x, HOST)
 

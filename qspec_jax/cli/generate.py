@@ -226,5 +226,6 @@ def stats_table(results: dict[str, Generation], *, bf16_bytes: int | None = None
     row("tokens/s (decode)", lambda s: f"{s.tokens_per_second:.1f}")
     row("prefill, decode, compile", lambda s: f"{s.prefill_s:.1f} s, {s.decode_s:.1f} s, {s.compile_s:.1f} s")
     against = lambda s: f" ({s.cache_bytes / bf16_bytes:.0%} of bfloat16)" if bf16_bytes else ""
-    row("KV cache", lambda s: megabytes(s.cache_bytes) + against(s))
+    of_host = lambda s: f", {megabytes(s.host_cache_bytes)} of it in host memory" if s.host_cache_bytes else ""
+    row("KV cache", lambda s: megabytes(s.cache_bytes) + against(s) + of_host(s))
     return table

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
+from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
@@ -34,7 +35,8 @@ class Stats:
     num_spec_steps: draft/verify rounds. draft_acceptance_rate: accepted / drafted tokens (the token that the target adds to
     each round not counted); null where nothing was drafted. mean_acceptance_length: 1 + accepted / rounds, tokens per round.
     acceptance_histogram[a]: rounds that accepted a drafts. Seconds: compile_s apart from prefill_s and decode_s;
-    tokens_per_second is of decode_s alone, all rows together. cache_bytes: what the KV cache has allocated.
+    tokens_per_second is of decode_s alone, all rows together. cache_bytes: what the KV cache has allocated, on all devices together and in
+    host memory; host_cache_bytes: in host memory.
     """
 
     prompt_tokens: int
@@ -52,6 +54,7 @@ class Stats:
     tokens_per_second: float
     peak_memory_bytes: int | None
     cache_bytes: int
+    host_cache_bytes: int
     rows: list[dict[str, Any]]
 
 
@@ -237,7 +240,7 @@ class _Run:
     def looks(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""
         state, self.prefill_s = self._prefilled()
-        self.cache_bytes, self.decode_s = state.cache.num_bytes, 0.0
+        self.cache_bytes, self.host_cache_bytes, self.decode_s = state.cache.num_bytes, host_bytes(state.cache), 0.0
         self.engine.compile_rounds(state, self.sampler, self.limits)
         while True:
             yield self._look(state)
@@ -291,6 +294,7 @@ class _Run:
             tokens_per_second=float((new - 1).sum() / self.decode_s) if self.decode_s else 0.0,
             peak_memory_bytes=memory.get("peak_bytes_in_use"),
             cache_bytes=self.cache_bytes,
+            host_cache_bytes=self.host_cache_bytes,
             rows=[of(*row) for row in zip(*columns)],
         )
 
