@@ -13,7 +13,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.partials import log_shares, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
@@ -37,8 +37,8 @@ PIECE = 16  # bytes that a lane copies at a time
 RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
 
 # Powers of 2. CODE: what a code of 1 in the lowest bit is, read as bfloat16. LARGER: what queries and weights are multiplied by, so that
-# their products with codes are normal numbers. A query must stay below 2^63, and so must a query times a
-# key's scale; a value's scale below 2^(63 - RISE).
+# their products with codes are normal numbers. A query must stay below 2^63, and so must a query times a key's scale; a value's scale
+# below 2^(63 - RISE).
 CODE, LARGER = -133, 64
 
 
@@ -197,11 +197,14 @@ def attend_replaced(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
     """See `reference.attend_replaced`."""
     found = run(Plan.of(q, layer, replaced.positions.shape[2]), q, lengths, layer, replaced)
-    top, total = found["top"], found["total"]
+    return merged(found["out"], found["top"], found["total"], q), shares(found, replaced.positions, lengths.quantized)
+
+
+def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"]) -> Float[Array, "B K S"]:
+    """The logarithms of shares, see `reference.attend_replaced`. found: what `run` returns."""
     # A weight of 0 gives minus infinity, which counts as LEAST; what lies behind the last token is ignored.
     coded = jnp.log2(found["weights"].astype(jnp.float32)) + jnp.repeat(found["relative_to"], TILE, axis=2)
-    share = log_shares(coded, found["replaced_logits"], log_total(top, total), lengths.quantized, replaced.positions)
-    return merged(found["out"], top, total, q), share
+    return log_shares(coded, found["replaced_logits"], log_total(found["top"], found["total"]), quantized, positions)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.

@@ -51,7 +51,7 @@ class FullLayer:
         """Keys and values of these rows; a number beyond either end stands for the row at that end. batch_rows: in these rows of the
         batch; None: in all."""
         rows = jnp.clip(rows, 0, self.keys.shape[2] - 1)
-        return _take(self.keys, rows, batch_rows), _take(self.values, rows, batch_rows)
+        return take(self.keys, rows, batch_rows), take(self.values, rows, batch_rows)
 
 
 @pytree()
@@ -144,7 +144,7 @@ def moved_up(x: Float[Array, "B K S H"], rows: int, due: Bool[Array, "B"]) -> Fl
     return jnp.where(due[:, None, None, None], jnp.roll(x, -rows, axis=2), x)
 
 
-def _take(x: Array, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None) -> Array:
+def take(x: Array, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None) -> Array:
     """Rows of x [B, K, S, ...], T for each KV head and each of these rows of the batch; None: of all."""
     B, K = x.shape[:2]
     return x[(jnp.arange(B) if batch_rows is None else batch_rows)[:, None, None], jnp.arange(K)[:, None], rows]

@@ -88,13 +88,8 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
 def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
-    plan = Plan(
-        positions.size,
-        n,
-        S,
-        2 * H * store.dtype.itemsize,
-        0 if fetched is None or n * fetched.positions.shape[2] > MOST_PAIRS else fetched.positions.shape[2],
-    )
+    m = 0 if fetched is None else fetched.positions.shape[2]
+    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, m if n * m <= MOST_PAIRS else 0)
     if not plan.fetched:
         return run(plan, store, positions)
     same = (positions[..., None] == fetched.positions[:, :, None]) & (fetched.positions >= 0)[:, :, None]
@@ -114,9 +109,9 @@ def run(
     """The launch. places: of these tokens among those that are fetched already; -1 for others."""
     inputs = {"store": store, "positions": positions} | ({"fetched": fetched, "places": places} if plan.fetched else {})
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
-    return launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)[
-        "tokens"
-    ]  # it needs no shared memory, but some there must be
+    # It needs no shared memory, but some there must be.
+    found = launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)
+    return found["tokens"]
 
 
 def emit_block(plan: Plan, refs: dict) -> None:

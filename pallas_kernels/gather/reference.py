@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.formats.kv_cache import take
 from pallas_kernels.formats.token_codes import Replaced
 
 
@@ -18,10 +19,11 @@ def taken(
 ) -> Float[Array, "R K T *rest"]:
     """Rows of an array, which may be in host memory, on the device. batch_rows: of the batch; all by default."""
     B, K, S, *rest = store.shape
-    of_batch = jnp.arange(B) if batch_rows is None else batch_rows
-    places = of_batch[:, None, None], jnp.arange(K)[:, None], jnp.clip(rows, 0, S - 1)
+    rows = jnp.clip(rows, 0, S - 1)
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
-        return store[places]
+        return take(store, rows, batch_rows)
+    of_batch = jnp.arange(B) if batch_rows is None else batch_rows
+    places = of_batch[:, None, None], jnp.arange(K)[:, None], rows
     at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
     # By itself, so that of all that makes the places nothing is done in host memory.
     offsets = tuple(range(3, store.ndim))

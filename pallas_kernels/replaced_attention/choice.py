@@ -16,7 +16,7 @@ def chosen(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
 def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
     """What `lax.top_k` gives, which on a GPU sorts everything.
 
-    The k largest are in the k runs whose own largest come first, so that no more than those are sorted, and one number of each block. Of
+    The k largest are in the k runs whose own largest come first, so that no more than those are sorted, and one number of each run. Of
     equal numbers the first are taken here too.
     """
     S = x.shape[2]

@@ -127,8 +127,8 @@ class Block:
         return out
 
     def _of_tiles(self, tiles: list) -> list:
-        """Of each of these tiles this lane's tokens: how far behind `within` each is, and its share. Those that are replaced have weights
-        of 0, and so the least share."""
+        """The shares of this lane's tokens in each of these tiles, each with how far behind `within` its token is. Tokens that are replaced
+        have weights of 0, and so the least share."""
         plan, N = self.plan, self.plan.heads
         weights = self._of_head("weights", plan.size * N // 2) + ptx.i64(self.part * (4 * plan.chunk_words))
         chunk = lambda at: self._load(at, plan.chunk_words, "r", wide=plan.wide)

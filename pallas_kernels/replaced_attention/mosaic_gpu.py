@@ -24,10 +24,9 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Re
 def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
-    # XLA can choose as well: what takes the most time is attention.
-    if mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k):
-        out, share = mosaic_low_bits.attend_replaced(q, layer, lengths, replaced)
-        return out, choice.chosen(share, k)
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
-    positions = mosaic_choice.chosen(found, replaced.positions, lengths.quantized, k)
+    args = found, replaced.positions, lengths.quantized
+    # Or XLA chooses: it is attention that takes the most time.
+    by_kernel = mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k) is None
+    positions = mosaic_choice.chosen(*args, k) if by_kernel else choice.chosen(mosaic_low_bits.shares(*args), k)
     return merged(found["out"], found["top"], found["total"], q), positions
