@@ -239,6 +239,25 @@ def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
         assert (state.cache.layers[0].store.sharding.memory_kind == "pinned_host") == (store == "host")
 
 
+def test_layers_may_fetch_while_others_compute(monkeypatch):
+    """Nothing goes on from what a layer fetches before all layers have fetched, and rounds are compiled for kernels to run side by side."""
+    model = random_model(jnp.float32)
+    sizes = SIZES | {"dtype": jnp.float32}
+    caches = {store: CacheConfig.parse(cache_of(store=store), 4).empty(model.config, **sizes) for store in ("device", "host")}
+    tokens = jnp.zeros((3, 2), jnp.int32)
+    traced = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(caches["host"])
+    waits = [len(equation.invars) for equation in traced.eqns if equation.primitive.name == "optimization_barrier"]
+    assert 2 * model.config.num_layers in waits
+    assert caches["host"].compiler_options == {}
+    monkeypatch.setattr(specache_cache.jax, "default_backend", lambda: "gpu")
+    assert caches["host"].compiler_options == {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert caches["device"].compiler_options == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(specache_cache.SpeCache, "compiler_options", {"xla_no_such_option": "1"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        generate(model, PROMPTS, config=specache(k=4))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -22,10 +22,10 @@ from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes that a warp reads at a time, at most
-BLOCKS = 32
+BLOCKS = 64
 WARPS = 4  # of a block: a warpgroup
-AT_ONCE = 8  # reads that a lane has under way
-MOST_PAIRS = 1 << 16  # positions of a KV head times those fetched already that are compared
+AT_ONCE = 4  # reads that a lane has under way
+MOST_FETCHED = 512  # tokens of a KV head that each position is compared with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +88,10 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
 def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
-    m = 0 if fetched is None else fetched.positions.shape[2]
-    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, m if n * m <= MOST_PAIRS else 0)
-    if not plan.fetched:
-        return run(plan, store, positions)
-    same = (positions[..., None] == fetched.positions[:, :, None]) & (fetched.positions >= 0)[:, :, None]
-    places = jnp.where(same.any(-1), same.argmax(-1), -1).astype(jnp.int32)
-    return run(plan, store, positions, fetched.keys_values, places)
+    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
+    if not 0 < plan.fetched <= MOST_FETCHED:
+        return run(dataclasses.replace(plan, fetched=0), store, positions)
+    return run(plan, store, positions, fetched.keys_values, fetched.positions)
 
 
 # A function of its own in the program: however many layers call it, it is lowered once.
@@ -104,10 +101,11 @@ def run(
     store: Float[Array, "B K S 2 H"],
     positions: Int[Array, "B K n"],
     fetched: Float[Array, "B K m 2 H"] | None = None,
-    places: Int[Array, "B K n"] | None = None,
+    fetched_positions: Int[Array, "B K m"] | None = None,
 ) -> Float[Array, "B K n 2 H"]:
-    """The launch. places: of these tokens among those that are fetched already; -1 for others."""
-    inputs = {"store": store, "positions": positions} | ({"fetched": fetched, "places": places} if plan.fetched else {})
+    """The launch."""
+    there = {"fetched": fetched, "fetched_positions": fetched_positions} if plan.fetched else {}
+    inputs = {"store": store, "positions": positions} | there
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
     # It needs no shared memory, but some there must be.
     found = launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)
@@ -122,23 +120,41 @@ def emit_block(plan: Plan, refs: dict) -> None:
     own, piece = lane // plan.lanes, lane % plan.lanes * PIECE
     last = ptx.i32(plan.positions * plan.lines - 1)
 
-    def ends(line) -> tuple:
-        """Where this lane's piece of a line is, and where it goes."""
-        token, part = line // plan.lines, line % plan.lines * plan.line + piece
-        of = lambda name: ptx.load_global(at[name] + ptx.i64(token) * 4)[0]
-        within = lambda name, size, index: at[name] + (ptx.i64(token // plan.n) * size + ptx.i64(index)) * plan.token_bytes
-        source = within("store", plan.size, ptx.minimum(ptx.maximum(of("positions"), ptx.i32(0)), ptx.i32(plan.size - 1)))
-        if plan.fetched:
-            place = of("places")
-            source = ptx.select(place < 0, source, within("fetched", plan.fetched, ptx.maximum(place, ptx.i32(0))))
-        return source + ptx.i64(part), at["tokens"] + ptx.i64(token) * plan.token_bytes + ptx.i64(part)
+    within = lambda name, size, head, index: at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
+
+    def places(heads, positions) -> list:
+        """Where each token is among those of its KV head that are fetched already; -1 if it is not."""
+        words = 4 if plan.fetched % 4 == 0 else 1
+        # A position of -1 stands for no token.
+        positions = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
+
+        def compare(i, found):
+            first = i * words
+            for number, (head, position) in enumerate(zip(heads, positions)):
+                others = ptx.load_global(at["fetched_positions"] + (ptx.i64(head) * plan.fetched + ptx.i64(first)) * 4, words)
+                for j, other in enumerate(others):
+                    found[number] = ptx.select(other == position, first + j, found[number])
+            return found
+
+        return ptx.loop(ptx.i32(0), ptx.i32(plan.fetched // words), [ptx.i32(-1)] * len(heads), compare)
 
     def trip(i, _):
-        first = (warp * plan.trips + i) * plan.together + own
+        first = (i * (BLOCKS * WARPS) + warp) * plan.together + own
         # Past the end the last line is copied again, to the same place.
-        each = [ends(ptx.minimum(first + plan.lines_at_a_time * j, last)) for j in range(AT_ONCE)]
-        for words, (_, goes) in zip([ptx.load_global(source, 4) for source, _ in each], each):
-            ptx.store_global_words(goes, *words)
+        lines = [ptx.minimum(first + plan.lines_at_a_time * j, last) for j in range(AT_ONCE)]
+        tokens = [line // plan.lines for line in lines]
+        parts = [ptx.i64(line % plan.lines * plan.line + piece) for line in lines]
+        heads = [token // plan.n for token in tokens]
+        positions = [ptx.load_global(at["positions"] + ptx.i64(token) * 4)[0] for token in tokens]
+        clipped = [ptx.minimum(ptx.maximum(position, ptx.i32(0)), ptx.i32(plan.size - 1)) for position in positions]
+        sources = [within("store", plan.size, head, index) for head, index in zip(heads, clipped)]
+        if plan.fetched:
+            there = places(heads, positions)
+            known = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, there)]
+            sources = [ptx.select(place < 0, source, other) for place, source, other in zip(there, sources, known)]
+        loaded = [ptx.load_global(source + part, 4) for source, part in zip(sources, parts)]
+        for token, part, words in zip(tokens, parts, loaded):
+            ptx.store_global_words(at["tokens"] + ptx.i64(token) * plan.token_bytes + part, *words)
         return ()
 
     ptx.loop(ptx.i32(0), ptx.i32(plan.trips), (), trip)

@@ -185,7 +185,7 @@ def loop(function: Callable, trips: int, *, one_by_one: bool = False, options: d
     one_by_one: whether calls that do not need each other's results wait for each other all the same. options: of XLA, besides.
     """
     program = lambda carry, inputs: lax.fori_loop(0, trips, lambda _, carry: function(*carry, *inputs), carry)
-    return Compiled(program, donate_argnums=0, compiler_options=(_one_by_one() or {} if one_by_one else {}) | (options or {}))
+    return Compiled(program, passes=True, donate_argnums=0, compiler_options=(_one_by_one() or {} if one_by_one else {}) | (options or {}))
 
 
 def loop_trips(seconds: float) -> int:

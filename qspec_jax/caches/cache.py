@@ -58,6 +58,11 @@ class AppendedCache(AttendingCache, abc.ABC):
         """The cache with these layers, every row `tokens` longer."""
         return dataclasses.replace(self, layers=layers, lengths=longer(self.lengths, tokens))
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA, by their names, with which programs are compiled that run passes over this cache."""
+        return {}
+
     def rollback(self, lengths: Lengths) -> Self:
         """The cache at earlier lengths. Nothing is moved: what lies beyond is masked and later overwritten."""
         return dataclasses.replace(self, lengths=lengths)

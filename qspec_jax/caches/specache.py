@@ -163,6 +163,20 @@ class SpeCache(Cache):
             fetched = self._fetched(old.store, positions, fetched)
         return attended, SpeCacheLayer(codes, old.store, fetched), None
 
+    @property
+    def compiler_options(self):
+        # Nothing that a layer fetches is needed before the next pass. The GPU goes on with the following layers meanwhile, if XLA lets its
+        # graph start whatever does not wait for results.
+        overlapped = self.settings.in_host_memory and jax.default_backend() == "gpu"
+        return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if overlapped else {}
+
+    def advance(self, layers, tokens):
+        if not self.settings.in_host_memory:
+            return super().advance(layers, tokens)
+        # Until all layers have fetched, nothing else is put where one of them writes: what comes later would have to wait for it.
+        fetched = lax.optimization_barrier(tuple(layer.fetched for layer in layers))
+        return super().advance(tuple(dataclasses.replace(layer, fetched=new) for layer, new in zip(layers, fetched)), tokens)
+
     def _chosen_by_first(self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]) -> Replaced:
         """What the first token of a pass, whose keys are appended to `codes`, attends to most over codes alone; in other rows than these
         what was fetched before."""

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import dispatch
+from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.models.sharding import mesh_of, on_each_device, shardings_of
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,10 @@ class Compiled:
 
     _all: ClassVar[WeakSet["Compiled"]] = WeakSet()
 
-    def __init__(self, function: Callable, **jit_options):
-        self._function, self._jit_options = function, jit_options
+    def __init__(self, function: Callable, *, passes: bool = False, **jit_options):
+        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache says with which options of
+        XLA it is compiled besides."""
+        self._function, self._passes, self._jit_options = function, passes, jit_options
         self.programs: dict[Any, _Program] = {}
         with _lock:
             self._all.add(self)
@@ -140,18 +143,19 @@ class Compiled:
             raise
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
-        mesh = mesh_of(args)
+        mesh, options = mesh_of(args), _options_of(args) if self._passes else {}
         with dispatch.on(*(() if mesh is None else mesh.devices.flat)):
             if mesh is None:
-                program.traced = self._traced_with_host_memory(args, static) or self._jitted(self._function).trace(*args, **static)
+                jitted = self._jitted(self._function, options)
+                program.traced = self._traced_with_host_memory(args, static, options) or jitted.trace(*args, **static)
                 program.shapes = _with_memory_kinds(program.traced)
             else:
                 run, program.shapes = on_each_device(functools.partial(self._function, **static), mesh, args)
-                jitted = self._jitted(lambda *args, **static: run(*args), out_shardings=shardings_of(program.shapes))
+                jitted = self._jitted(lambda *args, **static: run(*args), options, out_shardings=shardings_of(program.shapes))
                 program.traced = jitted.trace(*args, **static)
         return program.traced
 
-    def _traced_with_host_memory(self, args: tuple, static: dict[str, Any]) -> jax.stages.Traced | None:
+    def _traced_with_host_memory(self, args: tuple, static: dict[str, Any], options: dict[str, str]) -> jax.stages.Traced | None:
         """The function traced for arguments among which are shapes of arrays in host memory; None where there are none.
 
         JAX does not look at the memory kind of a `ShapeDtypeStruct` (jax 0.11), so that it is told twice: as a memory space for tracing,
@@ -165,16 +169,26 @@ class Compiled:
         # None for a whole argument without any: trees of nnx modules are not equal once their leaves are other than arrays.
         shardings = tuple(jax.tree.map(of_leaf, arg) if any(map(far, jax.tree.leaves(arg))) else None for arg in args)
         # With shardings JAX takes no arguments by name.
-        jitted = self._jitted(functools.partial(self._function, **static), in_shardings=shardings, static_argnames=())
+        jitted = self._jitted(functools.partial(self._function, **static), options, in_shardings=shardings, static_argnames=())
         return jitted.trace(*jax.tree.map(in_space, args))
 
-    def _jitted(self, function: Callable, **more: Any):
+    def _jitted(self, function: Callable, options: dict[str, str], **more: Any):
         # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.
         @functools.wraps(self._function)
         def own(*args, **static):
             return function(*args, **static)
 
-        return jax.jit(own, **self._jit_options | more)
+        options = self._jit_options.get("compiler_options", {}) | options
+        return jax.jit(own, **self._jit_options | more | {"compiler_options": options})
+
+
+def _options_of(args: tuple) -> dict[str, str]:
+    """The options of XLA that caches among the arguments ask for."""
+    options: dict[str, str] = {}
+    is_cache = lambda node: isinstance(node, AppendedCache)
+    for node in filter(is_cache, jax.tree.leaves(args, is_leaf=is_cache)):
+        options |= node.compiler_options
+    return options
 
 
 def _with_memory_kinds(traced: jax.stages.Traced) -> Any:

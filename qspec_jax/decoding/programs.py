@@ -149,7 +149,7 @@ PREFILL = Compiled(_prefilled, static_argnames=("cache", "capacity", "max_new_to
 PARTS_BEGIN = Compiled(_parts_begun, static_argnames=("cache", "capacity", "drafts"))
 PART = Compiled(through_layers, static_argnames=("nope", "queries"), donate_argnames=("x", "cache"))
 PARTS_END = Compiled(_parts_ended, static_argnames=("capacity", "max_new_tokens", "gamma", "logprobs"), donate_argnames=("cache",))
-DECODE = Compiled(decode, donate_argnames=("state",))
+DECODE = Compiled(decode, passes=True, donate_argnames=("state",))
 
 
 class _Apart:
