@@ -25,7 +25,6 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of, step_bytes, weight_bytes
 from qspec_jax.quantization.weights import quantize_head, quantize_linears
 
-ONE_LAYER = ARCHITECTURES["tiny"] | {"num_hidden_layers": 1}
 FAST = ["bench", "decode", "--arch", "tiny", "--context", 200, "--max-new-tokens", 150, "--gamma", 3, "--repeats", 1]
 
 
@@ -45,9 +44,7 @@ def model():
 @pytest.fixture(scope="module")
 def small_model():
     """A model of one layer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "tiny", ONE_LAYER)
-        return random_model(architecture("tiny"))
+    return random_model(architecture("tiny", layers=1))
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 7])
@@ -183,12 +180,13 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
 
 
 @pytest.mark.slow
-def test_json(run, one_layer):
+def test_json(run):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
-    flags = ["--simulate-ratio", 0.8, "--methods", ",".join(names)]
+    flags = ["--layers", 1, "--simulate-ratio", 0.8, "--methods", ",".join(names)]
     code, out, err = run(*FAST, *flags, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
+    assert report["model"] == "tiny, 1 of 2 layers"
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == names
     for name, row in rows.items():
@@ -647,6 +645,9 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         ),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
+        (["--arch", "tiny", "--layers", 3], ["3 layers of tiny should be from 1 to 2"]),
+        (["--arch", "tiny", "--layers", 1, "--transformers"], ["--layers goes with --arch"]),
+        (["--model", "x", "--layers", 1], ["--layers goes with --arch"]),
         (["--arch", "tiny", "--batch-size", 0], ["--batch-size"]),
         (["--arch", "tiny", "--batch-size", 1, "--batch-size", 4, "--transformers"], ["--transformers", "one row", "--batch-size"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--gamma", 2, "--gamma", 3], ["--simulate-ratio", "--gamma"]),

@@ -1,5 +1,6 @@
 """Models of known shapes with random weights, for figures that depend on shapes alone."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,14 @@ ARCHITECTURES = {
 TINY = ("tiny",)  # those that any machine runs in seconds
 
 
-def architecture(name: str) -> LlamaConfig:
-    """The configuration of a known shape. Raises InputError for an unknown name."""
+def architecture(name: str, layers: int | None = None) -> LlamaConfig:
+    """The configuration of a known shape, or of its first layers. Raises InputError for an unknown name, and for layers that it has not."""
     if name not in ARCHITECTURES:
         raise InputError(f"no architecture {name!r}; there are {', '.join(ARCHITECTURES)}")
-    return LlamaConfig.from_hf(ARCHITECTURES[name], source=name)
+    config = LlamaConfig.from_hf(ARCHITECTURES[name], source=name)
+    if layers is not None and not 1 <= layers <= config.num_layers:
+        raise InputError(f"{layers} layers of {name} should be from 1 to {config.num_layers}")
+    return config if layers is None else dataclasses.replace(config, num_layers=layers)
 
 
 def check_gpu(name: str) -> None:

@@ -185,6 +185,9 @@ def bench_all_reduce(
 def bench_decode(
     arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory in Hugging Face format, in place of --arch.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Only so many layers of --arch: to compare what a layer takes, in less time and memory.")
+    ] = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of the prompt; may be given several times: 4096, if not given.")
     ] = None,
@@ -250,6 +253,8 @@ def bench_decode(
     """Whole decodes and their steps, by each method, against the bytes that they must read."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
+    if layers is not None and (arch is None or transformers):
+        raise InputError("--layers goes with --arch, and without --transformers")
     if simulate_acceptance and simulate_ratio:
         raise InputError("--simulate-acceptance and --simulate-ratio say the same; give one of them")
     if simulate_inner_acceptance is not None and not (simulate_acceptance or simulate_ratio):
@@ -273,7 +278,7 @@ def bench_decode(
         transformers_decode.check()
     if plot:
         plots.check(plot, output)
-    shape = huggingface.load_config(model) if arch is None else architecture(arch)
+    shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
     if arch is not None and not transformers:  # that is to come before jax takes the GPU's memory
         check_gpu(arch)
     with output_to(output) as write:
@@ -292,7 +297,7 @@ def bench_decode(
             network, _ = load(model, None, quiet=as_json, place=place)
             make_int4 = lambda: int4_model(network, directory=model)
         report = decode.run(
-            arch or str(model),
+            str(model) if arch is None else arch if layers is None else f"{arch}, {layers} of {architecture(arch).num_layers} layers",
             network,
             functools.cache(make_int4),
             contexts,
