@@ -3,9 +3,9 @@
 XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
 
 XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation, which is
-done anew for each read until the page has been looked up. So a token's key and value lie together, and a warp never reads neighbours at
-the same time: of the tokens of a KV head, which are in the order of positions, it takes every so many, and then those behind them, whose
-pages have been looked up meanwhile (docs/kernels.md, "Single tokens of host memory").
+done anew for each read until the page has been looked up. So a token's key and value lie together, and a warp that has several turns does
+not read neighbours at the same time: of the tokens of a KV head it takes every so many, and then those behind them, whose pages, where the
+positions are in order, have been looked up meanwhile (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -87,6 +87,8 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
         return "needs tokens, and positions in int32"
     if fetched is not None and fetched.keys_values.dtype != store.dtype:
         return f"needs tokens in {store.dtype.name} where they are fetched already, not in {fetched.keys_values.dtype.name}"
+    if fetched is not None and fetched.positions.dtype != jnp.int32:
+        return f"needs positions of what is fetched already in int32, not in {fetched.positions.dtype.name}"
     return None
 
 

@@ -60,7 +60,7 @@ class AppendedCache(AttendingCache, abc.ABC):
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options of XLA, by their names, with which programs are compiled that run passes over this cache."""
+        """Options of XLA, by their names, for programs that are `Compiled(passes=True)` and have this cache among their arguments."""
         return {}
 
     def rollback(self, lengths: Lengths) -> Self:

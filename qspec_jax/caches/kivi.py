@@ -75,7 +75,7 @@ class KiviCache(Cache):
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values, where the settings have none. Raises
-        InputError for one that divides neither."""
+        InputError for one that does not divide both."""
         group_size = settings.group or group_size
         for what, size in (("residual", settings.residual), ("the model's head_dim", model.head_dim)):
             if size % group_size:

@@ -37,9 +37,9 @@ STORE = ("device", "host")
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
-    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones. fetch:
-    "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so in rows whose guess was right, and in the
-    others reads what the pass itself chooses; "now" always reads what the pass itself chooses. store: where the whole cache in full
+    """bits, residual, rule, group: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones.
+    fetch: "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so in rows whose guess was right, and
+    in the others reads what the pass itself chooses; "now" always reads what the pass itself chooses. store: where the whole cache in full
     precision is, "host" or "device" memory."""
 
     residual: int = 64
@@ -165,8 +165,8 @@ class SpeCache(Cache):
 
     @property
     def compiler_options(self):
-        # Nothing that a layer fetches is needed before the next pass. The GPU goes on with the following layers meanwhile, if XLA lets its
-        # graph start whatever does not wait for results.
+        # Nothing that a layer fetches for the next pass is needed before. The GPU goes on with the following layers meanwhile, if XLA lets
+        # its graph start whatever does not wait for results.
         overlapped = self.settings.in_host_memory and jax.default_backend() == "gpu"
         return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if overlapped else {}
 

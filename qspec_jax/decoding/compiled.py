@@ -69,8 +69,8 @@ class Compiled:
     _all: ClassVar[WeakSet["Compiled"]] = WeakSet()
 
     def __init__(self, function: Callable, *, passes: bool = False, **jit_options):
-        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache says with which options of
-        XLA it is compiled besides."""
+        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache adds
+        options of XLA, see `AppendedCache.compiler_options`."""
         self._function, self._passes, self._jit_options = function, passes, jit_options
         self.programs: dict[Any, _Program] = {}
         with _lock:
@@ -178,7 +178,7 @@ class Compiled:
         def own(*args, **static):
             return function(*args, **static)
 
-        options = self._jit_options.get("compiler_options", {}) | options
+        options = options | self._jit_options.get("compiler_options", {})  # the caller's own count
         return jax.jit(own, **self._jit_options | more | {"compiler_options": options})
 
 
