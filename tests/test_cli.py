@@ -535,7 +535,7 @@ def test_devices_that_cannot_talk_to_each_other(monkeypatch, run, library, messa
 
 def test_a_group_size_that_makes_no_difference(run, caplog):
     base = ["generate", "--model", "no/such", "--prompt", "a", "--group-size", 64, "--cache"]
-    for cache, warned in (("h2o:heavy=3", True), ("full", True), ("int8", False), ("kivi", False)):
+    for cache, warned in (("h2o:heavy=3", True), ("full", True), ("int8", False), ("kivi", False), ("kivi:group=16", True)):
         caplog.clear()
         assert run(*base, cache)[0] == 2
         words = [f"--group-size 64 makes no difference to cache {cache.partition(':')[0]}"]

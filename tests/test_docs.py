@@ -255,9 +255,9 @@ def test_the_table_of_drafts_is_that_of_the_registry():
 def test_the_table_of_lossy_caches_has_their_settings():
     section = (ROOT / "docs" / "cli.md").read_text().split("\n### The target's cache\n")[1].split("\n#")[0]
     names, *rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*?) ?\| (?:.*) ?\|$", section, re.M)
-    shown = lambda default: "--group-size" if default is None else str(default)
     for column, name in enumerate(names[1:], 1):
-        expected = {field.name: shown(field.default) for field in dataclasses.fields(CACHES[name.strip("`")].Settings)}
+        cache = CACHES[name.strip("`")]
+        expected = {field.name: str(field.default) for field in dataclasses.fields(cache.Settings)} | {"group": str(cache.default_group)}
         assert {row[0].strip("`"): row[column].strip("`") for row in rows if row[column].strip()} == expected
 
 

@@ -164,7 +164,7 @@ def test_a_flush_writes_what_prefill_would():
         ("kivi:bits=two", "bits should be a whole number, not 'two'"),
         ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., group=..., each once"),
         ("kivi:bits=2,bits=1", "each once"),
-        ("kivi:group=31", "cache kivi: group 31 should be an even number"),
+        ("kivi:group=31", "group size 31 should be an even number"),
         ("kivi:group=few", "group should be a whole number, not 'few'"),
         ("int8:bits=2", "'bits=2' should be left out, or the cache should be int8:lower=host.* or int8:host.*; int8 has no settings"),
         ("kivy", "cache 'kivy' should be full or full:host or int8 or int8:lower=host or int8:host or kivi"),
@@ -185,6 +185,7 @@ def test_settings_that_do_not_fit():
     with pytest.raises(InputError, match="group size 12 should divide residual, 64"):
         CacheConfig.parse("kivi:group=12,residual=64", 4).empty(model.config, **sizes)
     assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)
+    assert CacheConfig.parse("kivi:group=8", 4).group_size_for(16) == 8 and CacheConfig.parse("kivi:bits=1", 4).group_size_for(16) == 4
     (layer, _) = CacheConfig.parse("kivi:group=8,residual=16", 4).empty(model.config, **sizes).layers
     assert (layer.keys.group_tokens, layer.values.scale.shape[3]) == (8, 2)
 

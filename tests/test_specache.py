@@ -18,6 +18,7 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import FULL_PRECISION
 from pallas_kernels.gather import taken
 from pallas_kernels.replaced_attention.choice import largest
+from qspec_jax.bench import timing
 from qspec_jax.caches import specache as specache_cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
@@ -245,17 +246,20 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
     sizes = SIZES | {"dtype": jnp.float32}
     caches = {store: CacheConfig.parse(cache_of(store=store), 4).empty(model.config, **sizes) for store in ("device", "host")}
     tokens = jnp.zeros((3, 2), jnp.int32)
-    traced = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(caches["host"])
-    waits = [len(equation.invars) for equation in traced.eqns if equation.primitive.name == "optimization_barrier"]
-    assert 2 * model.config.num_layers in waits
+    for store, cache in caches.items():
+        traced = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(cache)
+        waits = [len(equation.invars) for equation in traced.eqns if equation.primitive.name == "optimization_barrier"]
+        assert (2 * model.config.num_layers in waits) == (store == "host")
     assert caches["host"].compiler_options == {}
-    monkeypatch.setattr(specache_cache.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(specache_cache, "platform", lambda: "gpu")
     assert caches["host"].compiler_options == {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     assert caches["device"].compiler_options == {}
     monkeypatch.undo()
     monkeypatch.setattr(specache_cache.SpeCache, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         generate(model, PROMPTS, config=specache(k=4))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        timing.loop(lambda cache: (cache,), 1).compile((caches["host"],), ())
 
 
 @pytest.mark.parametrize(

@@ -61,16 +61,17 @@ class Plan:
 
     @property
     def turns(self) -> int:
-        """Turns in which a warp reads the lines of a KV head: in turn i number i and every so many behind it."""
+        """Turns in which the lines of a KV head are read: turn i reads lines i, i + turns, i + 2 turns and so on."""
         return math.ceil(self.n * self.lines / (AT_ONCE * self.lines_at_a_time))
 
     @property
     def all_turns(self) -> int:
+        """Turns of all KV heads of all rows, those of one after those of another."""
         return self.positions // self.n * self.turns
 
     @property
     def trips(self) -> int:
-        """Turns of a warp, one after the other."""
+        """Turns of a warp, which follow each other; the last warps may have fewer."""
         return math.ceil(self.all_turns / (BLOCKS * WARPS))
 
 

@@ -27,13 +27,11 @@ from qspec_jax.models.prompts import by_heads
 class KiviSettings:
     """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a multiple of
     the group size. rule: where the two levels of 1-bit codes lie, "extremes" at a group's minimum and maximum (KIVI), or "centred" a
-    quarter of the range inside them (SpeCache); with 2 bits it makes no difference. group: tokens of a group of keys, and channels of one
-    of values; None: the group size of all caches."""
+    quarter of the range inside them (SpeCache); with 2 bits it makes no difference."""
 
     bits: int = 2
     residual: int = 128
     rule: str = "centred"
-    group: int | None = dataclasses.field(default=None, metadata={"parse": int, "values": "a whole number"}, kw_only=True)
 
     name: ClassVar[str] = "kivi"
 
@@ -41,8 +39,6 @@ class KiviSettings:
         if self.bits not in BITS:
             raise InputError(f"cache {self.name}: bits {self.bits} should be {' or '.join(map(str, BITS))}")
         check_tokens(self.name, "residual", self.residual)
-        if self.group is not None and (self.group < 2 or self.group % 2):
-            raise InputError(f"cache {self.name}: group {self.group} should be an even number, at least 2")
         if self.rule not in RULES:
             raise InputError(f"cache {self.name}: rule {self.rule!r} should be {' or '.join(RULES)}")
 
@@ -74,9 +70,8 @@ class KiviCache(Cache):
 
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
-        """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values, where the settings have none. Raises
-        InputError for one that does not divide both."""
-        group_size = settings.group or group_size
+        """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values. Raises InputError for one that does
+        not divide both residual and head_dim."""
         for what, size in (("residual", settings.residual), ("the model's head_dim", model.head_dim)):
             if size % group_size:
                 raise InputError(f"group size {group_size} should divide {what}, {size}")

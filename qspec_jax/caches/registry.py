@@ -99,7 +99,8 @@ class CacheConfig:
     @classmethod
     def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
         """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64; behind a name that has a colon itself a comma
-        comes before the settings, as in int8:lower=host,resident=0.5. Raises InputError for an unknown name or setting, and for a value
+        comes before the settings, as in int8:lower=host,resident=0.5. A cache with a default group size of its own has the setting group,
+        which counts before `group_size`. Raises InputError for an unknown name or setting, and for a value
         that is no such setting's."""
         kind, mark, rest = text.partition(":")
         for name in CACHES:
@@ -112,6 +113,8 @@ class CacheConfig:
             return plain
         fields = {} if plain.settings is None else {field.name: field for field in dataclasses.fields(plain.settings)}
         kinds = {name: field.metadata.get("parse", field.type) for name, field in fields.items()}
+        if hasattr(CACHES[kind], "default_group"):
+            kinds["group"] = int
         given: dict[str, Any] = {}
         for part in rest.split(","):
             name, equals, value = part.partition("=")
@@ -121,9 +124,11 @@ class CacheConfig:
             try:
                 given[name] = kinds[name](value)
             except ValueError:
-                values = fields[name].metadata.get("values", "a whole number" if kinds[name] is int else "a number")
+                metadata = fields[name].metadata if name in fields else {}
+                values = metadata.get("values", "a whole number" if kinds[name] is int else "a number")
                 raise InputError(f"cache {text!r}: {name} should be {values}, not {value!r}") from None
-        return dataclasses.replace(plain, settings=dataclasses.replace(plain.settings, **given))
+        size = given.pop("group", group_size)
+        return dataclasses.replace(plain, group_size=size, settings=dataclasses.replace(plain.settings, **given))
 
     @property
     def takes_group_size(self) -> bool:

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import decode_attention
+from pallas_kernels.dispatch import platform
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
@@ -37,7 +38,7 @@ STORE = ("device", "host")
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
-    """bits, residual, rule, group: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones.
+    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones.
     fetch: "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so in rows whose guess was right, and
     in the others reads what the pass itself chooses; "now" always reads what the pass itself chooses. store: where the whole cache in full
     precision is, "host" or "device" memory."""
@@ -167,13 +168,13 @@ class SpeCache(Cache):
     def compiler_options(self):
         # Nothing that a layer fetches for the next pass is needed before. The GPU goes on with the following layers meanwhile, if XLA lets
         # its graph start whatever does not wait for results.
-        overlapped = self.settings.in_host_memory and jax.default_backend() == "gpu"
+        overlapped = self.settings.in_host_memory and platform() == "gpu"
         return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if overlapped else {}
 
     def advance(self, layers, tokens):
         if not self.settings.in_host_memory:
             return super().advance(layers, tokens)
-        # Until all layers have fetched, nothing else is put where one of them writes: what comes later would have to wait for it.
+        # Until all layers have fetched, XLA puts nothing else where one of them writes: the kernels that come later would have to wait.
         fetched = lax.optimization_barrier(tuple(layer.fetched for layer in layers))
         return super().advance(tuple(dataclasses.replace(layer, fetched=new) for layer, new in zip(layers, fetched)), tokens)
 

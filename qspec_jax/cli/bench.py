@@ -289,7 +289,7 @@ def bench_decode(
             dtype, source = loading.stored_dtype(shape), ARCHITECTURES[arch] if arch else model
             each = tqdm(contexts, desc="transformers", unit="context", leave=False, disable=True if as_json else None)
             beside = [transformers_decode.measure(source, context, dtype=dtype, seed=seed) for context in each]
-        place = place_of(devices, distributed=False)
+        name, place = arch or str(model), place_of(devices, distributed=False)
         if arch is not None or random_weights:
             network = random_model(shape, seed=seed, mesh=place)
             make_int4 = lambda: random_int4(network)
@@ -297,7 +297,7 @@ def bench_decode(
             network, _ = load(model, None, quiet=as_json, place=place)
             make_int4 = lambda: int4_model(network, directory=model)
         report = decode.run(
-            str(model) if arch is None else arch if layers is None else f"{arch}, {layers} of {architecture(arch).num_layers} layers",
+            name if layers is None else f"{name}, {layers} of {architecture(arch).num_layers} layers",
             network,
             functools.cache(make_int4),
             contexts,

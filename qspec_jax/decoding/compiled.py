@@ -69,8 +69,8 @@ class Compiled:
     _all: ClassVar[WeakSet["Compiled"]] = WeakSet()
 
     def __init__(self, function: Callable, *, passes: bool = False, **jit_options):
-        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache adds
-        options of XLA, see `AppendedCache.compiler_options`."""
+        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache adds options of XLA, see
+        `AppendedCache.compiler_options`."""
         self._function, self._passes, self._jit_options = function, passes, jit_options
         self.programs: dict[Any, _Program] = {}
         with _lock:
@@ -143,8 +143,9 @@ class Compiled:
             raise
 
     def _trace(self, program: _Program, args: tuple, static: dict[str, Any]) -> jax.stages.Traced:
-        mesh, options = mesh_of(args), _options_of(args) if self._passes else {}
+        mesh = mesh_of(args)
         with dispatch.on(*(() if mesh is None else mesh.devices.flat)):
+            options = _options_of(args) if self._passes else {}
             if mesh is None:
                 jitted = self._jitted(self._function, options)
                 program.traced = self._traced_with_host_memory(args, static, options) or jitted.trace(*args, **static)
