@@ -2,10 +2,9 @@
 
 XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
 
-XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation, which is
-done anew for each read until the page has been looked up. So a token's key and value lie together, and a warp that has several turns does
-not read neighbours at the same time: of the tokens of a KV head it takes every so many, and then those behind them, whose pages, where the
-positions are in order, have been looked up meanwhile (docs/kernels.md, "Single tokens of host memory").
+XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation: each
+token is a page of host memory to be looked up. So a token's key and value lie together, and few warps read at a time, each of them tokens
+that follow each other (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -60,19 +59,14 @@ class Plan:
         return LINE // self.line
 
     @property
-    def turns(self) -> int:
-        """Turns in which the lines of a KV head are read: turn i reads lines i, i + turns, i + 2 turns and so on."""
-        return math.ceil(self.n * self.lines / (AT_ONCE * self.lines_at_a_time))
-
-    @property
-    def all_turns(self) -> int:
-        """Turns of all KV heads of all rows, those of one after those of another."""
-        return self.positions // self.n * self.turns
+    def together(self) -> int:
+        """Lines that a warp has under way."""
+        return AT_ONCE * self.lines_at_a_time
 
     @property
     def trips(self) -> int:
-        """Turns of a warp, which follow each other; the last warps may have fewer."""
-        return math.ceil(self.all_turns / (BLOCKS * WARPS))
+        """Turns of a warp, each of `together` lines."""
+        return math.ceil(self.positions * self.lines / (BLOCKS * WARPS * self.together))
 
 
 def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str | None:
@@ -121,45 +115,48 @@ def run(
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """Emits a block, each warp of which has turns that follow each other."""
+    """Emits a block, each warp of which has lines that follow each other."""
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread = ptx.thread_index()
     warp, lane = ptx.block_index() * WARPS + (thread >> 5), thread & 31
     own, piece = lane // plan.lanes, lane % plan.lanes * PIECE
+    last = ptx.i32(plan.positions * plan.lines - 1)
+
     within = lambda name, size, head, index: at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
 
-    def places(head, positions: list) -> list:
+    def places(heads, positions) -> list:
         """Where each token is among those of its KV head that are fetched already; -1 if it is not."""
         words = 4 if plan.fetched % 4 == 0 else 1
-        start = at["fetched_positions"] + ptx.i64(head * plan.fetched) * 4
         # A position of -1 stands for no token.
-        wanted = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
+        positions = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
 
-        def compare(i, found: list) -> list:
+        def compare(i, found):
             first = i * words
-            for j, other in enumerate(ptx.load_global(start + ptx.i64(first) * 4, words)):
-                found = [ptx.select(other == position, first + j, place) for position, place in zip(wanted, found)]
+            for number, (head, position) in enumerate(zip(heads, positions)):
+                others = ptx.load_global(at["fetched_positions"] + (ptx.i64(head) * plan.fetched + ptx.i64(first)) * 4, words)
+                for j, other in enumerate(others):
+                    found[number] = ptx.select(other == position, first + j, found[number])
             return found
 
-        return ptx.loop(ptx.i32(0), ptx.i32(plan.fetched // words), [ptx.i32(-1)] * len(wanted), compare)
+        return ptx.loop(ptx.i32(0), ptx.i32(plan.fetched // words), [ptx.i32(-1)] * len(heads), compare)
 
-    def turn(i, _):
-        head, first = i // plan.turns, i % plan.turns
+    def trip(i, _):
+        first = (i * (BLOCKS * WARPS) + warp) * plan.together + own
         # Past the end the last line is copied again, to the same place.
-        numbers = [first + plan.turns * (own + plan.lines_at_a_time * j) for j in range(AT_ONCE)]
-        lines = [ptx.minimum(number, ptx.i32(plan.n * plan.lines - 1)) for number in numbers]
-        tokens = [head * plan.n + line // plan.lines for line in lines]
+        lines = [ptx.minimum(first + plan.lines_at_a_time * j, last) for j in range(AT_ONCE)]
+        tokens = [line // plan.lines for line in lines]
         parts = [ptx.i64(line % plan.lines * plan.line + piece) for line in lines]
+        heads = [token // plan.n for token in tokens]
         positions = [ptx.load_global(at["positions"] + ptx.i64(token) * 4)[0] for token in tokens]
         clipped = [ptx.minimum(ptx.maximum(position, ptx.i32(0)), ptx.i32(plan.size - 1)) for position in positions]
-        sources = [within("store", plan.size, head, index) for index in clipped]
+        sources = [within("store", plan.size, head, index) for head, index in zip(heads, clipped)]
         if plan.fetched:
-            there = places(head, positions)
-            known = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for place in there]
+            there = places(heads, positions)
+            known = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, there)]
             sources = [ptx.select(place < 0, source, other) for place, source, other in zip(there, sources, known)]
         loaded = [ptx.load_global(source + part, 4) for source, part in zip(sources, parts)]
         for token, part, words in zip(tokens, parts, loaded):
             ptx.store_global_words(at["tokens"] + ptx.i64(token) * plan.token_bytes + part, *words)
         return ()
 
-    ptx.loop(warp * plan.trips, ptx.minimum((warp + 1) * plan.trips, ptx.i32(plan.all_turns)), (), turn)
+    ptx.loop(ptx.i32(0), ptx.i32(plan.trips), (), trip)
