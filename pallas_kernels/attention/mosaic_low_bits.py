@@ -31,7 +31,7 @@ FULL_TILE = 16  # tokens in full precision
 WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
 WAVES = 6  # most blocks for each multiprocessor that `_splits` tries
 NO_LOGIT = -1e30  # less than any logit
-STAGES = 3  # tiles that a warp has room for in shared memory
+STAGES = 2  # tiles that a warp has room for in shared memory
 
 PIECE = 16  # bytes that a lane copies at a time
 RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled

@@ -3,11 +3,20 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, LARGER, NO_LOGIT, PIECE, RISE, STAGES, TILE, Plan
 from pallas_kernels.gpu import fragments, numerics, ptx
+
+
+class LeftOut(NamedTuple):
+    """Tokens of a tile that do not count. known: whether this lane knows of any; without: makes the products of all of them minus infinity,
+    those that other lanes know of too."""
+
+    known: ptx.Value
+    without: Callable
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -133,9 +142,7 @@ class Warp:
             self._copy(i + (STAGES - 1), last, others[-1], sources)
             products, zero = self._key_products(slot, queries, of_zeros)
             unit = self.to_base_2 * 2.0 ** -(CODE + LARGER)
-            if plan.replaced is not None:
-                products = self._without(i, positions, products)
-            weights, state = self._weigh(products, unit, [x * unit for x in zero], state, LARGER)
+            weights, state = self._weigh(products, unit, [x * unit for x in zero], state, LARGER, self._replaced_within(i, positions))
             if plan.replaced is not None:
                 self._store_weights(i, weights, state["top"])
             state = self._add_values(slot, list(map(fragments.transpose, weights)), state)
@@ -152,7 +159,8 @@ class Warp:
         # Bytes as halves of words: of channels 16 s + 4 t and 16 s + 4 t + 1, then of the two after them.
         halves = [list(map(numerics.spread_bytes, words)) for words in self._load_codes("key_codes", slot, transposed=False)]
         start = slot + self.t * 8 + plan.parts["key_scale"][0]
-        products = [none, none]
+        # Those of `scaled` and of `rest`, which do not wait for each other.
+        products = [[none, none], [none, none]]
         for s, query in enumerate(queries):
             (h, _), mask = plan.place(s), plan.mask(s)
             scales = ptx.load_shared(start + 2 * CHUNK * s, 2)
@@ -161,8 +169,9 @@ class Warp:
             rest = [numerics.fms_bf16(x, scale, y) for x, scale, y in zip(query, scales, scaled)]
             for m in range(2):
                 codes = [halves[h][j][half] & mask for half in (0, 1) for j in (2 * m, 2 * m + 1)]
-                for second in (scaled, rest):
-                    products[m] = fragments.mma(products[m], codes, second, "bf16")
+                for both, second in zip(products, (scaled, rest)):
+                    both[m] = fragments.mma(both[m], codes, second, "bf16")
+        products = [tuple(x + y for x, y in zip(*both)) for both in zip(*products)]
         # Rows 0 to 7 and 8 to 15 of the first operand are two words apart, and so go with other queries: of each product one half is used.
         first, second = none, none
         start = slot + self.t * 16 + plan.parts["key_zero"][0]
@@ -180,8 +189,10 @@ class Warp:
         of = lambda i: ptx.load_global(first + ptx.i64(ptx.minimum(self.lane + i, ptx.i32(plan.replaced - 1))) * 4)[0]
         return [ptx.select(self.lane + i < plan.replaced, of(i), ptx.i32(-1)) for i in range(0, plan.replaced, 32)]
 
-    def _without(self, tile, positions: list, products: list) -> list:
-        """Products in which tokens that are replaced are minus infinity. Few tiles have any."""
+    def _replaced_within(self, tile, positions: list) -> LeftOut | None:
+        """Those tokens of a tile that are replaced; None where the kernel replaces none."""
+        if not positions:
+            return None
         offsets = [position - tile * TILE for position in positions]
         within = [(offset & -TILE) == 0 for offset in offsets]
 
@@ -191,26 +202,38 @@ class Warp:
             out = lambda m, c: (mine & 1 << 16 * m + 8 * (c // 2)) != 0
             return [tuple(ptx.select(out(m, c), ptx.f32(-math.inf), x) for c, x in enumerate(tile)) for m, tile in enumerate(products)]
 
-        return ptx.changed_if(ptx.ballot(functools.reduce(lambda a, b: a | b, within)) != 0, products, without)
+        return LeftOut(functools.reduce(lambda a, b: a | b, within), without)
 
-    def _weigh(self, products: list, unit: float, offsets: list, state: dict, power: int) -> tuple[list, dict]:
+    def _weigh(
+        self, products: list, unit: float, offsets: list, state: dict, power: int, left_out: LeftOut | None = None
+    ) -> tuple[list, dict]:
         """Pairs of softmax weights of this lane's two queries [of 8 tokens], and the state relative to the same top. The logits, to base 2,
-        are products times unit, plus offsets. power: the weights are 2^power times as large."""
+        are products times unit, plus offsets. power: the weights are 2^power times as large, those of tokens that are left out 0."""
         logit = lambda x, c: numerics.fma(x, ptx.f32(unit), offsets[c])
-        mine = [functools.reduce(ptx.maximum, [x for tile in products for x in tile[c::2]]) for c in (0, 1)]
-        highest = [logit(x, c) for c, x in enumerate(mine)]
 
-        def risen(held: dict) -> dict:
-            top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest)]
+        def highest(products: list) -> list:
+            mine = [functools.reduce(ptx.maximum, [x for tile in products for x in tile[c::2]]) for c in (0, 1)]
+            return [logit(x, c) for c, x in enumerate(mine)]
+
+        def changed(carry: tuple) -> tuple:
+            products, held = carry
+            if left_out is not None:
+                products = left_out.without(products)
+            top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest(products))]
             decay = [numerics.exp2(old - new) for old, new in zip(held["top"], top)]
             # Leaves alternate between this lane's two queries.
             leaves, structure = jax.tree.flatten({name: x for name, x in held.items() if name != "top"})
-            return {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
+            return products, {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
 
-        # Rarely taken: in floating point, weights up to 2^RISE are as exact as those up to 1.
-        rises = ptx.any_greater([(x, top + RISE) for x, top in zip(highest, state["top"])])
+        # Few tiles have tokens to leave out, few raise the top: one branch for both. In floating point, weights up to 2^RISE are as exact
+        # as those up to 1.
+        found = highest(products)
+        if left_out is not None:
+            found[0] = ptx.select(left_out.known, ptx.f32(math.inf), found[0])
+        rare = ptx.any_greater([(x, top + RISE) for x, top in zip(found, state["top"])])
         held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
-        state = {**state, **ptx.changed_if(rises == 1, held, risen)}
+        products, held = ptx.changed_if(rare == 1, (products, held), changed)
+        state = {**state, **held}
         starts = [offset - top + power for offset, top in zip(offsets, state["top"])]
         weights = [[numerics.exp2(numerics.fma(x, ptx.f32(unit), starts[c % 2])) for c, x in enumerate(tile)] for tile in products]
         added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
