@@ -14,6 +14,7 @@ from runs import prepared, random_model, random_prompts, run_rounds
 
 from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
+from qspec_jax.caches import host_memory
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.offloaded import OffloadedPlanesCache
 from qspec_jax.caches.prefill import embedded, through_layers
@@ -34,6 +35,22 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import model_mesh
+
+
+def test_many_rows_are_written_in_a_loop(monkeypatch):
+    """XLA takes minutes to compile a write for each row of each layer. Some trips write several rows, and the last fewer."""
+    monkeypatch.setattr(host_memory, "ROWS_AT_ONCE", 2)
+    held, new = np.zeros((5, 2, 9, 3), np.float32), np.random.default_rng(0).standard_normal((5, 2, 4, 3)).astype(np.float32)
+    at = jnp.array([0, 5, 2, 1, 3], jnp.int32)
+    there = jax.device_put(held, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    program = jax.jit(host_memory.written, donate_argnums=0).lower(there, new, at)
+    assert "stablehlo.while" in program.as_text()
+    found = program.compile()(there, new, at)
+    for b, start in enumerate(at):
+        held[b, :, start : start + 4] = new[b]
+    np.testing.assert_array_equal(found, held)
+    assert in_host(found)
+
 
 CONFIG = GenerationConfig(max_new_tokens=30, cache="int8", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 PROMPTS = random_prompts([41, 20, 7])

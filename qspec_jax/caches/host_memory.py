@@ -18,6 +18,7 @@ from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
 
+ROWS_AT_ONCE = 16  # that are written in a trip of a loop; fewer rows need no loop
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -70,9 +71,13 @@ def to_device(x: Array) -> Array:
 def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
     """The array, which is in host memory, with new[b] in place of as many entries of axis 2 from at[b] on. new: on the device."""
     zero = jnp.zeros_like(at[0])
-    for b in range(at.shape[0]):  # for a scatter into host memory goes wrong on a GPU (openxla/xla#34565)
-        held = lax.dynamic_update_slice(held, to_host(new[b : b + 1]), (zero + b, zero, at[b], *(zero,) * (held.ndim - 3)))
-    return held
+
+    def put(b: Int[Array, ""], held: Array) -> Array:  # for a scatter into host memory goes wrong on a GPU (openxla/xla#34565)
+        row = lax.dynamic_slice_in_dim(new, b, 1)
+        return lax.dynamic_update_slice(held, to_host(row), (b.astype(at.dtype), zero, at[b], *(zero,) * (held.ndim - 3)))
+
+    # A loop, for XLA takes minutes to compile thousands of writes, of hundreds of rows of all layers.
+    return lax.fori_loop(0, at.shape[0], put, held, unroll=ROWS_AT_ONCE)
 
 
 def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
