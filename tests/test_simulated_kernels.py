@@ -116,6 +116,19 @@ def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
     assert np.isfinite(np.asarray(attended, np.float32)).all() and not np.isnan(share).any()
 
 
+def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_tokens):
+    q, layer, lengths = test_low_bits_gpu.problem(1, 1, 2, 1, 128, 32, outliers=False)
+    q = q.at[:, 0, :, 5].set(jnp.array([1, -1], q.dtype))
+    layer = dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, zero=layer.keys.zero.at[2, 0, 1, 5].set(jnp.inf)))
+    # Known to lanes that work for these two queries alone.
+    at = np.array([65, 70, 76, 92])
+    positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, ::4].set(at)
+    replaced = Replaced(positions, jnp.ones((4, 1, 16, 2, 128), jnp.bfloat16))
+    found = low_bits.run(low_bits.Plan.of(q, layer, 16), q, lengths, layer, replaced)
+    weights = np.asarray(found["weights"][2, 0, :448, 1], np.float32)
+    assert np.isfinite(weights).all() and not weights[at].any() and weights[64:96].any()
+
+
 @pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
 def test_few_multiprocessors_wait_for_the_last_blocks(monkeypatch, heads):
     monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)

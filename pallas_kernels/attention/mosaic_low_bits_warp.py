@@ -227,10 +227,9 @@ class Warp:
 
         # Few tiles have tokens to leave out, few raise the top: one branch for both. In floating point, weights up to 2^RISE are as exact
         # as those up to 1.
-        found = highest(products)
-        if left_out is not None:
-            found[0] = ptx.select(left_out.known, ptx.f32(math.inf), found[0])
-        rare = ptx.any_greater([(x, top + RISE) for x, top in zip(found, state["top"])])
+        rises = [(x, top + RISE) for x, top in zip(highest(products), state["top"])]
+        known = [] if left_out is None else [(ptx.select(left_out.known, ptx.f32(1.0), ptx.f32(0.0)), ptx.f32(0.0))]
+        rare = ptx.any_greater([*rises, *known])
         held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
         products, held = ptx.changed_if(rare == 1, (products, held), changed)
         state = {**state, **held}
