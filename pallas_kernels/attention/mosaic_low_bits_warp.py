@@ -12,8 +12,8 @@ from pallas_kernels.gpu import fragments, numerics, ptx
 
 
 class LeftOut(NamedTuple):
-    """Tokens of a tile that do not count. known: whether this lane knows of any; without: makes the products of all of them minus infinity,
-    those that other lanes know of too."""
+    """Tokens of a tile that do not count. known: whether the position of one is among those that this lane holds. without: makes a lane's
+    products with such tokens minus infinity, whichever lane holds their positions; all lanes call it together."""
 
     known: ptx.Value
     without: Callable

@@ -2,9 +2,9 @@
 
 XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
 
-XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation: each
-token is a page of host memory to be looked up. So a token's key and value lie together, and few warps read at a time, each of them tokens
-that follow each other (docs/kernels.md, "Single tokens of host memory").
+XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation: for each
+token an address has to be looked up, which is quicker if others close to it are looked up at the same time. So a token's key and value lie
+together, and in each trip of the warps' loop they all read tokens that follow each other (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -60,12 +60,12 @@ class Plan:
 
     @property
     def together(self) -> int:
-        """Lines that a warp has under way."""
+        """Lines that a warp reads in a trip."""
         return AT_ONCE * self.lines_at_a_time
 
     @property
     def trips(self) -> int:
-        """Turns of a warp, each of `together` lines."""
+        """Trips of each warp. In trip i all warps read the lines that follow those of trip i - 1, `together` each."""
         return math.ceil(self.positions * self.lines / (BLOCKS * WARPS * self.together))
 
 
@@ -115,7 +115,7 @@ def run(
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """Emits a block, each warp of which has lines that follow each other."""
+    """Emits a block: the trips of its warps."""
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread = ptx.thread_index()
     warp, lane = ptx.block_index() * WARPS + (thread >> 5), thread & 31

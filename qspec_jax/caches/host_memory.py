@@ -18,7 +18,7 @@ from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
 
-ROWS_AT_ONCE = 16  # that are written in a trip of a loop; fewer rows need no loop
+ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; so many or fewer take no loop
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -72,11 +72,12 @@ def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
     """The array, which is in host memory, with new[b] in place of as many entries of axis 2 from at[b] on. new: on the device."""
     zero = jnp.zeros_like(at[0])
 
-    def put(b: Int[Array, ""], held: Array) -> Array:  # for a scatter into host memory goes wrong on a GPU (openxla/xla#34565)
+    # One row after the other, for a scatter into host memory goes wrong on a GPU (openxla/xla#34565).
+    def put(b: Int[Array, ""], held: Array) -> Array:
         row = lax.dynamic_slice_in_dim(new, b, 1)
         return lax.dynamic_update_slice(held, to_host(row), (b.astype(at.dtype), zero, at[b], *(zero,) * (held.ndim - 3)))
 
-    # A loop, for XLA takes minutes to compile thousands of writes, of hundreds of rows of all layers.
+    # XLA takes minutes to compile a program with a write for each of hundreds of rows and each layer.
     return lax.fori_loop(0, at.shape[0], put, held, unroll=ROWS_AT_ONCE)
 
 
@@ -84,7 +85,7 @@ def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
     """The array with k others of its rows, which are in the same memory."""
     if not in_host(held):
         return held.at[slots].set(rows)
-    for i in range(rows.shape[0]):  # as in `written`
+    for i in range(rows.shape[0]):  # no scatter: see `written`. They are few
         at = slots[i], *(jnp.zeros_like(slots[i]),) * (held.ndim - 1)
         held = lax.dynamic_update_slice(held, rows[i : i + 1], at)
     return held
