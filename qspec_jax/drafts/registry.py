@@ -70,6 +70,8 @@ def parse_draft(text: str) -> DraftSettings | None:
         return CombinedSettings(*_two_drafts(text))
     # Those that drafts share stand behind a draft's own.
     fields = {field.name: field.type for field in sorted(dataclasses.fields(DRAFTS[name]), key=lambda field: field.kw_only)}
+    if settings and not fields:
+        raise InputError(f"draft {text!r}: {name} has no settings as a draft; the cache {name} has: --cache {name}:bits=1, for one")
     given = {}
     for part in settings:
         setting, equals, value = part.partition("=")
