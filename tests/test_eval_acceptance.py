@@ -319,7 +319,11 @@ def test_bad_lists(fails, directory, file, gammas, word):
 
 
 def test_no_drafts_are_refused_before_texts_are_read(fails, tmp_path):
-    fails(["eval", "acceptance", "--file", tmp_path / "nowhere", "--gamma", 0], "--gamma 0")
+    base = ["eval", "acceptance", "--file", tmp_path / "nowhere"]
+    fails([*base, "--gamma", 0], "--gamma 0")
+    fails([*base, "--draft", "none"], "--draft none: there is nothing to accept without a draft")
+    for draft in ("specache", "combine:prompt-lookup+specache"):
+        fails([*base, "--draft", draft], f"--draft {draft}: there is nothing to accept of a guess")
 
 
 def test_bad_plot_and_texts(fails, directory, file, tmp_path):

@@ -28,10 +28,25 @@ from qspec_jax.bench import (
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.checkpoints import huggingface, loading
-from qspec_jax.cli.options import ALL, Devices, DevicesOfModel, DtypeOption, Gamma, Json, Output, Seed, devices_of, load, place_of, show
-from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
+from qspec_jax.cli.options import (
+    ALL,
+    Devices,
+    DevicesOfModel,
+    DtypeOption,
+    Gamma,
+    Json,
+    Output,
+    Seed,
+    check_proposes,
+    devices_of,
+    load,
+    place_of,
+    show,
+)
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
@@ -449,8 +464,9 @@ def bench_end_to_end(
     methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
     if not any(method.speculative for method in methods):
         raise InputError("--draft none is the baseline, which is always measured; name a draft")
-    if any(method.draft == SPECACHE for method in methods):
-        raise InputError(f"--draft {SPECACHE} is lossy, and its guess is no draft; bench decode measures it")
+    for method in methods:
+        if method.speculative:
+            check_proposes(method.draft, parse_draft(method.draft))
     if plot:
         plots.check(plot, output)
     with output_to(output) as write:

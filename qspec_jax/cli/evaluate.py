@@ -31,13 +31,14 @@ from qspec_jax.cli.options import (
     Seed,
     SensitiveLayers,
     check_group_size,
+    check_proposes,
     chosen_draft,
     load,
     number_list,
     show,
     with_sensitive_layers,
 )
-from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
@@ -62,7 +63,11 @@ Mode = enum.StrEnum("Mode", {mode.replace("-", "_"): mode for mode in acceptance
 Style = enum.StrEnum("Style", list(needle.FORMATS))
 Drafts = Annotated[
     list[str] | None,
-    typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help=f"{', '.join(DRAFTS)}; may be given several times: quantspec."),
+    typer.Option(
+        "--draft",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"{', '.join(name for name in DRAFTS if name != SPECACHE)}; may be given several times: quantspec.",
+    ),
 ]
 
 
@@ -263,8 +268,7 @@ def _chosen_drafts(texts: list[str], bits: int | None, planes: int | None, sensi
     chosen = {}
     for text in texts:
         settings = parse_draft(text)
-        if settings is None:
-            raise InputError(f"--draft {text}: there is nothing to accept without a draft")
+        check_proposes(text, settings)
         old = {} if bits is None else {"weight_bits": bits}
         if planes is not None:
             old["cache"] = {1: "int4", 2: "int8"}.get(planes, str(planes))
