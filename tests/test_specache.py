@@ -269,7 +269,7 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
         (dict(cache="specache:fetch=later"), "cache specache: fetch 'later' should be ahead, checked or now"),
         (dict(cache="specache:store=disk"), "cache specache: store 'disk' should be device or host"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
-        (dict(draft="specache", num_speculative_tokens=4), "makes one guess a round"),
+        (dict(draft="specache", num_speculative_tokens=4), r"\(gamma\) 4 should be 1: draft specache makes one guess a round"),
         (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),
         (dict(cache="specache", draft="auto"), "not auto"),
         (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),

@@ -345,7 +345,10 @@ def bench_batch(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded at a time.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="Tokens of a prompt, log-uniform.")] = "64-2048",
     new_tokens: Annotated[str, typer.Option(metavar="LEAST-MOST", help="New tokens after a prompt, log-uniform.")] = "16-512",
-    num_speculative_tokens: Gamma = GAMMA,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option("--gamma", "--num-speculative-tokens", help=f"Most drafts of a round: {GAMMA}, or 1 for specache, if not given."),
+    ] = None,
     draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = GenerationConfig.draft,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     simulate_ratio: Annotated[
@@ -367,10 +370,12 @@ def bench_batch(
     if arch is not None and (file or dtype):
         raise InputError("--file and --dtype go with --model; --arch has random prompts, and weights in bfloat16")
     lengths, new = _bounds("--prompt-tokens", prompt_tokens, 1), _bounds("--new-tokens", new_tokens, 2)  # the first is prefill's
-    _check_gamma(num_speculative_tokens)
+    parse_draft(draft)  # which raises InputError for auto, whose gamma would be open
+    config = GenerationConfig(draft=draft, num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
+    _check_gamma(config.num_speculative_tokens)
     several = devices_of(devices)
     left_out = {way for way, asked in (("fixed", fixed), ("one by one", one_by_one), (batch.SEVERAL, len(several) > 1)) if not asked}
-    rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, num_speculative_tokens)
+    rate = None if simulate_ratio is None else rate_of_ratio(simulate_ratio, config.num_speculative_tokens)
     positions = (architecture(arch) if arch else huggingface.load_config(model)).max_length
     if lengths[1] + new[1] > positions:
         raise InputError(f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} exceed the model's {positions} positions")
@@ -386,7 +391,6 @@ def bench_batch(
             network, tokenizer = load(model, dtype, quiet=as_json)
             int4 = stored_int4(model, network)
             sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
-        config = GenerationConfig(draft=draft, num_speculative_tokens=num_speculative_tokens, temperature=temperature, ignore_eos=True)
         requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
         report = batch.run(
             arch or str(model),

@@ -113,7 +113,8 @@ class GenerationConfig:
         cache = self.cache_config
         if self.draft == SPECACHE:
             check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
-            check(self.num_speculative_tokens == 1, f"draft {SPECACHE} makes one guess a round: num_speculative_tokens (gamma) should be 1")
+            gamma = self.num_speculative_tokens
+            check(gamma == 1, f"num_speculative_tokens (gamma) {gamma} should be 1: draft {SPECACHE} makes one guess a round")
             check(
                 not self.adaptive and not self.min_draft_confidence,
                 f"draft {SPECACHE} is never adaptive: its guess is no draft",
