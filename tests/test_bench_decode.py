@@ -562,6 +562,14 @@ def test_lossy_caches(run, one_layer, caplog):
     assert code_of_drafts == 0 and drafting["draft"]["bytes"] == read(kivi)[0] < drafting["target"]["bytes"]
 
 
+@pytest.mark.parametrize("asked", [["--methods", "autoregressive"], ["--draft", "none", "--cache", "kivi"], ["--draft", "specache"]])
+def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monkeypatch, asked):
+    measured = lambda model, int4, cases, *_, **__: [decode_rows.DecodeRow("", 4096, case.gamma, "failed") for case in cases]
+    monkeypatch.setattr(decode, "measure", measured)
+    code, out, err = run("bench", "decode", "--arch", "tiny", *asked, "--max-new-tokens", 16, "--json")
+    assert code == 0 and {row["gamma"] for row in json.loads(out)["rows"]} <= {0, 1}, err
+
+
 def test_methods_over_other_caches(fails):
     found = decode_rows.select_methods([], ["quantspec", "none"], ["int8:lower=host", "int8"], baseline_cache="full:host")
     assert [(method.name, method.cache, method.draft) for method in found] == [
@@ -635,7 +643,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         ([], ["--arch", "--model"]),
         (["--arch", "tiny", "--method", "medusa"], ["medusa", "quantspec-kv-only"]),
         (["--arch", "tiny", "--gamma", 16], ["--gamma 16"]),
-        (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32"]),
+        (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32, four rounds of gamma 7"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance goes with"]),

@@ -3,6 +3,7 @@
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -276,7 +277,7 @@ def bench_decode(
         raise InputError("--simulate-inner-acceptance goes with --simulate-acceptance or --simulate-ratio")
     named = (name for names in method or [] for name in names.split(","))
     methods = decode_rows.select_methods(named, draft or [], cache or [], baseline_cache=baseline_cache)
-    gammas = _gammas(num_speculative_tokens, [6], max_new_tokens)
+    gammas = _gammas(num_speculative_tokens, [6], max_new_tokens, methods)
     if simulate_ratio and len(gammas) > 1:
         raise InputError("--simulate-ratio goes with one --gamma; with several give --simulate-acceptance")
     contexts, batch_sizes = list(dict.fromkeys(context or [4096])), sorted(set(batch_size or [1]))
@@ -464,13 +465,13 @@ def bench_end_to_end(
     as_json: Json = False,
 ):
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
-    gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens)
     methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
     if not any(method.speculative for method in methods):
         raise InputError("--draft none is the baseline, which is always measured; name a draft")
     for method in methods:
         if method.speculative:
             check_proposes(method.draft, parse_draft(method.draft))
+    gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens, methods)
     if plot:
         plots.check(plot, output)
     with output_to(output) as write:
@@ -495,16 +496,17 @@ def bench_end_to_end(
         end_to_end.plot(report, plot)
 
 
-def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int) -> list[int]:
+def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int, methods: Sequence[decode_rows.Method]) -> list[int]:
     """The numbers of drafts asked for, each once.
 
-    Raises InputError for one that the kernels cannot verify, or that leaves fewer than four rounds.
+    Raises InputError for one that the kernels cannot verify, and where one of the methods has fewer than four rounds.
     """
     gammas = list(dict.fromkeys(given or otherwise))
     for gamma in gammas:
         _check_gamma(gamma)
+    for gamma in (gamma for method in methods for gamma in method.gammas(gammas)):
         if max_new_tokens < 4 * (gamma + 1):
-            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least four rounds' {4 * (gamma + 1)}")
+            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least {4 * (gamma + 1)}, four rounds of gamma {gamma}")
     return gammas
 
 
