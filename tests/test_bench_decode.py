@@ -563,11 +563,13 @@ def test_lossy_caches(run, one_layer, caplog):
 
 
 @pytest.mark.parametrize("asked", [["--methods", "autoregressive"], ["--draft", "none", "--cache", "kivi"], ["--draft", "specache"]])
-def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monkeypatch, asked):
+def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monkeypatch, caplog, asked):
+    """Nor is there anything to accept, of which the report could warn."""
     measured = lambda model, int4, cases, *_, **__: [decode_rows.DecodeRow("", 4096, case.gamma, "failed") for case in cases]
     monkeypatch.setattr(decode, "measure", measured)
     code, out, err = run("bench", "decode", "--arch", "tiny", *asked, "--max-new-tokens", 16, "--json")
     assert code == 0 and {row["gamma"] for row in json.loads(out)["rows"]} <= {0, 1}, err
+    assert "acceptance" not in caplog.text
 
 
 def test_methods_over_other_caches(fails):
@@ -624,6 +626,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     path = tmp_path / "decode.png"
     code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-ratio", 0.8, "--plot", path)
     assert code == 0 and "in the mean 0.800 of those drafted" in " ".join(out.split())
+    assert " 0.0000010 " in out and " 0.0000020 " in out  # GB
     assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and "--simulate-ratio" not in caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
     each = ["--context", 64, "--simulate-ratio", 0.8, "--simulate-ratio", 0.9]  # beside the first context's 200

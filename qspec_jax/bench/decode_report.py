@@ -79,7 +79,7 @@ def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
     figure = lambda name, form: lambda row: number(form)(getattr(row, name))
     ratio = lambda row: number(".3f")(row.acceptance_ratio) + ("" if row.simulated_rate is None else " (sim.)")
     share = lambda row: number(".0%")(row.tokens_per_second_limit and row.tokens_per_second / row.tokens_per_second_limit)
-    gigabytes = lambda name: lambda row: number(".2f")(getattr(row, name) and getattr(row, name) / 1e9)
+    gigabytes = lambda name: lambda row: "-" if getattr(row, name) is None else _gigabytes(getattr(row, name))
     rows = {"rows": figure("batch_size", "d")}
     by_bytes = {"by bytes": figure("tokens_per_second_limit", ",.1f"), "of it": share}
     limit = {"byte limit": figure("byte_limit", ".2f"), "of it": figure("share_of_limit", ".0%")}
@@ -100,6 +100,11 @@ def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
         "copies": lambda row: "-" if row.cache_bytes is None or row.large_operations is None else str(len(row.large_operations)),
         "": lambda row: "" if row.status == "measured" else row.status,
     }
+
+
+def _gigabytes(size: int) -> str:
+    """In GB, with two digits behind the point, or as many as show two that are not 0."""
+    return f"{size / 1e9:.{max(2, 11 - len(str(size)))}f}"
 
 
 def plot(report: DecodeReport, path: Path) -> None:

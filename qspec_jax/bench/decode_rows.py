@@ -21,11 +21,12 @@ class Method:
 
     @property
     def speculative(self) -> bool:
-        return self.draft != NONE
+        """Whether it has drafts for the target to verify; SpeCache's guess is none."""
+        return self.draft not in (NONE, SPECACHE)
 
     def gammas(self, asked: Sequence[int]) -> Sequence[int]:
         """Returns those of the asked numbers of drafts a round that the method is measured with."""
-        return [1] if self.draft == SPECACHE else asked if self.speculative else [0]
+        return asked if self.speculative else [int(self.draft == SPECACHE)]
 
 
 METHODS = {

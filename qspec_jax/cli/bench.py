@@ -47,7 +47,7 @@ from qspec_jax.cli.options import (
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
-from qspec_jax.drafts.registry import parse_draft
+from qspec_jax.drafts.registry import NONE, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
@@ -466,11 +466,11 @@ def bench_end_to_end(
 ):
     """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
     methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
+    for method in methods:
+        if method.draft != NONE:
+            check_proposes(method.draft, parse_draft(method.draft))
     if not any(method.speculative for method in methods):
         raise InputError("--draft none is the baseline, which is always measured; name a draft")
-    for method in methods:
-        if method.speculative:
-            check_proposes(method.draft, parse_draft(method.draft))
     gammas = _gammas(num_speculative_tokens, [4, 6], max_new_tokens, methods)
     if plot:
         plots.check(plot, output)
