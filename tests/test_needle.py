@@ -202,7 +202,7 @@ def test_methods_that_do_not_go_together(caplog):
     for drafts, caches, words in (
         (["quantspec", "sparse"], ["kivi", "full"], "draft sparse reads groups"),
         (["quantspec"], ["int8:lower=host"], "cache 'int8:lower=host' gives the same tokens as on the device; give --cache int8"),
-        ([], ["specache:store=host"], "leave the setting out"),
+        ([], ["specache:bits=1,store=host"], "leave store=host out"),
         (["quantspec"], ["int4"], "cache 'int4' should be one of full, int8, kivi, specache, streaming-llm, h2o"),
         (["quantspec"], [""], "cache '' should be one of full, int8"),
         (["magic"], [], "'magic' should be one of"),

@@ -220,7 +220,9 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--cache", "int2"], "int2"),
+        (["--cache", "int2"], "cache 'int2' should be one of full, int8, kivi, specache, streaming-llm, h2o, int4"),
+        (["--cache", "int4:bits=1"], "cache 'int4:bits=1' should be one of full, int8"),
+        (["--cache", "specache:store=host,k=8"], "gives the same tokens as on the device; leave store=host out"),
         (["--cache", "kivi:bits=1", "--cache", "kivi:bytes=1"], "'bytes=1' should be one of"),
         (["--cache", "full:host"], "'full:host' gives the same tokens as on the device; give --cache full"),
         (["--scheme", "magic"], "magic"),

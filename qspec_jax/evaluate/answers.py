@@ -13,7 +13,7 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE
 from qspec_jax.errors import InputError
-from qspec_jax.evaluate.perplexity import ON_DEVICE, cache_view
+from qspec_jax.evaluate.perplexity import cache_view
 from qspec_jax.models.llama import Llama
 
 
@@ -46,10 +46,7 @@ def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ..
     """
     if not drafts and not caches:
         return METHODS
-    for cache in caches:
-        if cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):
-            raise InputError(f"cache {cache!r} should be one of {', '.join(ON_DEVICE)}")
-    alone = [SPECACHE if cache_view(cache).guesses else NONE for cache in caches]
+    alone = [SPECACHE if cache_view(cache, upper=False).guesses else NONE for cache in caches]
     found = []
     for draft in drafts or [None]:
         pairs = zip(alone, caches) if caches else [(NONE, None)]

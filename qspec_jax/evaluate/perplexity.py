@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -338,18 +339,28 @@ def check(model: Llama, texts: Sequence[Sequence[int]], max_new_tokens: int) -> 
     checked_prompts(model, [text[:-max_new_tokens] for text in texts], GenerationConfig(max_new_tokens=max_new_tokens))
 
 
-def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None) -> CacheView:
-    """A cache by its text, see `CacheConfig.parse`, read as the target reads it; `UPPER` is that plane of int8.
+def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int | None = None, upper: bool = True) -> CacheView:
+    """A cache by its text, see `CacheConfig.parse`, read as the target reads it; `UPPER`, where `upper` allows it, is that plane of int8.
 
     Raises InputError for an unknown cache or setting, and for a cache in host memory.
     """
     view = {FULL: FULL_PRECISION, UPPER: UPPER_PLANE}.get(cache, BOTH_PLANES)
+    known = [*ON_DEVICE, UPPER] if upper else ON_DEVICE
+    if cache not in known and cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):  # the name of int8 before version 0.2
+        raise InputError(f"cache {cache!r} should be one of {', '.join(known)}")
     config = CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme)
     if config.in_host_memory:
         there = config.kind.partition(":")[0]
-        instead = f"give --cache {there}" if there != config.kind else "leave the setting out that puts it in host memory"
+        instead = f"give --cache {there}" if there != config.kind else f"leave {_puts_in_host_memory(config.settings)} out"
         raise InputError(f"cache {cache!r} gives the same tokens as on the device; {instead}")
     return CacheView(config, view)
+
+
+def _puts_in_host_memory(settings: Any) -> str:
+    """The setting without which the cache would be on the device, as it stands in a text."""
+    without = lambda field: dataclasses.replace(settings, **{field.name: field.default})
+    name = next(field.name for field in dataclasses.fields(settings) if not without(field).in_host_memory)
+    return f"{name}={getattr(settings, name)}"
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:
