@@ -583,7 +583,10 @@ def test_methods_over_other_caches(fails):
     ]
     over_kivi = decode_rows.select_methods([], ["sparse", "snapkv"], ["kivi", "int8"])[1:]
     assert [method.name for method in over_kivi] == ["sparse, int8", "snapkv, kivi", "snapkv, int8"]
+    without = decode_rows.select_methods([], ["quantspec", "specache"], ["full", "kivi"])[1:]
+    assert [method.name for method in without] == ["quantspec, full", "quantspec, kivi"]
     fails([*FAST, "--draft", "sparse", "--cache", "kivi"], "draft sparse reads groups")
+    fails([*FAST, "--draft", "quantspec", "--draft", "magic"], "draft 'magic' should be one of")
     fails([*FAST, "--cache", "int8"], "--cache is the cache of drafts; give one with --draft")
     fails([*FAST, "--draft", "quantspec", "--cache", "int9"], "cache 'int9' should be full or")
     fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be left out")

@@ -199,8 +199,16 @@ def test_methods_that_do_not_go_together(caplog):
         *["left out: draft sparse reads groups of"] * 2,
         "left out: draft snapkv takes single tokens from",
     ]
+    caplog.clear()
+    methods = answers.methods_of(["quantspec", "specache"], ["full", "kivi:bits=1"])  # a draft that goes with none of them
+    assert [(method.draft, method.cache) for method in methods] == [("quantspec", "full"), ("quantspec", "kivi:bits=1")]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"left out: draft specache goes with cache specache, not {cache}" for cache in ("full", "kivi:bits=1")
+    ]
     for drafts, caches, words in (
-        (["quantspec", "sparse"], ["kivi", "full"], "draft sparse reads groups"),
+        (["sparse"], ["kivi", "full"], "draft sparse reads groups"),
+        (["quantspec", "magic"], ["full"], "draft 'magic' should be one of"),
+        (["quantspec", "auto"], ["full"], "auto stands alone, for generate and batch"),
         (["quantspec"], ["int8:lower=host"], "cache 'int8:lower=host' gives the same tokens as on the device; give --cache int8"),
         ([], ["specache:bits=1,store=host"], "leave store=host out"),
         (["quantspec"], ["int4"], "cache 'int4' should be one of full, int8, kivi, specache, streaming-llm, h2o"),

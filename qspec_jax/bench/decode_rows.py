@@ -1,6 +1,7 @@
 """Methods of decoding and the rows of figures that `bench decode`, `bench end-to-end` and transformers report of them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -137,8 +138,8 @@ def select_methods(
     any, the baseline and quantspec. Draft "none" decodes one by one. A draft and a cache that do not go together are left out, and this is
     logged.
 
-    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and for a draft
-    that goes with none of them.
+    baseline_cache: of the baseline. Raises InputError for an unknown method, draft or cache, for caches without drafts, and where no draft
+    goes with any of them.
     """
     caches = list(caches)
     for cache in (*caches, baseline_cache):
@@ -156,12 +157,11 @@ def select_methods(
         chosen[AUTOREGRESSIVE] = Method(AUTOREGRESSIVE, baseline_cache)
     elif baseline_cache != "full":
         raise InputError(f"--baseline-cache is of the method {AUTOREGRESSIVE}, which is not among those asked for")
-    for text in drafts:
-        own = [] if parse_draft(text) is None else [None]
-        for config in fitting((text, cache) for cache in caches or own):
-            cache = config.cache or config.cache_config.kind
-            name = f"{text}, {cache}" if caches else text
-            chosen[name] = Method(name, cache, text)
+    pairs = itertools.product(drafts, caches or [None])
+    for config in fitting((text, cache) for text, cache in pairs if caches or parse_draft(text) is not None):
+        cache = config.cache or config.cache_config.kind
+        name = f"{config.draft}, {cache}" if caches else config.draft
+        chosen[name] = Method(name, cache, config.draft)
     return list(chosen.values())
 
 

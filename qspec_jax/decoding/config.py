@@ -161,8 +161,11 @@ class GenerationConfig:
 
 def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:
     """The configs of those of these drafts and caches that go together; the others are left out, and this is logged. Raises InputError
-    where none is left."""
-    found, refused = [], []
+    where none is left, and for what is no draft or no cache."""
+    found, refused, pairs = [], [], list(pairs)
+    for draft, cache in pairs:
+        parse_draft(draft)
+        CacheConfig.parse(CacheConfig.kind if cache is None else cache)
     for draft, cache in pairs:
         try:
             found.append(GenerationConfig(draft=draft, cache=cache))

@@ -1,6 +1,7 @@
 """Greedy answers to the same prompts by several methods: drafts, and the caches that they decode over."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,16 +43,13 @@ def methods_of(drafts: Sequence[str], caches: Sequence[str]) -> tuple[Method, ..
 
     Without drafts each cache decodes one token at a time, SpeCache's with its guess; without caches each draft has the cache that is its
     own. A draft and a cache that do not go together are left out, and this is logged. Raises InputError for an unknown draft, cache or
-    setting, for a cache in host memory, and for a draft that goes with none of the caches.
+    setting, for a cache in host memory, and where no draft goes with any of the caches.
     """
     if not drafts and not caches:
         return METHODS
     alone = [SPECACHE if cache_view(cache, upper=False).guesses else NONE for cache in caches]
-    found = []
-    for draft in drafts or [None]:
-        pairs = zip(alone, caches) if caches else [(NONE, None)]
-        found += map(Method.of, fitting((own if draft is None else draft, cache) for own, cache in pairs))
-    return tuple(dict.fromkeys(found))
+    pairs = itertools.product(drafts, caches or [None]) if drafts else zip(alone, caches)
+    return tuple(dict.fromkeys(map(Method.of, fitting(pairs))))
 
 
 def check(model: Llama, lengths: Sequence[int], depths: Sequence[float], new_tokens: int) -> None:
