@@ -22,7 +22,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import CurrentRound, decode
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
-from qspec_jax.drafts import make_draft, quantspec
+from qspec_jax.drafts import make_draft, quantspec, registry
 from qspec_jax.drafts.draft import Draft, Proposal, StepwiseDraft, propose_by_steps
 from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.drafts.registry import DRAFTS as REGISTRY
@@ -363,6 +363,18 @@ def test_texts_that_choose_none(text, words, model):
     with pytest.raises(InputError, match=words) as error:
         make_draft(text, model)
     assert "\n" not in str(error.value)
+
+
+def test_a_draft_without_int4_weights_has_nothing_to_calibrate(model, caplog, monkeypatch):
+    monkeypatch.setattr(registry, "int4_model", lambda model, **_: model)
+    for text, warned in (("specache", True), ("prompt-lookup", True), ("quantspec:weight_bits=16", True), ("quantspec", False)):
+        caplog.clear()
+        make_draft(text, model, calibration=[[1, 2, 3]])
+        words = [f"nothing is calibrated: draft {text.partition(':')[0]} has no INT4 weights of the target"]
+        assert [record.getMessage() for record in caplog.records] == (words if warned else [])
+    caplog.clear()
+    make_draft("specache", model)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("text", [SPARSE, "exact-topk", "h2o", "chunk-means:dense_layers=0"])

@@ -274,7 +274,8 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
         (dict(cache="specache", draft="auto"), "not auto"),
         (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),
         (dict(cache="specache:fetch=checked", draft="none"), "without a guess there is nothing to check"),
-        (dict(draft="specache", adaptive=True), "never adaptive"),
+        (dict(draft="specache", adaptive=True), "adaptive should be left out: draft specache makes one guess"),
+        (dict(draft="specache", min_draft_confidence=0.5), "min_draft_confidence 0.5 should be 0: the guess of draft specache"),
     ],
 )
 def test_wrong_settings(settings, words):

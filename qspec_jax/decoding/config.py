@@ -115,10 +115,9 @@ class GenerationConfig:
             check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
             gamma = self.num_speculative_tokens
             check(gamma == 1, f"num_speculative_tokens (gamma) {gamma} should be 1: draft {SPECACHE} makes one guess a round")
-            check(
-                not self.adaptive and not self.min_draft_confidence,
-                f"draft {SPECACHE} is never adaptive: its guess is no draft",
-            )
+            check(not self.adaptive, f"adaptive should be left out: draft {SPECACHE} makes one guess a round, which is no draft")
+            confidence = self.min_draft_confidence
+            check(not confidence, f"min_draft_confidence {confidence} should be 0: the guess of draft {SPECACHE} is no draft")
             check(cache.settings.fetch != "now", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
         elif cache.kind == SPECACHE:
             check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")

@@ -4,6 +4,7 @@ A further draft is a file beside this one, and an entry here.
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from qspec_jax.drafts.streaming_llm import StreamingSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 NONE = "none"
 AUTO = "auto"  # whichever of a few drafts pays; what runs a decode puts the text of one in its place
@@ -211,8 +214,9 @@ def make_draft(
     """The draft of a model by its text or settings; None without one.
 
     int4: the model with INT4 weights, or what makes it; without it directory, calibration and progress say where they come from, see
-    `int4_model`. directory: where the model was loaded from; its tokens and those of a draft's own model should be the same. Raises
-    InputError as `parse_draft` does, for a setting that is out of range, and for a checkpoint that a draft cannot use.
+    `int4_model`; a draft that does not want such weights has nothing to calibrate, and this is logged. directory: where the model was
+    loaded from; its tokens and those of a draft's own model should be the same. Raises InputError as `parse_draft` does, for a
+    setting that is out of range, and for a checkpoint that a draft cannot use.
     """
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
@@ -220,5 +224,11 @@ def make_draft(
     for checkpoint in checkpoints_of(settings) if directory is not None else ():
         check_same_tokens(checkpoint, directory)
     if int4 is None:
-        return settings.make(model, lambda: int4_model(model, directory=directory, calibration=calibration, progress=progress))
+        asked = []
+        quantized = lambda: int4_model(model, directory=directory, calibration=calibration, progress=progress)
+        made = settings.make(model, lambda: asked.append(settings) or quantized())
+        if calibration is not None and not asked:
+            name = next((name for name, kind in DRAFTS.items() if type(settings) is kind), settings)
+            log.warning("nothing is calibrated: draft %s has no INT4 weights of the target", name)
+        return made
     return settings.make(model, (lambda: int4) if isinstance(int4, Llama) else int4)
