@@ -252,7 +252,8 @@ def check_group_size(group_size: int | None, caches: Sequence[CacheConfig]) -> N
     """Logs a warning where --group-size is given and none of the caches goes by it: they have no groups, or a group size of their own."""
     goes_by_it = lambda cache: cache.takes_group_size and cache.group_size in (None, group_size)
     if group_size is not None and not any(map(goes_by_it, caches)):
-        names = ", ".join(dict.fromkeys(cache.kind for cache in caches))
+        named = lambda cache: f"{cache.kind} with its own group={cache.group_size}" if cache.takes_group_size else cache.kind
+        names = ", ".join(dict.fromkeys(map(named, caches)))
         log.warning("--group-size %d makes no difference to cache %s", group_size, names)
 
 
