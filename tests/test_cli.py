@@ -239,6 +239,7 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--cache", ""], "cache '' should be full or"),
         (["--cache", "int8:lower=hosst"], "or the cache should be int8:lower=host[,resident=...]"),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
+        (["--cache", "kivi:residual=100,group=64"], "cache kivi: residual 100 should be a multiple of the group size, 64"),
         (["--draft", "streaming-llm:sinks=99999999999999999999"], "sinks 99999999999999999999 should be less than the model's 128"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--stream", "--json"], "--stream"),

@@ -14,8 +14,10 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from qspec_jax import demo
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.checkpoints import loading
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
@@ -162,8 +164,10 @@ def test_a_flush_writes_what_prefill_would():
         ("kivi:residual=0", "cache kivi: residual 0 should be from 1"),
         ("kivi:rule=nearest", "cache kivi: rule 'nearest' should be centred or extremes"),
         ("kivi:bits=two", "bits should be a whole number, not 'two'"),
-        ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., group=..., each once"),
-        ("kivi:bits=2,bits=1", "each once"),
+        ("kivi:bit=2", "'bit=2' should be one of bits=..., residual=..., rule=..., group=...$"),
+        ("kivi:bits=2,bits=1", "bits stands there twice"),
+        ("kivi:group=64,residual=100", "cache kivi: residual 100 should be a multiple of the group size, 64"),
+        ("specache:group=24", "cache specache: residual 64 should be a multiple of the group size, 24"),
         ("kivi:group=31", "group size 31 should be an even number"),
         ("kivi:group=few", "group should be a whole number, not 'few'"),
         ("int8:bits=2", "'bits=2' should be left out, or the cache should be int8:lower=host.* or int8:host.*; int8 has no settings"),
@@ -178,16 +182,28 @@ def test_wrong_settings(text, words):
 def test_settings_that_do_not_fit():
     model = random_model("float32")
     sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
-    with pytest.raises(InputError, match="group size 12 should divide residual, 128"):
+    with pytest.raises(InputError, match="cache kivi: residual 128 should be a multiple of the group size, 12"):
         CacheConfig.parse("kivi", 12).empty(model.config, **sizes)
-    with pytest.raises(InputError, match="group size 32 should divide the model's head_dim, 16"):
+    with pytest.raises(InputError, match="cache kivi: group size 32 should divide the model's head_dim, 16"):
         CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
-    with pytest.raises(InputError, match="group size 12 should divide residual, 64"):
+    with pytest.raises(InputError, match="residual 64 should be a multiple of the group size, 12"):
         CacheConfig.parse("kivi:group=12,residual=64", 4).empty(model.config, **sizes)
+    assert CacheConfig.parse("kivi:residual=24", 12).schedule_for(48).group_size == 24
+    for text in CACHES:
+        CacheConfig.parse(text, 8).check(model.config)
+    with pytest.raises(InputError, match="cache specache: residual 20 should be a multiple of the group size, 16"):
+        CacheConfig.parse("specache:residual=20").check(model.config)
     assert CacheConfig.parse("kivi:bits=1").settings == KiviSettings(bits=1)
     assert CacheConfig.parse("kivi:group=8", 4).group_size_for(16) == 8 and CacheConfig.parse("kivi:bits=1", 4).group_size_for(16) == 4
     (layer, _) = CacheConfig.parse("kivi:group=8,residual=16", 4).empty(model.config, **sizes).layers
     assert (layer.keys.group_tokens, layer.values.scale.shape[3]) == (8, 2)
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a", "--draft", "none"], ["eval", "needle"], ["eval", "perplexity"]])
+def test_a_cache_that_no_such_model_can_have_is_refused_before_its_weights_are_read(fails, monkeypatch, command):
+    monkeypatch.setattr(loading, "load_model", None)
+    words = "cache kivi: residual 100 should be a multiple of the group size, 32"
+    fails([*command, "--model", demo.MODEL, "--cache", "kivi:residual=100"], words)
 
 
 def test_a_prompt_is_encoded_some_heads_at_a_time(monkeypatch):

@@ -490,7 +490,10 @@ def test_by_its_name(run, fails, directory, tmp_path):
     assert [json.loads((tmp_path / "out.jsonl").read_text())["token_ids"]] == tokens[1]
     for cache, words in (
         ("int8:lower=disk", "'lower=disk' should be left out"),
-        ("int8:lower=host,resident=1.5", "resident 1.5 should be auto, or from 0 to 1"),
-        ("full:host,resident=half", "resident should be auto or a number, not 'half'"),
+        (
+            "int8:lower=host,resident=1.5",
+            "resident=1.5': resident should be auto, or a share from 0 to 1, not '1.5'",
+        ),
+        ("full:host,resident=half", "resident should be auto, or a share from 0 to 1, not 'half'"),
     ):
         fails([*command, "--cache", cache], words)

@@ -23,6 +23,8 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def _share(text: str) -> float | None:
+    if text != "auto" and not 0 <= float(text) <= 1:
+        raise ValueError
     return None if text == "auto" else float(text)
 
 
@@ -32,7 +34,7 @@ class HostSettings:
     `qspec_jax.decoding.residence` how many fit; a cache that is made without asking that has none. They are spread evenly, so that others
     are copied while these are computed."""
 
-    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share, "values": "auto or a number"})
+    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share, "values": "auto, or a share from 0 to 1"})
 
     def __post_init__(self):
         if self.resident is not None and not 0 <= self.resident <= 1:

@@ -66,20 +66,21 @@ class KiviCache(Cache):
 
     @classmethod
     def schedule_of(cls, group_size, settings):
+        if settings.residual % group_size:
+            raise InputError(f"cache {settings.name}: residual {settings.residual} should be a multiple of the group size, {group_size}")
         return Schedule(settings.residual)
 
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values. Raises InputError for one that does
         not divide both residual and head_dim."""
-        for what, size in (("residual", settings.residual), ("the model's head_dim", model.head_dim)):
-            if size % group_size:
-                raise InputError(f"group size {group_size} should divide {what}, {size}")
+        schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
+        if H % group_size:
+            raise InputError(f"cache {settings.name}: group size {group_size} should divide the model's head_dim, {H}")
         if model.head_dim % (in_a_byte := 8 // settings.bits):
             raise InputError(
                 f"cache {settings.name}: bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}"
             )
-        schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
         room = schedule.groups(capacity) * settings.residual
         empty = lambda tokens, channels: LowBits.zeros(B, K, room, H, dtype, bits=settings.bits, tokens=tokens, channels=channels)
         buffer = lambda: FullLayer.zeros(B, K, schedule.buffer_rows(num_speculative_tokens), H, dtype)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, Protocol, Self
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantization import SCHEMES
@@ -95,6 +96,8 @@ class CacheConfig:
             raise InputError(f"scheme {self.scheme!r} should be one of {', '.join(SCHEMES)}")
         if self.settings is None and self._class_of_settings is not None:
             object.__setattr__(self, "settings", self._class_of_settings())
+        if self.group_size is not None:
+            self._schedule(self.group_size)  # which may be refused
 
     @classmethod
     def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
@@ -108,9 +111,9 @@ class CacheConfig:
                 kind, (before, mark, rest) = name, text.removeprefix(name).partition(",")
                 if before:
                     raise InputError(f"cache {text!r}: behind {name} there should be nothing, or a comma and settings, not {before!r}")
-        plain = cls(kind, group_size, scheme)
+        plain = cls(kind, None, scheme)
         if not mark:
-            return plain
+            return dataclasses.replace(plain, group_size=group_size)
         fields = {} if plain.settings is None else {field.name: field for field in dataclasses.fields(plain.settings)}
         kinds = {name: field.metadata.get("parse", field.type) for name, field in fields.items()}
         if hasattr(CACHES[kind], "default_group"):
@@ -118,9 +121,11 @@ class CacheConfig:
         given: dict[str, Any] = {}
         for part in rest.split(","):
             name, equals, value = part.partition("=")
-            if name not in kinds or not equals or name in given:
-                known = f"one of {', '.join(f'{name}=...' for name in kinds)}, each once" if kinds else _no_settings(kind)
+            if name not in kinds or not equals:
+                known = f"one of {', '.join(f'{name}=...' for name in kinds)}" if kinds else _no_settings(kind)
                 raise InputError(f"cache {text!r}: {part!r} should be {known}")
+            if name in given:
+                raise InputError(f"cache {text!r}: {name} stands there twice")
             try:
                 given[name] = kinds[name](value)
             except ValueError:
@@ -154,7 +159,15 @@ class CacheConfig:
 
     def schedule_for(self, head_dim: int) -> Schedule:
         """The schedule of the cache, for a model with heads of this size."""
-        return CACHES[self.kind].schedule_of(self.group_size_for(head_dim), **self._own)
+        return self._schedule(self.group_size_for(head_dim))
+
+    def _schedule(self, group_size: int) -> Schedule:
+        return CACHES[self.kind].schedule_of(group_size, **self._own)
+
+    def check(self, model: LlamaConfig) -> None:
+        """Raises InputError where no model of this shape can have the cache, as `empty` does; only shapes are computed with."""
+        sizes = dict(batch=1, capacity=1, num_speculative_tokens=0, dtype=jnp.dtype(jnp.bfloat16))
+        jax.eval_shape(lambda: self.empty(model, **sizes))
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
         """A cache without tokens; see `RegisteredCache.make`."""

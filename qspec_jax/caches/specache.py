@@ -29,7 +29,6 @@ from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens, where_rows
 from qspec_jax.caches.host_memory import in_host, to_host, with_rows, written
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
-from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 
 FETCH = ("ahead", "checked", "now")
@@ -107,7 +106,7 @@ class SpeCache(Cache):
 
     @classmethod
     def schedule_of(cls, group_size, settings):
-        return Schedule(settings.residual)
+        return KiviCache.schedule_of(group_size, settings)
 
     @classmethod
     def make(cls, model, *, dtype, settings, batch, **sizes):

@@ -28,6 +28,7 @@ from qspec_jax.bench import (
 )
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
+from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import huggingface, loading
 from qspec_jax.cli.options import (
     ALL,
@@ -295,6 +296,8 @@ def bench_decode(
     if plot:
         plots.check(plot, output)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
+    for method in methods:
+        CacheConfig.parse(method.cache).check(shape)
     if arch is not None and not transformers:  # that is to come before jax takes the GPU's memory
         check_gpu(arch)
     with output_to(output) as write:

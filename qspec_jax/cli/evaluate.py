@@ -318,10 +318,9 @@ def perplexity_command(
     if plot:
         plots.check(plot, output)
     names = _cache_names(cache)
-    for name in names:  # before the model is read
-        perplexity.cache_view(name, scheme=scheme, group_size=group_size)
+    caches = [perplexity.cache_view(name, scheme=scheme, group_size=group_size).cache for name in names]
     check_group_size(group_size, [perplexity.cache_view(name).cache for name in names])
-    network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
+    network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json, caches=caches)
     with output_to(output) as write:
         report = perplexity.run(
             str(model or "the embedded model"),
@@ -424,11 +423,12 @@ def needle_command(
     if method is not None:
         draft = [chosen_draft(draft[0] if draft else None, method)]
     methods = answers.methods_of(draft or [], cache or [])
+    caches = [CacheConfig.parse(method.cache) for method in methods]
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, None)
     directory, progress = model or demo.MODEL, False if as_json else None
-    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+    network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
     report = needle.run(
         network,
         tokenizer,
@@ -474,13 +474,14 @@ def tasks_command(
 ):
     """Tasks of LongBench's kinds made from the texts (code completion, continuation, retrieval): several caches and drafts side by side."""
     methods = answers.methods_of(draft or [], cache or [])
+    caches = [CacheConfig.parse(method.cache) for method in methods]
     names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)
     if plot:
         plots.check(plot, output)
     texts = [read_text(path) for path in file or corpus.held_out_files()]
     directory, progress = model or demo.MODEL, False if as_json else None
     with output_to(output) as write:
-        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=caches)
         report = text_tasks.run(
             str(model or "the embedded model"),
             network,
@@ -497,11 +498,13 @@ def tasks_command(
         text_tasks.plot(report, plot)
 
 
-def _texts(model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool) -> tuple:
-    """The model, its tokenizer, and the token ids of the files, or of the held-out ones, by name."""
+def _texts(
+    model: Path | None, files: Sequence[Path] | None, dtype: str | None, *, quiet: bool, caches: Sequence[CacheConfig] = ()
+) -> tuple:
+    """The model, its tokenizer, and the token ids of the files, or of the held-out ones, by name. caches: see `load`."""
     paths = files or corpus.held_out_files()
     contents = {str(path): read_text(path) for path in paths}
-    network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=quiet)
+    network, tokenizer = load(model or demo.MODEL, dtype or (None if model else demo.dtype()), quiet=quiet, caches=caches)
     return network, tokenizer, {name: tokenizer(text)["input_ids"] for name, text in contents.items()}
 
 
@@ -537,10 +540,10 @@ def harness_command(
             raise
         raise InputError('lm-evaluation-harness is not installed; pip install "qspec-jax[eval]" has it') from None
     given = _json_object("--metadata", metadata)
-    perplexity.cache_view(cache)  # before the model is read
+    reading = perplexity.cache_view(cache)
     with output_to(output) as write:
         directory = hub.local(model or demo.MODEL, progress=False if as_json else None)
-        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json)
+        network, tokenizer = load(directory, dtype or (None if model else demo.dtype()), quiet=as_json, caches=[reading.cache])
         settings = dict(cache=cache, draft=draft, gamma=num_speculative_tokens, batch_size=batch_size, max_length=max_length, seed=seed)
         lm = harness.QspecLM(directory, **settings, progress=False if as_json else None, model=network, tokenizer=tokenizer)
         chosen = dict(num_fewshot=num_fewshot, limit=limit, apply_chat_template=apply_chat_template, system_instruction=system_instruction)

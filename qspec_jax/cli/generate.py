@@ -98,7 +98,7 @@ def generate_command(
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
-        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=place))
+        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config]))
         tokens = checked_prompts(network, prompts, config, tokenizer)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         if calibrate and not config.speculative:

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
-from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints import hub, loading
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
@@ -300,15 +300,19 @@ def with_settings(command: Callable) -> Callable:
     return with_options
 
 
-def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None = None):
-    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar. place: the mesh to divide it over."""
+def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None = None, caches: Sequence[CacheConfig] = ()):
+    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar. place: the mesh to divide it over. caches:
+    what it will have; one that no model of its shape can have is refused before weights are read."""
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     diagnosis.check_backend()
     for problem in diagnosis.problems():
         log.warning("%s", problem)
-    mesh = place if isinstance(place, Mesh) else None
-    network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=False if quiet else None)
+    mesh, progress = place if isinstance(place, Mesh) else None, False if quiet else None
+    directory = hub.local(directory, progress=progress)
+    for cache in caches:
+        cache.check(loading.config_and_dtype(directory)[0])
+    network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
     return network, loading.load_tokenizer(directory)
 
 
