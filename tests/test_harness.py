@@ -149,7 +149,7 @@ def test_templates(first_layer):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cache": "fp8"}, "cache 'fp8' should be full or"),
+        ({"cache": "fp8"}, "cache 'fp8' should be one of full, int8, .*, int4"),
         ({"batch_size": "auto"}, "batch_size auto should be a whole number, at least 1"),
         ({"max_length": 9000}, "max_length 9000 should be from 2 to 8191"),
         ({"draft": "quantspec:budget=1"}, "'budget=1' should be one of"),
