@@ -145,7 +145,7 @@ class SpeCache(Cache):
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe:
-            raise ValueError("a SpeCache cache has no groups whose attention could be observed")
+            raise ValueError("a SpeCache cache cannot be observed: it does not give the attention mass of each group")
         old = self.layers[layer]
         q, buffer = rotate_and_append(qkv, cos, sin, old.codes.buffer, self.lengths.buffered)
         codes = dataclasses.replace(old.codes, buffer=buffer)
