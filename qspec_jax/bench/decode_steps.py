@@ -188,4 +188,4 @@ def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
     tokens."""
     if not isinstance(cache, StreamedCache):
         return 0
-    return bytes_of([cache.host_part(layer, view) for layer in range(len(cache.layers))])
+    return bytes_of([cache.part_to_copy(layer, view) for layer in range(len(cache.layers))])
