@@ -278,7 +278,7 @@ def test_a_coarse_target_is_met_too(shallow, one_bit):
 def test_a_cap_one_larger_is_seen(shallow, one_bit, monkeypatch):
     model, *_ = shallow
     expected = coarse_targets(model, one_bit)
-    monkeypatch.setattr(Schedule, "draft_room", lambda schedule, lengths: 2 * schedule.group_size - lengths.buffered)
+    monkeypatch.setattr(Schedule, "draft_room", lambda schedule, lengths: 2 * schedule.flush_size - lengths.buffered)
     # A function of its own, since jit remembers what it has traced.
     afresh = lambda target, draft, sampler, state, limits, *rounds: decode(target, draft, sampler, state, limits, *rounds)
     monkeypatch.setattr(engine, "DECODE", Compiled(afresh, donate_argnums=3))

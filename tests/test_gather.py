@@ -37,7 +37,7 @@ def test_by_the_reference(sharding):
     ("B", "K", "S", "H", "n", "dtype"),
     [
         (2, 3, 40, 64, 5, jnp.bfloat16),  # two tokens to a read of a warp
-        (1, 2, 33, 128, 30, jnp.bfloat16),  # each warp has several turns
+        (1, 2, 33, 128, 30, jnp.bfloat16),  # each warp has several trips
         (2, 1, 20, 256, 3, jnp.bfloat16),  # a token is two reads
         (1, 1, 9, 4, 1, jnp.float32),
     ],
@@ -67,7 +67,7 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 def test_on_a_gpu():
     store, positions = problem(3, 4, 500, 128, 64, jnp.bfloat16)
-    there = jax.device_put(store, IN_HOST)
-    fetched = Replaced(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(there, positions[:, :, ::2] + 1))
-    found = jax.jit(lambda *args: gather_tokens(*args, implementation="mosaic_gpu"))(there, positions, fetched)
+    in_host = jax.device_put(store, IN_HOST)
+    fetched = Replaced(positions[:, :, ::2] + 1, jax.jit(lambda store, at: gather_tokens(store, at))(in_host, positions[:, :, ::2] + 1))
+    found = jax.jit(lambda *args: gather_tokens(*args, implementation="mosaic_gpu"))(in_host, positions, fetched)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected(store.astype(jnp.float32), positions))

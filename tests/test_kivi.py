@@ -114,7 +114,7 @@ def test_single_tokens_and_other_rows():
 
     config = CacheConfig.parse("kivi:residual=8", 4)
     empty = config.empty(model.config, batch=1, capacity=64, num_speculative_tokens=2, dtype=model.dtype)
-    assert isinstance(empty, KiviCache) and empty.schedule.group_size == 8
+    assert isinstance(empty, KiviCache) and empty.schedule.flush_size == 8
     keys, values = numbers(1, 2, 64, 16, dtype=jnp.float32), numbers(1, 2, 64, 16, dtype=jnp.float32)[..., ::-1]
     n = jnp.array([30])
     cache = empty.filled(tuple(empty.fill(i, keys, values, n) for i in range(2)), n)

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 from runs import random_model
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import decode_attention, low_bits, mosaic_low_bits, reference
+from pallas_kernels.attention.partials import merged
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
@@ -83,6 +85,16 @@ def _of_row(q, layer: FullLayer, b: int, lengths: Lengths) -> jax.Array:
     return reference.decode_attention(q[b : b + 1].astype(jnp.float32), jax.tree.map(there, layer), own, FULL_PRECISION)[0]
 
 
+def attend_replaced(
+    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
+    """`reference.attend_replaced` by the Mosaic kernel. Only tests want all shares: `attend_and_choose` chooses from what `run` returns."""
+    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
+    found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
+    shares = mosaic_low_bits.shares(found, replaced.positions, lengths.quantized)
+    return merged(found["out"], found["top"], found["total"], q), shares
+
+
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
     ("implementation", "bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
@@ -106,8 +118,8 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
         positions[b, k, :some] = r.choice(QUANTIZED[b], some, replace=False) if some else []
     draw = lambda: jnp.asarray(r.standard_normal((len(QUANTIZED), kv_heads, count, head_dim)), jnp.bfloat16)
     replaced = Replaced(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
-    attend_replaced = {"triton": low_bits, "mosaic_gpu": mosaic_low_bits}[implementation].attend_replaced
-    found, share = attend_replaced(q, layer, lengths, replaced)
+    attend = {"triton": low_bits.attend_replaced, "mosaic_gpu": attend_replaced}[implementation]
+    found, share = attend(q, layer, lengths, replaced)
     expected, expected_share = reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
     # What passing through bfloat16 alone makes of them, as from a cache in it.
     rounded = WIDE([x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)])
@@ -122,7 +134,7 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
     np.testing.assert_array_equal(np.isneginf(share), np.broadcast_to(~there, share.shape))
     # As shares of attention: logarithms of almost nothing may differ more. Loud channels make logits of hundreds.
     np.testing.assert_allclose(np.exp(share), np.exp(expected_share), atol=0.2 if outliers else 0.01)
-    for one, other in zip(attend_replaced(q, layer, lengths, replaced), (found, share), strict=True):
+    for one, other in zip(attend(q, layer, lengths, replaced), (found, share), strict=True):
         np.testing.assert_array_equal(one, other)
     again, chosen = attend_and_choose(q, layer, lengths, replaced, count, implementation=implementation)
     np.testing.assert_array_equal(again, found)

@@ -112,7 +112,7 @@ def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
     q, layer, lengths = test_low_bits_gpu.problem(1, 1, 2, 1, 128, 32, outliers=False)
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, 3].set(7)
     keys, values = (jnp.full((4, 1, 16, 128), jnp.nan, jnp.bfloat16).at[2, 0, 3].set(1) for _ in range(2))
-    attended, share = low_bits.attend_replaced(q, layer, lengths, Replaced(positions, jnp.stack([keys, values], 3)))
+    attended, share = test_low_bits_gpu.attend_replaced(q, layer, lengths, Replaced(positions, jnp.stack([keys, values], 3)))
     assert np.isfinite(np.asarray(attended, np.float32)).all() and not np.isnan(share).any()
 
 

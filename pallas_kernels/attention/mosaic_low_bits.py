@@ -192,14 +192,6 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
     return merged(found["out"], found["top"], found["total"], q)
 
 
-def attend_replaced(
-    q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """See `reference.attend_replaced`."""
-    found = run(Plan.of(q, layer, replaced.positions.shape[2]), q, lengths, layer, replaced)
-    return merged(found["out"], found["top"], found["total"], q), shares(found, replaced.positions, lengths.quantized)
-
-
 def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"]) -> Float[Array, "B K S"]:
     """The logarithms of shares, see `reference.attend_replaced`. found: what `run` returns."""
     # A weight of 0 gives minus infinity, which counts as LEAST; what lies behind the last token is ignored.

@@ -12,8 +12,13 @@ from pallas_kernels.gpu import fragments, numerics, ptx
 
 
 class LeftOut(NamedTuple):
-    """Tokens of a tile that do not count. known: whether the position of one is among those that this lane holds. without: makes a lane's
-    products with such tokens minus infinity, whichever lane holds their positions; all lanes call it together."""
+    """Tokens of a tile whose codes are left out, since they are read in full precision. The positions of all such tokens of a KV head are
+    divided among the lanes of a warp (`Warp._positions`), so that a lane knows only some of them.
+
+    known: whether a position held by this lane lies in the tile. without: a function that is given this lane's products with the tile's
+    tokens, and makes those with left-out tokens minus infinity, with all of these, whichever lane holds their positions. All lanes have to
+    call it together, as they add up what they hold.
+    """
 
     known: ptx.Value
     without: Callable
@@ -190,7 +195,7 @@ class Warp:
         return [ptx.select(self.lane + i < plan.replaced, of(i), ptx.i32(-1)) for i in range(0, plan.replaced, 32)]
 
     def _replaced_within(self, tile, positions: list) -> LeftOut | None:
-        """Those tokens of a tile that are replaced; None where the kernel replaces none."""
+        """The tokens of a tile that are replaced. positions: those that this lane holds. None where the kernel replaces none."""
         if not positions:
             return None
         offsets = [position - tile * TILE for position in positions]
@@ -198,7 +203,7 @@ class Warp:
 
         def without(products: list) -> list:
             bits = [ptx.select(there, ptx.i32(1) << (offset & TILE - 1), ptx.i32(0)) for there, offset in zip(within, offsets)]
-            mine = ptx.sum_lanes(numerics.total(bits)) >> self.g
+            mine = ptx.sum_lanes(numerics.total(bits)) >> self.g  # bit i of the sum: token i of the tile. No two positions are the same
             out = lambda m, c: (mine & 1 << 16 * m + 8 * (c // 2)) != 0
             return [tuple(ptx.select(out(m, c), ptx.f32(-math.inf), x) for c, x in enumerate(tile)) for m, tile in enumerate(products)]
 

@@ -18,7 +18,11 @@ def block_rows(rows: int, head_dim: int) -> int:
 def merged(
     out: Float[Array, "BK splits R H"], top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R"], q: Float[Array, "B T N H"]
 ) -> Float[Array, "B T N H"]:
-    """What all programs of each KV head come to: of weighted values, maxima (base 2) and sums of exponentials."""
+    """The attention of all tokens, from the partial results of the programs that share a KV head's tokens (axis 1, splits).
+
+    The weight of a token is 2^(logit - top), with logits to base 2. out: sums of weighted values. total: sums of weights. top: for each
+    query row the largest logit of the program's tokens, or somewhat less than that in `mosaic_low_bits`, where weights may exceed 1.
+    """
     B, T, N, H = q.shape
     weight = jnp.exp2(top - top.max(1, keepdims=True))
     out = (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
@@ -27,7 +31,7 @@ def merged(
 
 
 def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R"]) -> Float[Array, "BK R"]:
-    """The logarithm, base 2, of the sum of exponentials that all programs of each KV head come to."""
+    """The logarithm, base 2, of the sum over all tokens of 2^logit. top, total: as in `merged`."""
     most = top.max(1, keepdims=True)
     return most[:, 0] + jnp.log2((total * jnp.exp2(top - most)).sum(1))
 

@@ -1,7 +1,9 @@
-"""Keys and values of single tokens: in 8 bits with a scale and a zero point for each, where tokens come and go one by one and have no
-groups, and in full precision in place of codes.
+"""Keys and values that are stored token by token, and the layer of a cache that is made of them.
 
-The codes are those of the two 4-bit planes, in one byte.
+* `TokenCodes`: tokens in 8 bits. Each token has a scale and a zero point of its own and belongs to no group, so that tokens can be added
+  and replaced one by one. A code is one byte: the upper 4-bit code in its high nibble, the lower one in its low nibble.
+* `Replaced`: tokens in full precision, which are read in place of their codes.
+* `TokenCodesLayer`: tokens in codes, `TokenCodes` or those of 1 or 2 bits of `LowBits`, and a full-precision buffer.
 """
 
 from typing import Self

@@ -19,8 +19,10 @@ def gather_tokens(
     """The tokens at these positions of each KV head, each its key and its value, on the device. A position beyond either end stands for
     that end.
 
-    fetched: tokens of the same store that are on the device already, and need not be read from it again. Raises ValueError where the
-    implementation asked for does not support the device or the shapes.
+    store: of each token its key, then its value, in host or device memory. fetched: tokens of the same store that are on the device
+    already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 512 of each KV head; the
+    reference reads all tokens from the store. Raises ValueError where the implementation asked for does not support the device or the
+    shapes.
     """
     module = choose("gather", GPU_IMPLEMENTATIONS, implementation, store, positions, fetched, slow_reference=False)
     return module.gather_tokens(store, positions, fetched)

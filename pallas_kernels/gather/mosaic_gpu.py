@@ -1,10 +1,13 @@
 """Single tokens of host memory on NVIDIA Hopper in Pallas Mosaic GPU: lanes read them over the bus and write them on the device.
 
-XLA's own kernel writes what it finds to host memory, from where it is copied: three ways over the bus in place of one.
+XLA's own kernel for a gather writes what it read to host memory, from where it is then copied to the device: each token goes over the bus
+three times instead of once. XLA gives a kernel the address of an array in host memory (seen in jax 0.11), so that this one can read it.
 
-XLA hands a kernel the address of an array in host memory as it is (seen in jax 0.11). What limits it then is address translation: for each
-token an address has to be looked up, which is quicker if others close to it are looked up at the same time. So a token's key and value lie
-together, and in each trip of the warps' loop they all read tokens that follow each other (docs/kernels.md, "Single tokens of host memory").
+What limits reading is address translation. The address of each token has to be translated, probably by the machine's IOMMU, which looks up
+the page that it is in; that is faster where the reads that are under way together are of a narrow region. So a token's key and value are
+adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list of lines, in
+the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip of the first
+warp begins behind the last warp's (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -21,17 +24,17 @@ from pallas_kernels.gpu import ptx
 from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
-LINE = 32 * PIECE  # bytes that a warp reads at a time, at most
+LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
 BLOCKS = 64
 WARPS = 4  # of a block: a warpgroup
-AT_ONCE = 4  # reads that a lane has under way
-MOST_FETCHED = 512  # tokens of a KV head that each position is compared with
+AT_ONCE = 4  # loads that a lane has under way at the same time, all of one trip
+MOST_FETCHED = 512  # tokens of a KV head that are on the device already; with more, the kernel reads all tokens from the store
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. positions: in all. n: of each KV head of a row. size: tokens that a KV head has in the store.
-    token_bytes: of a key and a value. fetched: tokens of a KV head that are on the device already."""
+    """What the kernel does, by shapes alone. positions: how many in all, B K n. n: positions of each KV head of a row. size: tokens that a
+    KV head has in the store. token_bytes: of a key and a value. fetched: tokens of a KV head that are on the device already."""
 
     positions: int
     n: int
@@ -41,11 +44,12 @@ class Plan:
 
     @property
     def line(self) -> int:
-        """Bytes of a token that are read together: all of it, or LINE."""
+        """Bytes of a line: a whole token, or LINE if that is smaller."""
         return min(LINE, self.token_bytes)
 
     @property
     def lanes(self) -> int:
+        """Lanes that share a line, each with a piece of it."""
         return self.line // PIECE
 
     @property
@@ -55,7 +59,7 @@ class Plan:
 
     @property
     def lines_at_a_time(self) -> int:
-        """Lines that a warp reads at a time."""
+        """Lines that the lanes of a warp read with one load each."""
         return LINE // self.line
 
     @property
@@ -65,7 +69,8 @@ class Plan:
 
     @property
     def trips(self) -> int:
-        """Trips of each warp. In trip i all warps read the lines that follow those of trip i - 1, `together` each."""
+        """Trips of each warp's loop. In trip i warp w, of W warps in all, reads the `together` lines from number (i W + w) `together` on.
+        So in each trip the warps together read one run of the list of lines."""
         return math.ceil(self.positions * self.lines / (BLOCKS * WARPS * self.together))
 
 
@@ -106,16 +111,16 @@ def run(
     fetched_positions: Int[Array, "B K m"] | None = None,
 ) -> Float[Array, "B K n 2 H"]:
     """The launch."""
-    there = {"fetched": fetched, "fetched_positions": fetched_positions} if plan.fetched else {}
-    inputs = {"store": store, "positions": positions} | there
+    on_device = {"fetched": fetched, "fetched_positions": fetched_positions} if plan.fetched else {}
+    inputs = {"store": store, "positions": positions} | on_device
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
-    # It needs no shared memory, but some there must be.
+    # The kernel uses no shared memory, but a launch has to ask for some.
     found = launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)
     return found["tokens"]
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
-    """Emits a block: the trips of its warps."""
+    """Emits the program of a block: each of its warps makes `plan.trips` trips."""
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread = ptx.thread_index()
     warp, lane = ptx.block_index() * WARPS + (thread >> 5), thread & 31
@@ -125,7 +130,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     within = lambda name, size, head, index: at[name] + (ptx.i64(head) * size + ptx.i64(index)) * plan.token_bytes
 
     def places(heads, positions) -> list:
-        """Where each token is among those of its KV head that are fetched already; -1 if it is not."""
+        """The place of each token among those of its KV head that are fetched already; -1 if it is not among them."""
         words = 4 if plan.fetched % 4 == 0 else 1
         # A position of -1 stands for no token.
         positions = [ptx.select(position < 0, ptx.i32(-2), position) for position in positions]
@@ -142,7 +147,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
     def trip(i, _):
         first = (i * (BLOCKS * WARPS) + warp) * plan.together + own
-        # Past the end the last line is copied again, to the same place.
+        # A line past the end of the list becomes the last one, which is then copied again, to the same place.
         lines = [ptx.minimum(first + plan.lines_at_a_time * j, last) for j in range(AT_ONCE)]
         tokens = [line // plan.lines for line in lines]
         parts = [ptx.i64(line % plan.lines * plan.line + piece) for line in lines]
@@ -151,9 +156,9 @@ def emit_block(plan: Plan, refs: dict) -> None:
         clipped = [ptx.minimum(ptx.maximum(position, ptx.i32(0)), ptx.i32(plan.size - 1)) for position in positions]
         sources = [within("store", plan.size, head, index) for head, index in zip(heads, clipped)]
         if plan.fetched:
-            there = places(heads, positions)
-            known = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, there)]
-            sources = [ptx.select(place < 0, source, other) for place, source, other in zip(there, sources, known)]
+            found = places(heads, positions)
+            copies = [within("fetched", plan.fetched, head, ptx.maximum(place, ptx.i32(0))) for head, place in zip(heads, found)]
+            sources = [ptx.select(place < 0, source, copy) for place, source, copy in zip(found, sources, copies)]
         loaded = [ptx.load_global(source + part, 4) for source, part in zip(sources, parts)]
         for token, part, words in zip(tokens, parts, loaded):
             ptx.store_global_words(at["tokens"] + ptx.i64(token) * plan.token_bytes + part, *words)

@@ -17,7 +17,8 @@ def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n
 def taken(
     store: Float[Array, "B K S *rest"], rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
 ) -> Float[Array, "R K T *rest"]:
-    """Rows of an array, which may be in host memory, on the device. batch_rows: of the batch; all by default."""
+    """A copy on the device of rows of an array that may be in host memory, by XLA's gather. rows: numbers along axis 2. batch_rows: rows of
+    the batch to read; all by default."""
     B, K, S, *rest = store.shape
     rows = jnp.clip(rows, 0, S - 1)
     if jax.typeof(store).memory_space != jax.memory.Space.Host:
@@ -25,11 +26,11 @@ def taken(
     of_batch = jnp.arange(B) if batch_rows is None else batch_rows
     places = of_batch[:, None, None], jnp.arange(K)[:, None], rows
     at = jnp.stack(jnp.broadcast_arrays(*(x.astype(jnp.int32) for x in places)), -1)
-    # By itself, so that of all that makes the places nothing is done in host memory.
+    # A bare gather on indices that are made on the device, so that the computing of indices is not done in host memory.
     offsets = tuple(range(3, store.ndim))
     each = lax.GatherDimensionNumbers(offset_dims=offsets, collapsed_slice_dims=(0, 1, 2), start_index_map=(0, 1, 2))
     found = lax.gather(
         store, jax.device_put(at, jax.memory.Space.Host), each, (1, 1, 1, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
     )
-    # Or XLA may go on in host memory, and cannot compile that (jax 0.11).
+    # Without the barrier XLA may also do what comes next in host memory, which it cannot compile (jax 0.11).
     return lax.optimization_barrier(jax.device_put(found, jax.memory.Space.Device))

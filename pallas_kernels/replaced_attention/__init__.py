@@ -23,7 +23,11 @@ def attend_and_choose(
     tokens' attention, summed over the query heads of the KV head: in any order, with -1 behind them where there are fewer tokens.
 
     q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most S, the tokens that `layer.keys` has room for. Source: SpeCache
-    (arXiv 2503.16163), equation 1. Raises ValueError where the implementation asked for does not support the device or the shapes.
+    (arXiv 2503.16163), equation 1.
+
+    With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the one in Triton, which is
+    slower, or the reference where jax-triton is not installed. Raises ValueError where the implementation asked for does not support the
+    device or the shapes.
     """
     args = q, layer, lengths, replaced
     return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_and_choose(*args, k)

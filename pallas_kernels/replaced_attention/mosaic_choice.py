@@ -105,10 +105,10 @@ class Plan:
     @functools.cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
         """What shared memory holds: where each part lies, and its bytes. counts: two words of each warp, three times. largest: of each
-        tile, and once tiles are chosen its place among them. chosen: these tiles. shares: of their tokens."""
+        tile, and once tiles are chosen its place among them. chosen_tiles: their numbers. shares: of their tokens."""
         words = {"counts": 3 * 2 * self.warps}
         if not self.all_tiles:
-            words |= {"largest": self.padded(self.tiles), "chosen": self.k}
+            words |= {"largest": self.padded(self.tiles), "chosen_tiles": self.k}
         words["shares"] = self.padded(self.candidates)
         starts = itertools.accumulate(words.values(), initial=0)
         return {name: (4 * start, 4 * size) for (name, size), start in zip(words.items(), starts)}

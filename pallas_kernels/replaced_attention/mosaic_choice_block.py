@@ -189,7 +189,7 @@ class Block:
 
     def _tile(self, place):
         """The tile that was chosen as number `place`."""
-        return place if self.plan.all_tiles else ptx.load_shared(self._word("chosen", place), 1)[0]
+        return place if self.plan.all_tiles else ptx.load_shared(self._word("chosen_tiles", place), 1)[0]
 
     def _store_shares(self, tiles) -> None:
         """Stores the shares of tokens in codes in the tiles that were chosen."""
@@ -288,7 +288,7 @@ class Block:
     def _keep_tile(self, tile, is_chosen, place) -> None:
         """Lists a chosen tile, and keeps every tile's place among the chosen ones; -1 if it is not chosen."""
         with ptx.when(is_chosen):
-            ptx.store_shared(self._word("chosen", place), tile)
+            ptx.store_shared(self._word("chosen_tiles", place), tile)
         ptx.store_shared(self._word("largest", tile), ptx.select(is_chosen, place, ptx.i32(-1)))
 
     def _keep_token(self, entry, is_chosen, place) -> None:

@@ -9,7 +9,7 @@ from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.replaced_attention import choice, mosaic_choice
 
-MOST_REPLACED = 128  # tokens of a KV head, of which each lane of a warp has a few positions
+MOST_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced) -> str | None:
@@ -26,7 +26,7 @@ def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replac
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     args = found, replaced.positions, lengths.quantized
-    # Or XLA chooses: it is attention that takes the most time.
+    # Where the kernel that chooses does not support the shapes, XLA chooses. The attention still runs here: it takes most of the time.
     by_kernel = mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k) is None
     positions = mosaic_choice.chosen(*args, k) if by_kernel else choice.chosen(mosaic_low_bits.shares(*args), k)
     return merged(found["out"], found["top"], found["total"], q), positions

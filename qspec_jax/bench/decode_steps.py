@@ -80,8 +80,8 @@ class StepsOfRound:
         # Goes through the logits a few times.
         seconds = max(5e-5, self.bandwidth.seconds(4 * logits.nbytes))
         steps.append(Step("sampling", _sampled, (self.sampler, logits, proposals, eligible, keys, positions), seconds))
-        if (group := self.cache_config.schedule_for(self.target.model.config.head_dim).group_size) is not None:
-            for name, buffered, seconds in ("flush due", 2 * group, 5e-4), ("flush not due", group, 2.5e-5):
+        if (size := self.cache_config.schedule_for(self.target.model.config.head_dim).flush_size) is not None:
+            for name, buffered, seconds in ("flush due", 2 * size, 5e-4), ("flush not due", size, 2.5e-5):
                 at = dataclasses.replace(lengths, buffered=jnp.full(B, buffered, jnp.int32))
                 steps.append(Step(name, _flushed, (at,), seconds))
         return steps
@@ -188,4 +188,4 @@ def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:
     tokens."""
     if not isinstance(cache, StreamedCache):
         return 0
-    return bytes_of([cache.host_part(layer, view) for layer in range(len(cache.layers))])
+    return bytes_of([cache.part_to_copy(layer, view) for layer in range(len(cache.layers))])

@@ -165,7 +165,8 @@ class Cache(AppendedCache):
         return self.rollback(longer(lengths, kept)).flush()
 
     def flush(self) -> tuple[Self, Int[Array, "B"]]:
-        """Quantizes the oldest group of every row that buffers 2G tokens; also returns 1 for each such row, else 0."""
+        """Quantizes the oldest G buffered tokens of every row that buffers 2G tokens, with G the schedule's `flush_size`. Also returns 1
+        for each such row, else 0."""
         due = self.schedule.due(self.lengths)
         flushed = dataclasses.replace(self, layers=self.flushed_layers(due), lengths=self.schedule.flushed(self.lengths, due))
         return flushed, due.astype(self.lengths.buffered.dtype)

@@ -96,8 +96,8 @@ class H2OCache(EvictingCache):
     def fill(self, layer, keys, values, n, queries):
         old = self.layers[layer]
         mass = prompt_mass(queries, keys, n).astype(old.mass.dtype)
-        chosen = self._kept(mass, self.schedule.quantized_length(n), old.mass.shape[2])
-        return dataclasses.replace(old, **_rows(FullLayer(keys, values), mass, chosen, n))
+        kept = self._kept(mass, self.schedule.quantized_length(n), old.mass.shape[2])
+        return dataclasses.replace(old, **_rows(FullLayer(keys, values), mass, kept, n))
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         self.check_not_observed(observe)
@@ -125,8 +125,8 @@ class H2OCache(EvictingCache):
         valid = self._held(self.lengths)
 
         def flushed(layer: H2OLayer) -> H2OLayer:
-            chosen = self._kept(layer.mass, rivals, layer.mass.shape[2])
-            return dataclasses.replace(layer, **_rows(layer.tokens, layer.mass, chosen, valid))
+            kept = self._kept(layer.mass, rivals, layer.mass.shape[2])
+            return dataclasses.replace(layer, **_rows(layer.tokens, layer.mass, kept, valid))
 
         once = lambda carry: (tuple(map(flushed, carry[0])), jnp.array(False))
         # A loop of at most one trip: lax.cond would copy the caches that it passes through (seen in jax 0.10).
@@ -171,9 +171,7 @@ def prompt_mass(queries: Float[Array, "B Q N H"], keys: Float[Array, "B K S H"],
     return lax.scan(add, jnp.zeros((B, K, S), accumulation_dtype(keys.dtype)), (chunks(queries), chunks(at)))[0]
 
 
-def _rows(
-    tokens: FullLayer, mass: Float[Array, "B K S"], chosen: Int[Array, "B K rows"], n: Int[Array, "B"]
-) -> dict[str, Array | FullLayer]:
-    """The tokens chosen of n[b], with their mass; 0 for numbers from n[b] on."""
-    own = jnp.take_along_axis(mass, jnp.minimum(chosen, mass.shape[2] - 1), 2)
-    return dict(tokens=FullLayer(*tokens.read(chosen)), mass=jnp.where(chosen < n[:, None, None], own, 0))
+def _rows(tokens: FullLayer, mass: Float[Array, "B K S"], kept: Int[Array, "B K rows"], n: Int[Array, "B"]) -> dict[str, Array | FullLayer]:
+    """The rows of a layer that keeps the tokens with these numbers, of n[b], with their mass; the mass is 0 for numbers from n[b] on."""
+    own = jnp.take_along_axis(mass, jnp.minimum(kept, mass.shape[2] - 1), 2)
+    return dict(tokens=FullLayer(*tokens.read(kept)), mass=jnp.where(kept < n[:, None, None], own, 0))

@@ -1,8 +1,10 @@
-"""Arrays in host memory: what is done with them, which layers' arrays are there, and how a pass reads them.
+"""Arrays in host memory: how they are written and copied, which layers have arrays there, and how a pass reads them.
 
-XLA copies such an array to the device behind computation. Whatever else is done with it becomes, on a GPU, a kernel that reads or writes
-host memory where it lies, at the speed of the bus; on a CPU it is as anywhere. Single tokens are read by `pallas_kernels.gather`, for XLA
-takes them over the bus three times.
+XLA can copy a whole array from host memory to the device while the device computes something else. On a GPU any other operation on such an
+array becomes a kernel that reads or writes host memory in place, at the speed of the bus between the two memories; on a CPU it is an
+ordinary operation. XLA's gather of single tokens takes each over the bus three times. SpeCache therefore reads them with a kernel of
+`pallas_kernels.gather` where that runs, on NVIDIA Hopper. The cache full:host, of which drafts may ask single tokens, takes XLA's gather
+(`pallas_kernels.gather.taken`).
 """
 
 import abc
@@ -18,7 +20,7 @@ from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
 
-ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; so many or fewer take no loop
+ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; so many or fewer are written without a loop
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -30,9 +32,10 @@ def _share(text: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """resident: the share of the layers, from 0 to 1, that are on the device whole. None, or "auto" in a text, leaves it to
-    `qspec_jax.decoding.residence` how many fit; a cache that is made without asking that has none. They are spread evenly, so that others
-    are copied while these are computed."""
+    """resident: the share of the layers, from 0 to 1, whose cache is entirely on the device, rounded to whole layers; these are called
+    resident. None, which is "auto" in a cache's text: `qspec_jax.decoding.residence` makes as many layers resident as fit the device's free
+    memory, and in a cache that is made without it no layer is. Resident layers are spread evenly among the others, so that the others are
+    copied while resident ones are computed."""
 
     resident: float | None = dataclasses.field(default=None, metadata={"parse": _share, "values": "auto, or a share from 0 to 1"})
 
@@ -42,6 +45,8 @@ class HostSettings:
 
     @property
     def in_host_memory(self) -> bool:
+        """Whether a part of the cache may be in host memory. It is known before the model is, and so before the share is rounded: true for
+        every resident below 1, such as 0.99, though with few layers that rounds to all of them, and true for None, though all may fit."""
         return self.resident is None or self.resident < 1
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
@@ -74,7 +79,7 @@ def written(held: Array, new: Array, at: Int[Array, "B"]) -> Array:
     """The array, which is in host memory, with new[b] in place of as many entries of axis 2 from at[b] on. new: on the device."""
     zero = jnp.zeros_like(at[0])
 
-    # One row after the other, for a scatter into host memory goes wrong on a GPU (openxla/xla#34565).
+    # One row after the other, since XLA's scatter into host memory fails on a GPU (openxla/xla#34565).
     def put(b: Int[Array, ""], held: Array) -> Array:
         row = lax.dynamic_slice_in_dim(new, b, 1)
         return lax.dynamic_update_slice(held, to_host(row), (b.astype(at.dtype), zero, at[b], *(zero,) * (held.ndim - 3)))
@@ -87,7 +92,8 @@ def with_rows(held: Array, rows: Array, slots: Int[Array, "k"]) -> Array:
     """The array with k others of its rows, which are in the same memory."""
     if not in_host(held):
         return held.at[slots].set(rows)
-    for i in range(rows.shape[0]):  # no scatter: see `written`. They are few
+    # One row after the other, since XLA's scatter into host memory fails on a GPU (openxla/xla#34565). The rows are few: no loop is needed.
+    for i in range(rows.shape[0]):
         at = slots[i], *(jnp.zeros_like(slots[i]),) * (held.ndim - 1)
         held = lax.dynamic_update_slice(held, rows[i : i + 1], at)
     return held
@@ -98,12 +104,13 @@ class StreamedCache(AppendedCache):
 
     @abc.abstractmethod
     def offloaded_part(self, held: Any) -> Any:
-        """A pytree of those arrays of a layer that are in host memory where the layer is not resident, wherever they are now."""
+        """A pytree of those arrays of a layer that are in host memory unless the layer is resident: the arrays by name, wherever they are
+        now. held: the layer."""
 
     @abc.abstractmethod
-    def host_part(self, layer: int, view: View) -> Any:
-        """A pytree of what a pass through this view has to copy of a layer; an empty one for a resident layer, and where it reads nothing
-        of that."""
+    def part_to_copy(self, layer: int, view: View) -> Any:
+        """A pytree of those arrays of the `offloaded_part` of a layer that a pass through this view copies to the device: empty for a
+        resident layer, and where the view reads none of them."""
 
     @abc.abstractmethod
     def with_part(self, held: Any, part: Any) -> Any:
@@ -111,7 +118,7 @@ class StreamedCache(AppendedCache):
 
     @abc.abstractmethod
     def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View, observe: bool) -> tuple[Array, Any, Array | None]:
-        """`attend`, where the layer's host part is copied to the device already."""
+        """`attend`, where the layer's `part_to_copy` is on the device already: copied."""
 
     def for_pass(self, views):
         return StreamedPass(self, views)
@@ -121,33 +128,33 @@ class StreamedCache(AppendedCache):
         if not any(map(in_host, jax.tree.leaves(part))):
             return self, after
         part, after = lax.optimization_barrier((part, after))
-        there = self.with_part(held, jax.tree.map(to_device, part))
-        return dataclasses.replace(self, layers=(*self.layers[:layer], there, *self.layers[layer + 1 :])), after
+        on_device = self.with_part(held, jax.tree.map(to_device, part))
+        return dataclasses.replace(self, layers=(*self.layers[:layer], on_device, *self.layers[layer + 1 :])), after
 
     def with_rows(self, rows, slots, pages=None):
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        copied = jax.tree.map(to_device, self.host_part(layer, view))
+        copied = jax.tree.map(to_device, self.part_to_copy(layer, view))
         return self.attend_to(layer, copied, qkv, cos, sin, view=view, observe=observe)
 
 
 class StreamedPass:
     """One pass over a `StreamedCache`: while a layer is computed, the next that has a part in host memory is copied.
 
-    XLA would begin with all of the copies, none of which needs anything, so that every layer's was on the device at once, and nothing was
-    computed meanwhile (seen in jax 0.11). So a copy is made to wait for the queries of an earlier layer, and no more than two layers' are
-    there at a time.
+    No copy depends on anything that is computed, so XLA would begin a pass with all of them: every layer's copy was on the device at once,
+    and nothing was computed meanwhile (seen in jax 0.11). So each copy is made to wait for the queries of an earlier layer, and at most two
+    layers' copies are on the device at a time.
     """
 
     def __init__(self, cache: StreamedCache, views: tuple[View | None, ...]):
         self._cache = cache
-        parts = {layer: cache.host_part(layer, view) for layer, view in enumerate(views) if view is not None}
+        parts = {layer: cache.part_to_copy(layer, view) for layer, view in enumerate(views) if view is not None}
         self._waiting = {layer: part for layer, part in parts.items() if jax.tree.leaves(part)}
         self._copied: dict[int, Any] = {}
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if layer in self._waiting:  # the first
+        if layer in self._waiting:  # the first layer of the pass that has a part to copy
             self._copied[layer] = jax.tree.map(to_device, self._waiting.pop(layer))
         following = min(self._waiting, default=None)
         if following is not None and not any(other > layer for other in self._copied):

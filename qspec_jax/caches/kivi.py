@@ -25,9 +25,9 @@ from qspec_jax.models.prompts import by_heads
 
 @dataclasses.dataclass(frozen=True)
 class KiviSettings:
-    """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a multiple of
-    the group size. rule: where the two levels of 1-bit codes lie, "extremes" at a group's minimum and maximum (KIVI), or "centred" a
-    quarter of the range inside them (SpeCache); with 2 bits it makes no difference."""
+    """bits: 1 or 2. residual: at least so many of the most recent tokens, and less than twice as many, are in full precision; a flush
+    quantizes so many tokens at once. It is a multiple of the group size. rule: where the two levels of 1-bit codes lie, "extremes" at a
+    group's minimum and maximum (KIVI), or "centred" a quarter of the range inside them (SpeCache); with 2 bits it makes no difference."""
 
     bits: int = 2
     residual: int = 128
@@ -46,8 +46,9 @@ class KiviSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KiviCache(Cache):
-    """Keys with a scale for each channel and group of tokens, values with one for each token and group of as many channels. There is one
-    way to read them, whatever the view. settings: see `KiviSettings`; a flush quantizes `residual` tokens."""
+    """Keys with a scale for each channel and group of tokens, values with one for each token and group of as many channels. A group here is
+    a quantization group, 32 tokens or channels by default; a flush quantizes `residual` tokens, which are one or more groups. There is one
+    way to read the cache, whatever the view. settings: see `KiviSettings`."""
 
     layers: tuple[TokenCodesLayer, ...]
     lengths: Lengths
@@ -72,8 +73,9 @@ class KiviCache(Cache):
 
     @classmethod
     def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
-        """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values. Raises InputError for one that does
-        not divide both residual and head_dim."""
+        """See `RegisteredCache.make`; group_size is of tokens for keys, of channels for values. Raises InputError for a group size that
+        does not divide both residual and head_dim, and for a head_dim whose codes do not fill whole bytes: it should be a multiple of
+        8 / bits."""
         schedule, (B, K, H) = cls.schedule_of(group_size, settings), (batch, model.num_kv_heads, model.head_dim)
         if H % group_size:
             raise InputError(f"cache {settings.name}: group size {group_size} should divide the model's head_dim, {H}")
@@ -123,7 +125,7 @@ class KiviCache(Cache):
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe:
-            raise ValueError("a KIVI cache has no groups whose attention could be observed")
+            raise ValueError("a KIVI cache cannot be observed: it does not give the attention mass of each group")
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, BOTH_PLANES)
 
     def flushed_layers(self, due):

@@ -1,10 +1,10 @@
 """Caches with a part in host memory, which each pass that reads it copies to the device layer by layer: for contexts that do not fit.
 
-`OffloadedCache` is the hierarchical cache with its lower plane there. On the device are the upper plane, scales, zero points and the
-buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor `retrieval`, which
-looks older tokens up in the target's cache when it chooses anew. The target still reads all 8 bits. `OffloadedPlanesCache`
-has both planes there, for drafts with tokens of their own. `OffloadedFullCache` is the full-precision cache, all of it there. With any of
-them the target says bit for bit what it says with everything on the device.
+`OffloadedCache` is the hierarchical cache with its lower plane in host memory. On the device are the upper plane, scales, zero points and
+the buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor `retrieval`,
+which looks older tokens up in the target's cache when it chooses anew. The target still reads all 8 bits. `OffloadedPlanesCache` has both
+planes in host memory, for drafts with tokens of their own. `OffloadedFullCache` is the full-precision cache, all of it in host memory. With
+any of them the target says bit for bit what it says with everything on the device.
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, t
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadedCache(StreamedCache, HierarchicalCache):
-    """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers: they are copied to the device whole,
-    and groups are written into them, and nothing else is done with them. offloaded: the names of such arrays.
+    """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers. Only two things are done with such
+    an array: it is copied to the device whole, and groups are written into it. offloaded: the names of these arrays, the same for keys
+    and values.
 
     A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
@@ -46,10 +47,10 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     @classmethod
     def make(cls, model, *, capacity, group_size, settings, **sizes):
         cache = super().make(model, capacity=capacity + group_size, group_size=group_size, **sizes)
-        offloaded = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in cls.offloaded})
-        there = lambda layer: dataclasses.replace(layer, keys=offloaded(layer.keys), values=offloaded(layer.values))
+        offload = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in cls.offloaded})
+        offload_both = lambda layer: dataclasses.replace(layer, keys=offload(layer.keys), values=offload(layer.values))
         streamed = settings.streamed(model.num_layers)
-        return dataclasses.replace(cache, layers=tuple(there(layer) if far else layer for layer, far in zip(cache.layers, streamed)))
+        return dataclasses.replace(cache, layers=tuple(offload_both(layer) if far else layer for layer, far in zip(cache.layers, streamed)))
 
     @property
     def capacity(self):
@@ -58,7 +59,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
     def offloaded_part(self, held):
         return self._arrays(held, self.offloaded)
 
-    def host_part(self, layer, view):
+    def part_to_copy(self, layer, view):
         held = self.layers[layer]
         names = self.offloaded if view.planes == 2 else [name for name in self.offloaded if name != "lower"]
         return self._arrays(held, names) if names and _streams(held) else ()
@@ -67,8 +68,8 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         return _with_arrays(held, part)
 
     def whole_layer(self, layer):
-        there, _ = self.with_layer_on_device(layer, after=())
-        return there.layers[layer]
+        on_device, _ = self.with_layer_on_device(layer, after=())
+        return on_device.layers[layer]
 
     def _arrays(self, layer: HierarchicalLayer, names: Iterable[str]) -> tuple[dict[str, Array], dict[str, Array]]:
         """These arrays of keys and of values."""
@@ -108,6 +109,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
 
 
 def _streams(layer: HierarchicalLayer) -> bool:
+    """Whether a part of the layer is in host memory."""
     return in_host(layer.keys.lower)
 
 
@@ -120,11 +122,13 @@ def _with_arrays(layer: HierarchicalLayer, arrays: tuple[dict[str, Array], ...])
 
 
 def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
-    """The planes with a new group in this place of each row. No row has read what was there: it is the place behind its last group."""
+    """The planes with a new group as number group[b] of each row b, the place behind its last group. Nothing has read this place before,
+    and in a row that is not due nothing reads it before it is written again."""
     row = jnp.arange(group.shape[0])
 
     def put(held: Array, new: Array) -> Array:
-        # XLA (jax 0.11) would lay the whole array out as it lays out what is new, and turn it round in each round for the kernels.
+        # This fixes the layout in memory, the order in which axes follow each other. XLA (jax 0.11) would choose another for `new`, take it
+        # over for the whole array that is written to, and transpose that array back in each round for the kernels that read it.
         new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return written(held, new, group) if in_host(held) else held.at[row, :, group].set(new[:, :, 0])
 
@@ -164,7 +168,7 @@ class OffloadedFullCache(StreamedCache, FullCache):
     def with_part(self, held, part):
         return part
 
-    def host_part(self, layer, view):
+    def part_to_copy(self, layer, view):
         held = self.layers[layer]
         return self.offloaded_part(held) if in_host(held.keys) else ()
 

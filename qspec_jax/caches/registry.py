@@ -25,9 +25,9 @@ class RegisteredCache(Protocol):
 
     One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
     for what is out of range. A field's type is called with the text of its value; one that needs another function has it in its metadata as
-    "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache is in host
-    memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class that
-    does not say. gives, takes_group_size, chooses_by_head: see `Cache`.
+    "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache may be in
+    host memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class
+    that does not say. gives, takes_group_size, chooses_by_head: see `Cache`.
     """
 
     gives: ClassVar[frozenset[Gives]]
@@ -142,7 +142,7 @@ class CacheConfig:
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether a part of the cache is in host memory."""
+        """Whether a part of the cache may be in host memory, as far as its settings alone tell."""
         return getattr(self.settings, "in_host_memory", False)
 
     @property

@@ -1,8 +1,10 @@
 """The schedule: which of a row's cached tokens are quantized, and how many drafts a round may use.
 
-A row of n cached tokens has `quantized_length(n)` of them quantized, whatever way it came to n, and the others, fewer than 2G, in the
-full-precision buffer. A round uses no more drafts than one-by-one decoding would have verified before it flushed; with more the target
-would read other codes, and its output would not be its own. See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
+A flush quantizes the oldest G tokens of a row's full-precision buffer at once. G is the schedule's `flush_size`: in the cache int8 one
+quantization group, in kivi and specache `residual` tokens, which may be several groups; in h2o, whose flushes forget tokens instead,
+`recent` tokens. A row of n cached tokens has `quantized_length(n)` of them quantized, whatever way it came to n, and the others, fewer than
+2G, in the buffer. A round uses no more drafts than one-by-one decoding would have verified before it flushed; with more the target would
+read other codes, and its output would not be its own. See QuantSpec (arXiv 2502.10424), section 4.3 and algorithm 1.
 """
 
 import dataclasses
@@ -15,14 +17,14 @@ from pallas_kernels.formats.kv_cache import Lengths
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The schedule of a cache with groups of `group_size` tokens; None: nothing is ever quantized."""
+    """flush_size: how many tokens of a row a flush quantizes at once, G; None: nothing is ever quantized."""
 
-    group_size: int | None
+    flush_size: int | None
 
     def quantized_length(self, n: Array | int) -> Array | int:
-        """How many of n cached tokens are quantized: whole groups, and the last G to 2G - 1 tokens never. Of an int, which needs no device,
-        an int."""
-        G = self.group_size
+        """How many of n cached tokens are quantized: a multiple of G, and never the last G to 2G - 1 tokens. An int where n is one, which
+        needs no device."""
+        G = self.flush_size
         if G is None:
             return 0 * n
         return (max(0, n // G - 1) if isinstance(n, int) else jnp.maximum(0, n // G - 1)) * G
@@ -34,32 +36,33 @@ class Schedule:
 
     def draft_room(self, lengths: Lengths) -> Int[Array, "B"]:
         """How many drafts a row may verify before one-by-one decoding would have flushed."""
-        if self.group_size is None:
+        if self.flush_size is None:
             return jnp.full_like(lengths.buffered, jnp.iinfo(jnp.int32).max)
-        return 2 * self.group_size - 1 - lengths.buffered
+        return 2 * self.flush_size - 1 - lengths.buffered
 
     def due(self, lengths: Lengths) -> Bool[Array, "B"]:
-        """Which rows buffer 2G tokens, so that their oldest group is to be quantized."""
-        if self.group_size is None:
+        """Which rows buffer 2G tokens, so that the oldest G of these are to be quantized."""
+        if self.flush_size is None:
             return jnp.zeros_like(lengths.buffered, bool)
-        return lengths.buffered >= 2 * self.group_size
+        return lengths.buffered >= 2 * self.flush_size
 
     def flushed(self, lengths: Lengths, due: Bool[Array, "B"]) -> Lengths:
-        """The lengths once the oldest group of the rows that are due is quantized."""
-        moved = (self.group_size or 0) * due.astype(lengths.buffered.dtype)
+        """The lengths once the oldest G buffered tokens of the rows that are due are quantized."""
+        moved = (self.flush_size or 0) * due.astype(lengths.buffered.dtype)
         return Lengths(lengths.quantized + moved, lengths.buffered - moved)
 
     def buffer_rows(self, num_speculative_tokens: int) -> int:
         """Rows of the double buffer: 2G tokens, and a round's drafts and pending token before they are rolled back."""
-        return 2 * self.group_size + num_speculative_tokens + 1
+        return 2 * self.flush_size + num_speculative_tokens + 1
 
     def groups(self, capacity: int) -> int:
-        """The most groups that a row of at most `capacity` cached tokens quantizes."""
-        return max(0, capacity // self.group_size - 1)
+        """The most flushes that a row of at most `capacity` cached tokens has. With int8 each fills one quantization group, with kivi and
+        specache perhaps several."""
+        return max(0, capacity // self.flush_size - 1)
 
     def most_drafts(self, gamma: int) -> int:
         """The most drafts, of gamma asked for, that any round of any row may use."""
-        return gamma if self.group_size is None else min(gamma, 2 * self.group_size - 1)
+        return gamma if self.flush_size is None else min(gamma, 2 * self.flush_size - 1)
 
 
 def eligible_drafts(most: Int[Array, "B"], draft_room: Int[Array, "B"], wanted: Int[Array, "B"]) -> Int[Array, "B"]:

@@ -1,12 +1,19 @@
-"""The SpeCache cache, which is lossy: every token is kept in 1 or 2 bits, and those that a pass is expected to attend to most are read in
-full precision.
+"""The SpeCache cache, which is lossy: all but the most recent tokens are read in 1 or 2 bits, except for those that a pass is expected to
+attend to most, which it reads in full precision.
 
-A pass reads codes, except for k tokens that the pass before has chosen, whose full-precision keys and values it reads instead: those that
-the last token of that pass attended to most, for each KV head its own. With `fetch=now` a pass chooses for itself, and computes attention
-twice. With `fetch=checked` it does so where a row's guess was wrong: for that row alone, but the others wait.
+The most recent tokens are in a full-precision buffer, as in the KIVI cache. All older ones are there twice: as codes of 1 or 2 bits, and in
+full precision in what is called the store. A pass reads the codes, except for k tokens of each KV head, whose keys and values in full
+precision it reads instead. Where these k come from is the setting `fetch`:
 
-Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one
-(`qspec_jax.drafts.specache`), and the whole cache in full precision is in host memory; here that is so with `store=host`.
+* ahead: the pass before has chosen them, and copied them from the store: the tokens that its last token attended to most.
+* now: the pass chooses them itself, those that its first token attends to most. It computes attention twice for that: over codes alone, to
+  choose, and again with the tokens in full precision.
+* checked: as ahead, but where the guess at the first token of the pass was wrong in any row, the pass chooses as with now. All rows of the
+  batch then compute attention twice, and the rows whose guess was right ignore the choice.
+
+Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one, as it is here with the
+draft specache (`qspec_jax.drafts.specache`); without a draft it is the last token of the text. There the store is in host memory, as it is
+here with `store=host`.
 """
 
 import dataclasses
@@ -37,10 +44,16 @@ STORE = ("device", "host")
 
 @dataclasses.dataclass(frozen=True)
 class SpeCacheSettings(KiviSettings):
-    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides the recent ones.
-    fetch: "ahead" reads what the pass before has chosen, by a guess at the next token; "checked" does so in rows whose guess was right, and
-    in the others reads what the pass itself chooses; "now" always reads what the pass itself chooses. store: where the whole cache in full
-    precision is, "host" or "device" memory."""
+    """bits, residual, rule: see `KiviSettings`. k: how many tokens each KV head reads in full precision besides those in the buffer.
+
+    fetch: which pass chooses these k tokens. "ahead": the pass before, by its last token, which with the draft specache is a guess at the
+    next token, and without a draft a token of the text. "checked": the pass before where the guess was right, else the pass itself.
+    "now": always the pass itself. `GenerationConfig` refuses "checked" without a draft, as there is then no guess to check, and "now" with
+    the draft specache, whose guess nothing would use.
+
+    store: the memory of the store, which holds all quantized tokens in full precision: "device" or "host". With "device" the cache takes
+    more device memory than a full-precision one, by the codes and by what is fetched: it saves bytes that a pass reads, not memory.
+    """
 
     residual: int = 64
     k: int = 64
@@ -59,13 +72,20 @@ class SpeCacheSettings(KiviSettings):
 
     @property
     def in_host_memory(self) -> bool:
+        """Whether the store is in host memory. Everything else is on the device."""
         return self.store == "host"
 
 
 @pytree()
 class SpeCacheLayer:
-    """codes: of all quantized tokens, and the buffer. store: the same tokens in full precision, of each its key and its value, and room for
-    those of one flush more. fetched: those that the next pass reads from there."""
+    """codes: all quantized tokens in 1 or 2 bits, and the full-precision buffer of the tokens after them.
+
+    store: the quantized tokens in full precision, the key and then the value of each. It has room for one flush more than the codes
+    (`residual` tokens), since a flush also writes in rows that are not due. In the memory that the setting `store` names.
+
+    fetched: the k tokens of each KV head that were chosen last, for the next pass to read in full precision: a copy of them, always on the
+    device, and their positions.
+    """
 
     codes: TokenCodesLayer
     store: Float[Array, "B K S 2 H"]
@@ -75,10 +95,10 @@ class SpeCacheLayer:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpeCache(Cache):
-    """Codes of everything, and some of it in full precision. There is one way to read it, whatever the view.
+    """See the module. There is one way to read it, whatever the view.
 
-    missed: whether what is fetched was chosen by a wrong guess at the token that the next pass begins with. Whoever makes the guess, the
-    draft or the loop that scores texts, sets it; `fetch=checked` alone looks at it.
+    missed: for each row, whether the fetched tokens were chosen by a wrong guess at the token that the next pass begins with. Whoever makes
+    the guess, the draft or the loop that scores texts, sets it; only `fetch=checked` reads it.
     """
 
     layers: tuple[SpeCacheLayer, ...]
@@ -93,7 +113,7 @@ class SpeCache(Cache):
 
     @property
     def _codes(self) -> KiviCache:
-        """The codes, with which the buffer goes, as a cache of their own."""
+        """The codes and the buffer, as a cache of their own."""
         return KiviCache(tuple(layer.codes for layer in self.layers), self.lengths, self.settings)
 
     @property
@@ -126,13 +146,14 @@ class SpeCache(Cache):
         fetched = [layer.fetched.keys_values for layer in self.layers]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
-        # Those that the pass reads, and those that it fetches, or fewer: what it has read itself is not fetched again. Where it chooses for
-        # itself it reads the codes twice, which is not counted.
+        # `size` counts twice: for the tokens that the pass reads in full precision, and for those that it fetches. With store=host it may
+        # fetch fewer, as the GPU kernel does not read from host memory what was fetched before. Where a pass chooses for itself (fetch=now,
+        # and fetch=checked after a wrong guess) it also reads the codes a second time, which is not counted.
         return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)
 
     def fill(self, layer, keys, values, n):
         old = self.layers[layer]
-        tokens = _side_by_side(keys, values)[:, :, : old.store.shape[2]]
+        tokens = _stacked(keys, values)[:, :, : old.store.shape[2]]
         store = lax.dynamic_update_slice_in_dim(old.store, to_host(tokens) if in_host(old.store) else tokens, 0, axis=2)
         return SpeCacheLayer(self._codes.fill(layer, keys, values, n), store, old.fetched)
 
@@ -144,7 +165,7 @@ class SpeCache(Cache):
 
     def attend(self, layer, qkv, cos, sin, *, view, observe=False):
         if observe:
-            raise ValueError("a SpeCache cache has no groups whose attention could be observed")
+            raise ValueError("a SpeCache cache cannot be observed: it does not give the attention mass of each group")
         old = self.layers[layer]
         q, buffer = rotate_and_append(qkv, cos, sin, old.codes.buffer, self.lengths.buffered)
         codes = dataclasses.replace(old.codes, buffer=buffer)
@@ -155,7 +176,7 @@ class SpeCache(Cache):
         if self.settings.fetch == "now":
             fetched = self._chosen_by_first(q, codes, old, jnp.ones_like(self.missed))
         if self.settings.fetch == "checked":
-            # A loop of at most one trip: lax.cond would copy what it passes through, see `SpeCacheDraft.propose`.
+            # A loop of at most one trip, where lax.cond would copy the caches that it passes through (seen in jax 0.10).
             again = lambda carry: (self._chosen_by_first(q, codes, old, self.missed), jnp.array(False))
             fetched, _ = lax.while_loop(lambda carry: carry[1], again, (fetched, self.missed.any()))
         attended, positions = attend_and_choose(q, codes, lengths, fetched, fetched.positions.shape[2])
@@ -165,31 +186,37 @@ class SpeCache(Cache):
 
     @property
     def compiler_options(self):
-        # Nothing that a layer fetches for the next pass is needed before. The GPU goes on with the following layers meanwhile, if XLA lets
-        # its graph start whatever does not wait for results.
+        # With fetch=ahead and fetch=checked, what a layer fetches after its attention is for the next pass: nothing in this pass waits for
+        # it. With this option XLA builds a CUDA graph whose kernels wait only for those that touch the same buffers, so that the GPU
+        # computes the following layers while it fetches. With fetch=now, where a layer waits for what it fetches, the option is set too.
         overlapped = self.settings.in_host_memory and platform() == "gpu"
         return {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"} if overlapped else {}
 
     def advance(self, layers, tokens):
         if not self.settings.in_host_memory:
             return super().advance(layers, tokens)
-        # Until all layers have fetched, XLA puts nothing else where one of them writes: the kernels that come later would have to wait.
+        # For fetching beside the computing (see `compiler_options`). XLA reuses memory: without this barrier it may put a later layer's
+        # activations where an earlier layer's fetched tokens are until they are copied into the cache, and the kernels that write those
+        # activations would wait for the fetching. The barrier keeps what each layer fetched in its place until all layers have fetched.
         fetched = lax.optimization_barrier(tuple(layer.fetched for layer in layers))
         return super().advance(tuple(dataclasses.replace(layer, fetched=new) for layer, new in zip(layers, fetched)), tokens)
 
     def _chosen_by_first(self, q: Float[Array, "B T N H"], codes: TokenCodesLayer, old: SpeCacheLayer, rows: Bool[Array, "B"]) -> Replaced:
-        """What the first token of a pass, whose keys are appended to `codes`, attends to most over codes alone; in other rows than these
-        what was fetched before."""
+        """In these rows, the k tokens that the first token of a pass attends to most when it reads codes alone, fetched from the store; in
+        the others, what was fetched before. All rows compute the attention. The pass's tokens are in the buffer of `codes` already."""
         nothing = dataclasses.replace(old.fetched, positions=jnp.full_like(old.fetched.positions, -1))
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + 1)
         _, positions = attend_and_choose(q[:, :1], codes, lengths, nothing, old.fetched.positions.shape[2])
-        # Other rows get no positions, and whatever token: it is not read.
+        # The other rows ask for position -1, for which some token is fetched that nothing reads.
         new = self._fetched(old.store, jnp.where(rows[:, None, None], positions, -1), old.fetched)
         return where_rows(rows, new, old.fetched)
 
     def _fetched(self, store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K k"], before: Replaced) -> Replaced:
-        """The tokens at these positions, from the store. A position of -1 gets some token. before: what was fetched, much of which is often
-        chosen again, and is then not fetched again from host memory."""
+        """A copy on the device of the store's tokens at these positions. A position of -1, which stands for none, gets some token.
+
+        before: what was fetched last. Often many of its tokens are chosen again. With a store in host memory the GPU kernel copies these
+        from there and not from the store; with a store on the device everything is read from the store.
+        """
         return Replaced(positions, gather_tokens(store, positions, before if in_host(store) else None))
 
     def flushed_layers(self, due):
@@ -198,18 +225,19 @@ class SpeCache(Cache):
             return self.layers
 
         def stored(layer: SpeCacheLayer, store: Array) -> Array:
-            # Also of rows that are not due: what is written behind a row's last quantized token is not read until it is written again.
-            new, at = _side_by_side(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
+            # Rows that are not due are written too: nothing reads what is behind a row's last quantized token before it is written again.
+            new, at = _stacked(layer.codes.buffer.keys[:, :, :size], layer.codes.buffer.values[:, :, :size]), self.lengths.quantized
             if in_host(store):
                 return written(store, new, at)
             return jax.vmap(lambda held, new, at: lax.dynamic_update_slice_in_dim(held, new, at, axis=1))(store, new, at)
 
-        # Behind what the round has fetched, or XLA would write first and copy the store for it.
+        # The writes wait for what the round fetched. Otherwise XLA may write first, and copy the store so that fetching reads an old one.
         stores, fetched = lax.optimization_barrier(tuple(zip(*((layer.store, layer.fetched) for layer in self.layers))))
         once = lambda carry: (tuple(map(stored, self.layers, carry[0])), jnp.array(False))
         stores, _ = lax.while_loop(lambda carry: carry[1], once, (stores, due.any()))
         return tuple(map(SpeCacheLayer, self._codes.flushed_layers(due), stores, fetched))
 
 
-def _side_by_side(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"]) -> Float[Array, "B K S 2 H"]:
+def _stacked(keys: Float[Array, "B K S H"], values: Float[Array, "B K S H"]) -> Float[Array, "B K S 2 H"]:
+    """Tokens as the store holds them: the key of each, then its value."""
     return jnp.stack([keys, values], 3)

@@ -102,14 +102,14 @@ class RetrievalDraft(CompactDraft):
         count = jnp.minimum(whole, (budget - width) // chunk)
         place, layers = jnp.arange(most), []
         for i, q in enumerate(queries):
-            there, layers = cache.with_layer_on_device(i, after=layers)
-            score = chunk_scores(q, there, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
+            on_device, layers = cache.with_layer_on_device(i, after=layers)
+            score = chunk_scores(q, on_device, i, whole, batch_rows, tokens=cache.capacity, chunk=chunk)
             score = self.step.model.sum_of_copies(score)
             best = best_chunks(score, count, most=(most - width) // chunk)
             in_chunk = jnp.take(best, jnp.minimum(place // chunk, best.shape[2] - 1), axis=2) * chunk + place % chunk
             recent = ((whole - count) * chunk)[:, None, None] + place
             positions = jnp.where(place < (count * chunk)[:, None, None], in_chunk, recent)
-            layers.append(make(i, *there.tokens(i, positions, batch_rows)))
+            layers.append(make(i, *on_device.tokens(i, positions, batch_rows)))
         return layers, n - (whole - count) * chunk
 
     def cache_of_steps(self, state, cache):

@@ -47,10 +47,10 @@ class SnapKVDraft(CompactDraft):
         layers = []
         for i in range(len(prompt.cache.layers)):
             model = self.step.model
-            there, layers = prompt.cache.with_layer_on_device(i, after=layers)
-            scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=there), i, model.config.num_kv_heads))
+            on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
+            scores = model.sum_of_copies(prompt_scores(dataclasses.replace(prompt, cache=on_device), i, model.config.num_kv_heads))
             positions = kept_positions(scores, prompt.n, kept, min(most, prompt.tokens.shape[1]))
-            layers.append(CompactCache.make_layer(*there.tokens(i, positions), kind=self.kind, appended=prompt.gamma, room=ring))
+            layers.append(CompactCache.make_layer(*on_device.tokens(i, positions), kind=self.kind, appended=prompt.gamma, room=ring))
         return CompactCache.of(layers, kept=kept, ring=jnp.full_like(kept, ring), taken=kept)
 
     def reads(self, layer, quantized, buffered, group_size):

@@ -63,8 +63,8 @@ class SparseDraft(SelfSpeculativeDraft):
         real = jnp.arange(self.prompt_queries) >= self.prompt_queries - prompt.n[:, None]
         state = []
         for i, queries in enumerate(prompt.queries):
-            there, state = prompt.cache.with_layer_on_device(i, after=state)
-            _, mass = decode_attention(queries, there.whole_layer(i), prompt.cache.lengths, BOTH_PLANES, observe=True)
+            on_device, state = prompt.cache.with_layer_on_device(i, after=state)
+            _, mass = decode_attention(queries, on_device.whole_layer(i), prompt.cache.lengths, BOTH_PLANES, observe=True)
             mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])

@@ -39,8 +39,8 @@ class StreamingDraft(CompactDraft):
         positions = token_in_row(jnp.arange(most), **places)[:, None]
         layers, sinks = [], []
         for i in range(len(prompt.cache.layers)):
-            there, layers = prompt.cache.with_layer_on_device(i, after=layers)
-            keys, values = there.tokens(i, positions)
+            on_device, layers = prompt.cache.with_layer_on_device(i, after=layers)
+            keys, values = on_device.tokens(i, positions)
             layers.append(CompactCache.make_layer(keys, values, kind=self.kind, appended=prompt.gamma))
             if self.positions == "window" and self.sinks:
                 sinks.append(keys[:, :, : self.sinks])

@@ -174,9 +174,9 @@ def cache_bytes(config: LlamaConfig, cache: CacheConfig, *, batch: int, capacity
     """Bytes that a cache takes: `Cache.num_bytes` of one for rows of at most `capacity` cached tokens."""
     c, schedule = config, cache.schedule_for(config.head_dim)
     each = 2 * c.head_dim * ITEM_BYTES  # a token's key and value of a KV head
-    if schedule.group_size is None:
+    if schedule.flush_size is None:
         return c.num_layers * batch * c.num_kv_heads * (capacity + gamma + 1) * each
-    G = schedule.group_size
+    G = schedule.flush_size
     parameters = PARAMETERS * (c.head_dim + G) * ITEM_BYTES  # a scale and a zero for each of a key's channels and each value's token
     group = 2 * G * c.head_dim + parameters  # both planes of keys and of values take a byte for each number
     return c.num_layers * batch * c.num_kv_heads * (schedule.groups(capacity) * group + schedule.buffer_rows(gamma) * each)

@@ -66,12 +66,12 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     proposing, last = float(1 - turn[-1]), float(turn[max(0, len(drafts) - 1)])
     emitted = lambda most: _emitted(most, used)
     passes = lambda reached: tuple(float(1 - (1 - last * share) ** batch) for share in reached)
-    if schedule.group_size is None:
+    if schedule.flush_size is None:
         chances = emitted(gamma)
         tokens = float(chances @ np.arange(1, gamma + 2))
         rejected = sum(chance * (1 - rate**gamma) for chance, rate in used)
         return Rounds(tokens, proposing * gamma, proposing, rejected, last, passes([1.0] * gamma), 0.0)
-    G = schedule.group_size
+    G = schedule.flush_size
     # A row buffers G tokens after a flush, and its rounds end at exactly 2G: none has more drafts than there is room for.
     visits = np.zeros(2 * G + 1)
     visits[G] = 1.0
