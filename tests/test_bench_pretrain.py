@@ -20,6 +20,7 @@ pytest.importorskip("optax", reason="the extra train is not installed")
 
 from qspec_jax.checkpoints import loading
 from qspec_jax.errors import InputError
+from qspec_jax.evaluate import needle
 from qspec_jax.training import benchmark_model, corpus
 from qspec_jax.training.benchmark_model import Recipe, Trainer
 from qspec_jax.training.pretraining import CausalAttention, Settings, initial_params, log_probabilities
@@ -108,9 +109,9 @@ def test_a_loss_that_is_not_finite_ends_it():
 def test_a_state_of_another_recipe(tmp_path):
     path = tmp_path / "state.safetensors"
     begun().save(path)
-    other = dataclasses.replace(TINY, long_share=0.2)
-    with pytest.raises(InputError, match="other settings"):
-        Trainer(other, STREAM).load(path)
+    for other in (dataclasses.replace(TINY, long_share=0.2), dataclasses.replace(TINY, needles=0.2)):
+        with pytest.raises(InputError, match="other settings"):
+            Trainer(other, STREAM).load(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match="not a whole safetensors file"):
         Trainer(TINY, STREAM).load(path)
@@ -170,6 +171,7 @@ def test_bad_input(fails, tmp_path):
     fails(["bench", "pretrain", "--output", file / "below", "--smoke"], file / "below")
     fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--minutes", -1], "--minutes")
     fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--steps", "many"], "--steps")
+    fails(["bench", "pretrain", "--output", tmp_path / "x", "--smoke", "--needles", 1], "--needles")
     assert not (tmp_path / "x").exists()
 
 
@@ -195,6 +197,17 @@ def test_the_command_line_does_without_it():
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "", "PYTHONPATH": root}, check=True, timeout=120
     )
     assert out.stdout.strip() == "[]"
+
+
+def test_needles_are_a_share_of_the_tokens():
+    tokenizer, text = Tokenizer.from_file(str(benchmark_model.TOKENIZER)), np.ones(100_000, np.uint16)
+    np.testing.assert_array_equal(benchmark_model.with_needles(text, tokenizer, 0.0), text)
+    stream = benchmark_model.with_needles(text, tokenizer, 0.2)
+    longest = 60_000  # tokens; the last document may go beyond the share
+    assert 1 - len(text) / len(stream) >= 0.2 and len(stream) < len(text) / 0.8 + longest
+    np.testing.assert_array_equal(stream[: len(text)], text)
+    first, second = (int(at) for at in np.flatnonzero(stream == 0)[:2])
+    assert tokenizer.decode(stream[first + 1 : second].tolist()) == needle.training_text("python", 0)
 
 
 def test_a_full_run_does_not_read_the_small_corpus(tmp_path, monkeypatch):

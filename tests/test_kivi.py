@@ -188,7 +188,7 @@ def test_settings_that_do_not_fit():
         CacheConfig.parse("kivi", 32).empty(model.config, **sizes)
     with pytest.raises(InputError, match="residual 64 should be a multiple of the group size, 12"):
         CacheConfig.parse("kivi:group=12,residual=64", 4).empty(model.config, **sizes)
-    assert CacheConfig.parse("kivi:residual=24", 12).schedule_for(48).group_size == 24
+    assert CacheConfig.parse("kivi:residual=24", 12).schedule_for(48).flush_size == 24
     for text in CACHES:
         CacheConfig.parse(text, 8).check(model.config)
     with pytest.raises(InputError, match="cache specache: residual 20 should be a multiple of the group size, 16"):

@@ -59,6 +59,19 @@ def test_prompts_follow_the_seed(tokenizer):
     assert 0 < before.count("():\n    return ") < before.count("(value):\n    return ")
 
 
+@pytest.mark.parametrize("style", needle.FORMATS)
+def test_texts_to_learn_from_end_with_the_answer(style):
+    form, sizes = needle.FORMATS[style], []
+    for seed in range(60):
+        text = needle.training_text(style, seed)
+        assert text == needle.training_text(style, seed)
+        question, answer = text[: -len(form.ending)].rsplit(form.question, 1)
+        value = answer.strip()
+        assert text.endswith(answer + form.ending) and needle.is_right(answer, value) and form.needle(value) in question
+        sizes.append(len(text))
+    assert min(sizes) < 3_000 < 20_000 < max(sizes)
+
+
 def test_too_short_for_a_haystack(tokenizer):
     with pytest.raises(InputError, match="no room for a haystack"):
         needle.make_prompt(tokenizer, 25, 0.5, style="python", seed=0, sample=0)

@@ -426,6 +426,10 @@ def bench_pretrain(
         float, typer.Option(min=0, max=10_000, help="Time of this call, all in all; call again until it is completed.")
     ] = 7.5,
     steps: Annotated[int, typer.Option(min=0, help="Train exactly so many steps, however long they take; 0 goes by --minutes.")] = 0,
+    needles: Annotated[
+        float,
+        typer.Option(min=0, max=0.9, help="Share of the tokens that are prompts of `eval needle` with their answers, of other seeds."),
+    ] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
 ):
@@ -434,7 +438,7 @@ def bench_pretrain(
         from qspec_jax.training import benchmark_model
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}: pip install optax tokenizers") from None
-    settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, smoke=smoke)
+    settings = dict(minutes=minutes, segment_minutes=segment_minutes, steps=steps, needles=needles, smoke=smoke)
     report = benchmark_model.run(output, **settings, progress=False if as_json else None)
     show(report, benchmark_model.table, None, sys.stdout.write, as_json=as_json)
 

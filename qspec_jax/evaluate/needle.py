@@ -160,6 +160,23 @@ class NeedleReport:
     agreement: Agreement | None
 
 
+def _haystack(form: Format, lines: Sequence[str], value: str, depth: float, words: int) -> str:
+    at = round(depth * len(lines))
+    return "".join([form.header(words), *lines[:at], form.needle(value), *lines[at:]])
+
+
+def training_text(style: str, seed: int) -> str:
+    """A prompt with its answer, for a model to learn from what a needle is: at any depth of 8 to 1,500 lines, short ones far more often.
+
+    style: a key of FORMATS. No sample of `make_prompt` is drawn from such a seed.
+    """
+    form, r = FORMATS[style], random.Random(f"training {seed}")
+    few, many = 8**-0.5, 1500**-0.5
+    value, count = form.value(r), round((few + r.random() * (many - few)) ** -2)
+    lines = [form.line(r, value) for _ in range(count)]
+    return _haystack(form, lines, value, r.random(), r.randrange(20)) + form.question + value + form.ending
+
+
 def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> NeedlePrompt:
     """A prompt of at most `length` tokens, its needle behind a share `depth` of the haystack's lines.
 
@@ -171,8 +188,7 @@ def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, 
     lines = [form.line(r, value) for _ in range(length // LEAST_LINE_TOKENS)]
 
     def text(count: int, words: int = 0) -> str:
-        at = round(depth * count)
-        return "".join([form.header(words), *lines[:at], form.needle(value), *lines[at:count]]) + form.question
+        return _haystack(form, lines[:count], value, depth, words) + form.question
 
     size = lambda *parts: len(tokenizer(text(*parts))["input_ids"])
     count = bisect.bisect_right(range(len(lines) + 1), length, key=size) - 1

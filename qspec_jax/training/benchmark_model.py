@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from qspec_jax import demo
 from qspec_jax.errors import InputError, one_line, writing
+from qspec_jax.evaluate import needle
 from qspec_jax.files import check_writable, read_json, whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
@@ -52,12 +53,14 @@ SAVE_SECONDS = 30  # set aside at the end of a segment to save a state of 3.3 GB
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What is trained, and how. model: its config.json. short: settings of the first steps; long: those of the last `long_share` of the
-    steps. The optimizer and the schedule of the learning rate are those of `short`."""
+    steps. The optimizer and the schedule of the learning rate are those of `short`. needles: the share of the tokens that are needle
+    prompts with their answers."""
 
     model: dict[str, Any]
     short: Settings
     long: Settings
     long_share: float
+    needles: float = 0.0
 
     def across(self, devices: int) -> "Recipe":
         """The recipe for several devices, each of which takes as many rows as one does here."""
@@ -129,16 +132,24 @@ class SegmentReport(Run):
 
 
 def run(
-    directory: Path, *, minutes: float, segment_minutes: float, steps: int = 0, smoke: bool = False, progress: bool | None = None
+    directory: Path,
+    *,
+    minutes: float,
+    segment_minutes: float,
+    steps: int = 0,
+    needles: float = 0.0,
+    smoke: bool = False,
+    progress: bool | None = None,
 ) -> SegmentReport:
     """Trains for one segment, which begins a run in this directory or goes on with it; the last one leaves a checkpoint there.
 
     minutes: time of all training steps; the first segment times some and settles how many there will be. steps: exactly so many instead.
-    segment_minutes: time of this call, with all that it does before training. progress: a bar on standard error; None where that is a
-    terminal. Raises InputError where JAX finds no GPU, and for a directory that cannot be written or holds another run.
+    segment_minutes: time of this call, with all that it does before training. needles: the share of the tokens, from 0 to below 1, that
+    are prompts of `qspec eval needle` with their answers, of other seeds than its own. progress: a bar on standard error; None where that
+    is a terminal. Raises InputError where JAX finds no GPU, and for a directory that cannot be written or holds another run.
     """
     until = time.monotonic() + 60 * segment_minutes - SAVE_SECONDS
-    recipe = (SMOKE if smoke else RECIPE).across(jax.device_count())
+    recipe = dataclasses.replace((SMOKE if smoke else RECIPE).across(jax.device_count()), needles=needles)
     if not smoke and jax.default_backend() != "gpu":
         raise InputError("training this model needs a GPU, and JAX finds none; --smoke runs anywhere")
     state = directory / "state.safetensors"
@@ -149,6 +160,7 @@ def run(
         check_writable(state)  # before the minutes of training, and not after
     tokenizer = Tokenizer.from_file(str(TOKENIZER))
     stream, description = _read_tokens(directory, tokenizer, smoke=smoke)
+    stream = with_needles(stream, tokenizer, needles)
     held_out = HeldOut(LlamaConfig.from_hf(recipe.model), recipe.short, tokenizer)
     trainer = Trainer(recipe, stream, jax.devices())
     if state.exists():
@@ -334,6 +346,21 @@ def _read_tokens(directory: Path, tokenizer: Tokenizer, *, smoke: bool) -> tuple
         return np.load(path), read_json(about)
     except (ValueError, OSError) as error:
         raise InputError(f"{path}: not a whole file of tokens ({error}); delete it") from None
+
+
+def with_needles(stream: np.ndarray, tokenizer: Tokenizer, share: float) -> np.ndarray:
+    """The stream of tokens and behind it needle prompts with their answers, of all formats in turn, until they are this share of the whole.
+
+    They stand together, and windows of the stream come in random order; so few documents are cut by a window's end.
+    """
+    parts, missing, seeds = [stream], round(share / (1 - share) * len(stream)), itertools.count()
+    while missing > 0:
+        texts = [needle.training_text(style, next(seeds)) for _ in range(100) for style in needle.FORMATS]
+        for tokens in encode(tokenizer, texts):
+            if missing > 0:
+                parts.append(tokens)
+                missing -= len(tokens)
+    return np.concatenate(parts)
 
 
 def _written(directory: Path) -> contextlib.AbstractContextManager[None]:
