@@ -123,6 +123,25 @@ def test_a_signal_that_is_ignored_stays_so():
         assert done.stdout.decode().splitlines() == [expected] * 2, done
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("half_written", [False, True])
+def test_a_signal_while_native_code_runs_ends_the_process(number, half_written):
+    """At once, as one that Python handles, though the main thread is in native code; but not while something is half-written."""
+    rounds = 3_000_000 if half_written else 2_000_000_000  # seconds, and many minutes
+    code = f"""process.raise_on_signals(); process.UNHANDLED_SECONDS = 0.2
+import hashlib, os, signal, threading
+files.half_written.update([Path("x")] if {half_written} else [])
+threading.Timer(0.3, lambda: os.kill(os.getpid(), {int(number)})).start()
+try:
+    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})  # no native code looks for signals less
+except KeyboardInterrupt:
+    print("handled")
+    sys.exit(process.interrupted())"""
+    done = ran(BEGUN + "import sys\n" + code)
+    assert (done.returncode, done.stderr) == (128 + number, b"")
+    assert done.stdout == (b"handled\n" if half_written else b"")
+
+
 def test_a_signal_while_something_half_written_is_removed_is_ignored():
     code = """process.raise_on_signals()
 def after(seconds, number):

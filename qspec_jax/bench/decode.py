@@ -222,7 +222,7 @@ def _results(
             del loops  # or no program of a step would be freed before the last row
         pool.shutdown()
     except BaseException:  # such as an interrupt
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
         raise
     while begun:
         measured = begun.pop(0)

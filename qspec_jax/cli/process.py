@@ -9,9 +9,11 @@ import sys
 import time
 
 CLEANING_SECONDS = 10  # after a signal, in which what is half-written is removed undisturbed
+UNHANDLED_SECONDS = 2  # after a signal, in which native code may keep Python from handling it
 
 # The signals that raised KeyboardInterrupt, and when (time.monotonic). The exit code is that of the last.
 _received: list[tuple[int, float]] = []
+_handled_at = 0.0  # when Python last handled a signal, be it by ignoring it
 
 
 def version() -> str:
@@ -79,10 +81,16 @@ def keep_output_clean() -> None:
 def raise_on_signals() -> None:
     """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt, so that what is half-written is removed.
 
-    While that is done, for CLEANING_SECONDS at most, others are ignored: people press Ctrl-C twice, and it would end the removing.
+    While that is done, for CLEANING_SECONDS at most, others are ignored: people press Ctrl-C twice, and it would end the removing. A signal
+    that comes while XLA compiles or computes ends the process by itself, UNHANDLED_SECONDS later.
     """
     import logging
+    import threading
 
+    read, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    threading.Thread(target=_end_where_python_waits, args=(read,), daemon=True).start()
     # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
     _on_signals(_raise)
     # Orbax and TensorStore report every part that fails, besides raising an error that says it once.
@@ -99,11 +107,31 @@ def interrupted() -> int:
 
 
 def _raise(number: int, frame) -> None:
-    now, files = time.monotonic(), sys.modules.get("qspec_jax.files")  # a handler imports nothing
-    if _received and now <= _received[-1][1] + CLEANING_SECONDS and files and files.half_written:
+    global _handled_at
+    _handled_at = now = time.monotonic()
+    if _received and now <= _received[-1][1] + CLEANING_SECONDS and _half_written():
         return
     _received.append((number, now))
     raise KeyboardInterrupt
+
+
+def _half_written() -> bool:
+    files = sys.modules.get("qspec_jax.files")  # a handler imports nothing
+    return bool(files and files.half_written)
+
+
+def _end_where_python_waits(pipe: int) -> None:
+    """Ends the process after a signal that Python does not come to handle, because its main thread is in native code: XLA compiles for
+    minutes. While something is half-written it waits. pipe: where the interpreter writes the number of each signal as it arrives."""
+    while True:
+        number, until = os.read(pipe, 1)[0], time.monotonic() + UNHANDLED_SECONDS
+        # Python may have handled it before it was read here.
+        while not (handled := _handled_at > until - UNHANDLED_SECONDS - 1) and (time.monotonic() < until or _half_written()):
+            time.sleep(0.05)
+        if not handled and number in (signal.SIGINT, signal.SIGTERM):
+            if sys.stderr.isatty():
+                sys.stderr.write("\n")  # behind a bar of progress
+            os._exit(128 + number)
 
 
 def _unraisable(unraisable) -> None:

@@ -248,7 +248,7 @@ class Engine:
                         making[key] = pool.submit(call.program.lowered(*call.args, **call.static))
             made = {key: future.result() for key, future in making.items()}
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
         self._executables |= {key: executable for key, (executable, _) in made.items()}
         seconds = time.perf_counter() - began if any(seconds for _, seconds in made.values()) else 0.0
         self._on_compile(seconds)

@@ -126,7 +126,7 @@ def compile_side_by_side(runs: Iterable[Run]) -> None:
             pool.submit(lambda run=run: _Forced(*run).compile())
         pool.shutdown()
     except BaseException:  # such as an interrupt
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
         raise
 
 
