@@ -266,9 +266,11 @@ def test_a_journal_goes_on_wherever_it_was_cut(tmp_path):
     with pytest.raises(InputError, match="not what a run has left"):
         Journal(tmp_path / "mine", RUN, overwrite=True)
     assert (tmp_path / "mine.partial").read_text() == "years\n"
-    (tmp_path / "old.partial").write_text('{"run": "abc"}\n')
+    (tmp_path / "old.partial").write_text('{"run": "abc"}\n{"line": 1}\n')
     with pytest.raises(InputError, match="is of another run, by another version of this program"):
         Journal(tmp_path / "old", RUN, overwrite=False)
+    (tmp_path / "old.partial").write_text('{"run": "abc"}\n')  # there is nothing to lose
+    Journal(tmp_path / "old", RUN, overwrite=False).finish()
     another = Journal(tmp_path / "out", RUN | {"settings": "others"}, overwrite=True)
     assert another.done == {}
     another.finish()

@@ -67,6 +67,7 @@ def test_texts_to_learn_from_end_with_the_answer(style):
         assert text == needle.training_text(style, seed)
         question, answer = text[: -len(form.ending)].rsplit(form.question, 1)
         value = answer.strip()
+        assert answer == form.before + value and answer in form.needle(value)
         assert text.endswith(answer + form.ending) and needle.is_right(answer, value) and form.needle(value) in question
         sizes.append(len(text))
     assert min(sizes) < 3_000 < 20_000 < max(sizes)

@@ -142,6 +142,30 @@ except KeyboardInterrupt:
     assert done.stdout == (b"handled\n" if half_written else b"")
 
 
+def test_a_signal_to_a_child_does_not_end_its_parent():
+    code = """process.raise_on_signals(); process.UNHANDLED_SECONDS = 0.2
+import multiprocessing, time
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+time.sleep(0.3)
+child.terminate()
+child.join()
+time.sleep(1)
+print("alive")"""
+    assert ran(BEGUN + code).stdout == b"alive\n"
+
+
+def test_what_is_called_where_a_signal_ends_the_process():
+    code = """process.raise_on_signals(); process.UNHANDLED_SECONDS = 0.2
+import hashlib, os, signal, sys, threading
+process.endings.append(lambda: print("its last words", file=sys.stderr))
+print("not flushed", end="")
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)"""
+    done = ran(BEGUN + code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"not flushed", b"its last words\n")
+
+
 def test_a_signal_while_something_half_written_is_removed_is_ignored():
     code = """process.raise_on_signals()
 def after(seconds, number):

@@ -183,6 +183,12 @@ def batch(
     if found := len(journal.done) - len(wrong):
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
+
+    def interrupted() -> None:
+        print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
+        journal.close()
+
+    process.endings.append(interrupted)
     try:
         if ray:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed)
@@ -203,9 +209,10 @@ def batch(
         if not processes.is_first():
             return
     except KeyboardInterrupt:
-        print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
+        interrupted()
         raise
     finally:
+        process.endings.remove(interrupted)
         journal.close()
     if as_json:
         print(to_json({"lines": len(lines), "wrong": len(wrong), "done_before": found} | dataclasses.asdict(stats) | stats.rates))

@@ -14,6 +14,7 @@ UNHANDLED_SECONDS = 2  # after a signal, in which native code may keep Python fr
 # The signals that raised KeyboardInterrupt, and when (time.monotonic). The exit code is that of the last.
 _received: list[tuple[int, float]] = []
 _handled_at = 0.0  # when Python last handled a signal, be it by ignoring it
+endings: list = []  # functions that are called where a signal ends the process without KeyboardInterrupt
 
 
 def version() -> str:
@@ -90,6 +91,7 @@ def raise_on_signals() -> None:
     read, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or its signals would be taken for this process's
     threading.Thread(target=_end_where_python_waits, args=(read,), daemon=True).start()
     # With Python's own handler, asyncio, which Orbax runs, would end one of its tasks instead, and might lose the signal.
     _on_signals(_raise)
@@ -123,14 +125,22 @@ def _half_written() -> bool:
 def _end_where_python_waits(pipe: int) -> None:
     """Ends the process after a signal that Python does not come to handle, because its main thread is in native code: XLA compiles for
     minutes. While something is half-written it waits. pipe: where the interpreter writes the number of each signal as it arrives."""
+    import contextlib
+
     while True:
-        number, until = os.read(pipe, 1)[0], time.monotonic() + UNHANDLED_SECONDS
-        # Python may have handled it before it was read here.
-        while not (handled := _handled_at > until - UNHANDLED_SECONDS - 1) and (time.monotonic() < until or _half_written()):
+        before, number, arrived = _handled_at, os.read(pipe, 1)[0], time.monotonic()
+        # Two at once are handled together, and one may have been handled before it was read here.
+        while not (handled := _handled_at not in (0.0, before) or _handled_at > arrived - 1):
+            if time.monotonic() > arrived + UNHANDLED_SECONDS and not _half_written():
+                break
             time.sleep(0.05)
         if not handled and number in (signal.SIGINT, signal.SIGTERM):
-            if sys.stderr.isatty():
-                sys.stderr.write("\n")  # behind a bar of progress
+            with contextlib.suppress(Exception):
+                if sys.stderr.isatty():
+                    sys.stderr.write("\n")  # behind a bar of progress
+                for ending in endings:
+                    ending()
+                sys.stdout.flush()
             os._exit(128 + number)
 
 
@@ -141,6 +151,8 @@ def _unraisable(unraisable) -> None:
         import threading
 
         def again(signal_and_time: tuple[int, float]):
+            global _handled_at
+            _handled_at = 0.0
             _received.remove(signal_and_time)  # or it would be ignored as a second one
             _thread.interrupt_main(signal_and_time[0])
 

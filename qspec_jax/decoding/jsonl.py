@@ -266,7 +266,7 @@ class Journal:
         except (ValueError, TypeError, KeyError, RecursionError):
             raise self._foreign() from None
         if header is not None and header != {"run": run}:
-            if not overwrite:
+            if done and not overwrite:
                 raise InputError(f"{self.path}: {_difference(header, run)}; --overwrite drops the {len(done):,} lines that are done there")
             whole, done, header = 0, {}, None
         self._file.truncate(whole)

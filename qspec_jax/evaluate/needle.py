@@ -45,14 +45,15 @@ TIMES = ("At noon", "Before dawn", "Every evening", "In the morning", "In winter
 @dataclasses.dataclass(frozen=True)
 class Format:
     """What a haystack is made of. header: its first line, with some words to reach a size. line: a filler, without the value. needle: the
-    line with the value. question: the end of the prompt, which the value should continue. value: what is asked for. ending: what follows
-    it. new_tokens: the most of an answer, its ending included."""
+    line with the value. question: the end of the prompt, which the value should continue. value: what is asked for. before, ending: what
+    stands between question and value, and what follows it. new_tokens: the most of an answer, its ending included."""
 
     header: Callable[[int], str]
     line: Callable[[random.Random, str], str]
     needle: Callable[[str], str]
     question: str
     value: Callable[[random.Random], str]
+    before: str
     ending: str
     new_tokens: int
 
@@ -86,6 +87,7 @@ def _named(count: int) -> Format:
         lambda value: f"{NAMES_QUESTION}{value}'\n\n\n",
         NAMES_QUESTION,
         lambda r: "_".join(r.sample(WORDS, count)),
+        "",
         "'",
         4 * count,
     )
@@ -98,6 +100,7 @@ FORMATS = {
         lambda value: f"def secret_key():\n    return {value}\n\n\n",
         "def secret_key():\n    return ",
         _value,
+        "",
         "\n",
         10,  # a space, a value of single digits, and what ends it
     ),
@@ -110,6 +113,7 @@ FORMATS = {
         lambda value: f"The pass key is {value}. Remember it. ",
         "\nWhat is the pass key? The pass key is",
         _value,
+        " ",
         ".",
         10,
     ),
@@ -174,7 +178,7 @@ def training_text(style: str, seed: int) -> str:
     few, many = 8**-0.5, 1500**-0.5
     value, count = form.value(r), round((few + r.random() * (many - few)) ** -2)
     lines = [form.line(r, value) for _ in range(count)]
-    return _haystack(form, lines, value, r.random(), r.randrange(20)) + form.question + value + form.ending
+    return _haystack(form, lines, value, r.random(), r.randrange(20)) + form.question + form.before + value + form.ending
 
 
 def make_prompt(tokenizer, length: int, depth: float, *, style: str, seed: int, sample: int) -> NeedlePrompt:
@@ -276,7 +280,7 @@ def answered(
     """Prompts of a length, `samples` for each depth, with their answers. Raises InputError as `run` does."""
     asked = [prompt for of_cell in _prompts(model, tokenizer, [length], depths, samples, style, seed).values() for prompt in of_cell]
     form, tokens = FORMATS[style], [prompt.tokens for prompt in asked]
-    answers = [split_tokens(tokenizer, prompt.text, prompt.value + form.ending) for prompt in asked]
+    answers = [split_tokens(tokenizer, prompt.text, form.before + prompt.value + form.ending) for prompt in asked]
     shortest = min(len(answer) for _, answer in answers)
     with tqdm(disable=True) as bar:
         results = answers_of(model, tokenizer, tokens, METHODS[0], form.new_tokens, batch_size=batch_size, draft=None, bar=bar)

@@ -380,4 +380,7 @@ def _named(tree) -> dict[str, Any]:
 
 
 def _recipe_json(recipe: Recipe) -> str:
-    return json.dumps(dataclasses.asdict(recipe))
+    values = dataclasses.asdict(recipe)
+    if not recipe.needles:
+        del values["needles"]  # as runs were saved before there were any
+    return json.dumps(values)
