@@ -645,8 +645,8 @@ def test_plots(run, tmp_path):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
-    """In about 1.6 seconds on an idle machine, nearly all of it to import; what counts here is the processor's time, since others may be at
-    work. No backend of JAX is initialised."""
+    """In about 1.6 seconds on an idle machine, nearly all of it to import. What counts here is the processor's time, since others may be at
+    work, in times of what importing JAX takes just then, for machines differ: 2.1 to 2.6. No backend of JAX is initialised."""
     check = "import sys; from qspec_jax.cli.app import app; app(sys.argv[1:], standalone_mode=False); "
     check += "from jax._src import xla_bridge; assert not xla_bridge._backends"
     arguments = [*map(str, PLAN)]
@@ -654,9 +654,14 @@ def test_it_answers_at_once_and_asks_no_device(tmp_path, own):
         (tmp_path / "config.json").write_text(json.dumps(hf_config(vocab_size=LLAMA_7B.vocab_size, max_position_embeddings=8192)))
         draft = f"combine:prompt-lookup+small-model:model={tmp_path},weight_bits=4"
         arguments += ["--draft", draft, "--acceptance", "0.8", "--json"]
-    spent = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    began = spent()
-    done = subprocess.run([sys.executable, "-c", check, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not own or json.loads(done.stdout)["rows"][-1]["speedup"] > 0
-    assert spent() - began < 5
+
+    def spent(code: str, *arguments: str) -> tuple[float, str]:
+        used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+        before = used()
+        done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return used() - before, done.stdout
+
+    (one, _), (plan, out) = spent("import jax"), spent(check, *arguments)
+    assert not own or json.loads(out)["rows"][-1]["speedup"] > 0
+    assert plan < 4 * one
