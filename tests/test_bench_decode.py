@@ -630,6 +630,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
     code, out, _ = run(*FAST, "--method", "quantspec", "--simulate-ratio", 0.8, "--plot", path)
     assert code == 0 and "in the mean 0.800 of those drafted" in " ".join(out.split())
     assert " 0.0000010 " in out and " 0.0000020 " in out  # GB
+    assert decode_report._gigabytes(0) == "0.00" and decode_report._gigabytes(70_900_000_000) == "70.90"
     assert "SIMULATED" in out and out.count("0.800 (sim.)") == 1 and "--simulate-ratio" not in caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
     each = ["--context", 64, "--simulate-ratio", 0.8, "--simulate-ratio", 0.9]  # beside the first context's 200

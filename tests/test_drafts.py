@@ -313,7 +313,7 @@ def test_a_text_chooses_a_draft():
         ("small-model:model=x,reads=window,sinks=-1", "sinks -1 should be at least 0"),
         ("small-model:model=x,window=8", "are for reads=window"),
         ("specache:bits=1", "specache has no settings as a draft; the cache specache has: --cache specache:bits=1"),
-        ("specache:", "draft 'specache:': specache has no settings as a draft"),
+        ("specache:", "draft 'specache:': specache has no settings as a draft; the cache specache has: --cache specache:SETTING=VALUE"),
         ("prompt-lookup:shortest=0", "shortest 0 should be at least 1"),
         ("prompt-lookup:longest=2,shortest=3", "longest 2 should be at least shortest, 3"),
         ("combine", "combine takes two drafts"),

@@ -104,7 +104,7 @@ def _columns(batches: bool) -> dict[str, Callable[[DecodeRow], str]]:
 
 def _gigabytes(size: int) -> str:
     """In GB, with two digits behind the point, or as many as show two that are not 0."""
-    return f"{size / 1e9:.{max(2, 11 - len(str(size)))}f}"
+    return f"{size / 1e9:.{max(2, 11 - len(str(size))) if size else 2}f}"
 
 
 def plot(report: DecodeReport, path: Path) -> None:

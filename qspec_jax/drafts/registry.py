@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints.loading import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
@@ -74,7 +75,8 @@ def parse_draft(text: str) -> DraftSettings | None:
     # Those that drafts share stand behind a draft's own.
     fields = {field.name: field.type for field in sorted(dataclasses.fields(DRAFTS[name]), key=lambda field: field.kw_only)}
     if settings and not fields:
-        raise InputError(f"draft {text!r}: {name} has no settings as a draft; the cache {name} has: --cache {name}:bits=1, for one")
+        of_cache = f"; the cache {name} has: --cache {name}:{','.join(settings) or 'SETTING=VALUE'}" if name in CACHES else ""
+        raise InputError(f"draft {text!r}: {name} has no settings as a draft{of_cache}")
     given = {}
     for part in settings:
         setting, equals, value = part.partition("=")
