@@ -155,13 +155,28 @@ def test_what_fusions_make_is_seen():
   %c = f32[1024]{0} parameter(0)
   ROOT %t = f32[1024]{0} transpose(%c), dimensions={0}
 }
+%put (d: f32[1024], e: f32[4], at: s32[]) -> f32[1024] {
+  %d = f32[1024]{0} parameter(0)
+  %e = f32[4]{0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %written = f32[1024]{0} dynamic-update-slice(%d, %e, %at)
+}
 %body (carry: (f32[1024])) -> (f32[1024]) {
   %carry = (f32[1024]{0}) parameter(0)
   %x = f32[1024]{0} get-tuple-element(%carry), index=0
   %made = (f32[1024]{0}, f32[4]{0}) fusion(%x), kind=kLoop, calls=%fused
   %z = f32[1024]{0} get-tuple-element(%made), index=0
+  %few = f32[4]{0} get-tuple-element(%made), index=1
+  %zero = s32[] constant(0)
+  %in_place = ((f32[1024]{0}, f32[4]{0}, s32[]), f32[1024]{0}, u32[]) fusion-start(%z, %few, %zero), kind=kLoop, calls=%put
+  %put_there = f32[1024]{0} fusion-done(%in_place)
+  %begun = ((f32[1024]{0}), (f32[1024]{0}, f32[4]{0}), u32[]) fusion-start(%put_there), kind=kLoop, calls=%fused
+  %again = (f32[1024]{0}, f32[4]{0}) fusion-done(%begun)
+  %w = f32[1024]{0} get-tuple-element(%again), index=0
+  %fetching = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%w)
+  %fetched = f32[1024]{0} copy-done(%fetching)
   %which = pred[] constant(true)
-  %y = f32[1024]{0} conditional(%which, %z, %z), branch_computations={%pass, %turned}
+  %y = f32[1024]{0} conditional(%which, %fetched, %fetched), branch_computations={%pass, %turned}
   ROOT %out = (f32[1024]{0}) tuple(%y)
 }
 %condition (carry: (f32[1024])) -> pred[] {
@@ -175,7 +190,7 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
   ROOT %loop = (f32[1024]{0}) while(%start), condition=%condition, body=%body
 }
 """
-    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}", "transpose f32[1024]{0}"]
+    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}", "copy f32[1024]{0}", "transpose f32[1024]{0}"]
     assert large_operations(fusion, 4097) == []
 
 

@@ -65,7 +65,7 @@ def few_tokens(monkeypatch):
     """The problems of test_low_bits_gpu, smaller: rows with nothing in codes, with a tile for some warps, with many, and with all."""
     monkeypatch.setattr(low_bits, "run", at_once(low_bits.run))
     monkeypatch.setattr(low_bits, "no_mosaic_gpu", lambda: None)
-    monkeypatch.setattr(low_bits, "_splits", lambda heads, warps: 4)  # or a warp would have a tile or two
+    monkeypatch.setattr(low_bits, "_splits", lambda heads, warps, places: 4)  # or a warp would have a tile or two
     monkeypatch.setattr(low_bits, "WARPGROUPS", dict.fromkeys(low_bits.WARPGROUPS, 1))
     sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 448, 640], BUFFERED=[80, 17, 50, 64])
     for name, size in sizes.items():
@@ -129,12 +129,22 @@ def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_to
     assert np.isfinite(weights).all() and not weights[at].any() and weights[64:96].any()
 
 
+@pytest.mark.parametrize("places", [128, 132])
 @pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
-def test_few_multiprocessors_wait_for_the_last_blocks(monkeypatch, heads):
-    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)
+def test_few_multiprocessors_wait_for_the_last_blocks(heads, places):
     for warps in (8, 16):
-        blocks, rest = divmod(heads * low_bits._splits(heads, warps), warps)
-        assert blocks / 132 / -(-blocks // 132) > 0.8 and not rest
+        blocks, rest = divmod(heads * low_bits._splits(heads, warps, places), warps)
+        assert blocks / places / -(-blocks // places) > 0.8 and not rest
+
+
+def test_attention_leaves_multiprocessors_to_another_kernel(monkeypatch):
+    """132 blocks are a wave on 132 multiprocessors. Where 4 of these are occupied, the last 4 blocks would be a second one."""
+    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(test_low_bits_gpu, "SIZE", 64)
+    q, layer, _ = test_low_bits_gpu.problem(1, 1, 33, 33, 128, 64, outliers=False)
+    plans = [low_bits.Plan.of(q, layer, 16, occupied) for occupied in (0, 4)]
+    free, beside = (132 * plan.splits // plan.warps for plan in plans)
+    assert free == 132 and beside / 128 / -(-beside // 128) > 0.9
 
 
 # INT4 matmul -----------------------------------------------------------------------------------------------------------

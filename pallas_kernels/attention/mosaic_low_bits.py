@@ -29,7 +29,7 @@ CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each b
 FULL_TILE = 16  # tokens in full precision
 
 WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
-WAVES = 6  # most blocks for each multiprocessor that `_splits` tries
+WAVES = 6  # most waves of blocks that `_splits` tries
 NO_LOGIT = -1e30  # less than any logit
 STAGES = 2  # tiles that a warp has room for in shared memory
 
@@ -63,11 +63,12 @@ class Plan:
     splits: int
 
     @classmethod
-    def of(cls, q: Array, layer: TokenCodesLayer, replaced: int | None = None) -> "Plan":
+    def of(cls, q: Array, layer: TokenCodesLayer, replaced: int | None = None, occupied: int = 0) -> "Plan":
+        """occupied: multiprocessors that have no room for this kernel's blocks, as another kernel runs there at the same time."""
         B, T, N, H = q.shape
         K, rows = layer.buffer.keys.shape[1:3]
         size = layer.keys.tokens
-        splits = _splits(B * K, 4 * WARPGROUPS[H])
+        splits = _splits(B * K, 4 * WARPGROUPS[H], multiprocessors() - occupied)
         groups = (layer.keys.group_tokens, H // layer.values.scale.shape[3]) if size else (TILE, H)
         return cls(B, K, T, N // K, H, layer.keys.bits, size, *groups, rows, replaced, splits)
 
@@ -172,10 +173,10 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
     return None
 
 
-def _splits(heads: int, warps: int) -> int:
+def _splits(heads: int, warps: int, places: int) -> int:
     """The fewest splits of each of so many KV heads whose warps fill whole blocks, of so many warps, and nearly fill the last wave of
-    blocks."""
-    places, step = multiprocessors(), warps // math.gcd(heads, warps)
+    blocks. places: blocks that run at the same time."""
+    step = warps // math.gcd(heads, warps)
 
     def busy(splits: int) -> float:
         blocks = heads * splits // warps

@@ -7,6 +7,7 @@ from pallas_kernels.attention.partials import merged
 from pallas_kernels.attention.support import unsupported_replaced
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import choice, mosaic_choice
 
 MOST_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
@@ -23,7 +24,8 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Re
 
 def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
-    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
+    # What the layer before chose may be fetched meanwhile.
+    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.BLOCKS)
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     args = found, replaced.positions, lengths.quantized
     # Where the kernel that chooses does not support the shapes, XLA chooses. The attention still runs here: it takes most of the time.

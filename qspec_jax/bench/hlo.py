@@ -31,7 +31,7 @@ def large_operations(hlo: str, least: int) -> list[str]:
         for operation, shape in made:
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
             sizes = [math.prod(map(int, filter(None, d.split(",")))) * BITS.get(t, 0) // 8 for t, d in arrays]
-            if operation.startswith("copy-") and HOST in shape:
+            if operation == "copy-start" and HOST in shape:
                 continue  # to or from host memory, as is meant
             if in_loop and max(sizes, default=0) >= least and operation not in NOTHING_NEW | IN_PLACE:
                 large.append(f"{operation} {shape}")
@@ -44,7 +44,9 @@ def large_operations(hlo: str, least: int) -> list[str]:
             _, _, shape, operation, rest = instruction.groups()
             callers = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=(\{.*?\}|[^\s,]+)", rest)
             called = re.findall(r"[\w.\-]+", " ".join(callers))
-            if operation == "fusion":
+            if operation.endswith("-done"):
+                continue  # names what its start made
+            if operation in ("fusion", "fusion-start"):
                 # What the fusion makes: several arrays if its root is a tuple.
                 inside = {inner[2]: inner for inner in computations[called[0]]}
                 root = next(inner for inner in inside.values() if inner[1])
