@@ -174,8 +174,8 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
 
 
 def _splits(heads: int, warps: int, places: int) -> int:
-    """The fewest splits of each of so many KV heads whose warps fill whole blocks, of so many warps, and nearly fill the last wave of
-    blocks. places: blocks that run at the same time."""
+    """Into how many splits each of so many KV heads is divided, a warp for each: the fewest with which all blocks are full and hardly a
+    multiprocessor is idle at the end. warps: of a block. places: blocks that run at the same time, which are called a wave."""
     step = warps // math.gcd(heads, warps)
 
     def busy(splits: int) -> float:

@@ -3,15 +3,15 @@
 XLA's own kernel for a gather writes what it read to host memory, from where it is then copied to the device: each token goes over the bus
 three times instead of once. XLA gives a kernel the address of an array in host memory (seen in jax 0.11), so that this one can read it.
 
-What limits reading is address translation. The address of each token has to be translated, probably by the machine's IOMMU, which looks up
-the page that it is in; that is faster where the reads that are under way together are of a narrow region. So a token's key and value are
-adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list of lines, in
+On some machines address translation limits reading: the address of each token has to be translated, probably by the machine's IOMMU, which
+looks up the page that it is in. That is faster where the reads that are under way together are of a narrow region. So a token's key and value
+are adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list of lines, in
 the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip of the first
 warp begins behind the last warp's.
 
-It is made to run beside other kernels, for as long as the bus takes. Attention and matrix products need nearly all registers of a
-multiprocessor, so they get none where a block of this kernel is. Therefore all its warps are on a few multiprocessors, and attention has
-blocks for the others only (docs/kernels.md, "Single tokens of host memory", has both measured).
+Other kernels run at the same time. A block of attention or of a matrix product needs nearly all registers of a multiprocessor, and cannot
+begin where a block of this kernel is. Therefore all its warps are on a few multiprocessors, and attention has as many blocks as fit the
+others (docs/kernels.md, "Single tokens of host memory").
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
-BLOCKS = 4  # each on a multiprocessor of its own
+BLOCKS = 4  # each takes all registers of a multiprocessor
 WARPS = 32  # of a block: as many as there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
 MOST_FETCHED = 512  # tokens of a KV head that are on the device already; with more, the kernel reads all tokens from the store

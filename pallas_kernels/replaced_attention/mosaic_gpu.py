@@ -24,7 +24,7 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Re
 
 def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
-    # What the layer before chose may be fetched meanwhile.
+    # What the layer before chose is being fetched, if the store is in host memory. Where nothing is, these multiprocessors are left idle.
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.BLOCKS)
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     args = found, replaced.positions, lengths.quantized

@@ -42,10 +42,10 @@ def large_operations(hlo: str, least: int) -> list[str]:
         seen.add((name, in_loop))
         for instruction in computations[name]:
             _, _, shape, operation, rest = instruction.groups()
-            callers = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=(\{.*?\}|[^\s,]+)", rest)
-            called = re.findall(r"[\w.\-]+", " ".join(callers))
+            attributes = re.findall(r"(?:body|to_apply|calls|branch_computations|true_computation|false_computation)=(\{.*?\}|[^\s,]+)", rest)
+            called = re.findall(r"[\w.\-]+", " ".join(attributes))
             if operation.endswith("-done"):
-                continue  # names what its start made
+                continue  # its start was looked at
             if operation in ("fusion", "fusion-start"):
                 # What the fusion makes: several arrays if its root is a tuple.
                 inside = {inner[2]: inner for inner in computations[called[0]]}
