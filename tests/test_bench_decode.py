@@ -175,8 +175,10 @@ def test_what_fusions_make_is_seen():
   %w = f32[1024]{0} get-tuple-element(%again), index=0
   %fetching = (f32[1024]{0}, f32[1024]{0:S(5)}, u32[]) copy-start(%w)
   %fetched = f32[1024]{0} copy-done(%fetching)
+  %copying = (f32[1024]{0}, f32[1024]{0}, u32[]) copy-start(%fetched)
+  %copy = f32[1024]{0} copy-done(%copying)
   %which = pred[] constant(true)
-  %y = f32[1024]{0} conditional(%which, %fetched, %fetched), branch_computations={%pass, %turned}
+  %y = f32[1024]{0} conditional(%which, %copy, %copy), branch_computations={%pass, %turned}
   ROOT %out = (f32[1024]{0}) tuple(%y)
 }
 %condition (carry: (f32[1024])) -> pred[] {
@@ -190,7 +192,11 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
   ROOT %loop = (f32[1024]{0}) while(%start), condition=%condition, body=%body
 }
 """
-    assert large_operations(fusion, 4096) == ["copy f32[1024]{0}", "copy f32[1024]{0}", "transpose f32[1024]{0}"]
+    fetching, copying = (f"copy-start (f32[1024]{{0}}, f32[1024]{{0{place}}}, u32[])" for place in (":S(5)", ""))
+    found = ["copy f32[1024]{0}", "copy f32[1024]{0}", fetching, copying, "transpose f32[1024]{0}"]
+    assert large_operations(fusion, 4096) == found
+    found.remove(fetching)
+    assert large_operations(fusion, 4096, streamed=True) == found
     assert large_operations(fusion, 4097) == []
 
 

@@ -47,7 +47,7 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
     simulate(monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "launch", launch)
     monkeypatch.setattr(mosaic_gpu, "run", at_once(mosaic_gpu.run))
-    monkeypatch.setattr(mosaic_gpu, "BLOCKS", 2)
+    monkeypatch.setattr(mosaic_gpu, "occupied", lambda: 2)
     monkeypatch.setattr(mosaic_gpu, "WARPS", 4)  # a warpgroup
     store, positions = problem(B, K, S, H, n, dtype)
     np.testing.assert_array_equal(mosaic_gpu.gather_tokens(store, positions, None), expected(store, positions))

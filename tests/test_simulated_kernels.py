@@ -24,10 +24,12 @@ from simulated_ptx import at_once, simulate
 
 import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.attention.mosaic_low_bits as low_bits
+import pallas_kernels.gather.mosaic_gpu as gather
 import pallas_kernels.matmul.mosaic_gpu as matmul
 import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
 import pallas_kernels.matmul.mosaic_wide as wide_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
+import pallas_kernels.replaced_attention.mosaic_gpu as replaced_attention
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
@@ -129,22 +131,34 @@ def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_to
     assert np.isfinite(weights).all() and not weights[at].any() and weights[64:96].any()
 
 
-@pytest.mark.parametrize("places", [128, 132])
+@pytest.mark.parametrize("places", [111, 128, 132])
 @pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
 def test_few_multiprocessors_wait_for_the_last_blocks(heads, places):
-    for warps in (8, 16):
+    for warps in (8, 12):
         blocks, rest = divmod(heads * low_bits._splits(heads, warps, places), warps)
         assert blocks / places / -(-blocks // places) > 0.8 and not rest
 
 
-def test_attention_leaves_multiprocessors_to_another_kernel(monkeypatch):
-    """132 blocks are a wave on 132 multiprocessors. Where 4 of these are occupied, the last 4 blocks would be a second one."""
-    monkeypatch.setattr(low_bits, "multiprocessors", lambda: 132)
+def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
+    """132 blocks are a wave on 132 multiprocessors. Where others fetch on 4 of these, the last 4 blocks would be a second one."""
+    plans = []
+
+    def run(plan, *_):
+        plans.append(plan)
+        raise InterruptedError
+
+    for module in (low_bits, gather):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(low_bits, "run", run)
     monkeypatch.setattr(test_low_bits_gpu, "SIZE", 64)
-    q, layer, _ = test_low_bits_gpu.problem(1, 1, 33, 33, 128, 64, outliers=False)
-    plans = [low_bits.Plan.of(q, layer, 16, occupied) for occupied in (0, 4)]
-    free, beside = (132 * plan.splits // plan.warps for plan in plans)
-    assert free == 132 and beside / 128 / -(-beside // 128) > 0.9
+    q, layer, lengths = test_low_bits_gpu.problem(1, 1, 33, 33, 128, 64, outliers=False)
+    none = Replaced(jnp.full((4, 33, 16), -1, jnp.int32), jnp.zeros((4, 33, 16, 2, 128), jnp.bfloat16))
+    with pytest.raises(InterruptedError):
+        low_bits.decode_attention(q, layer, lengths)
+    with pytest.raises(InterruptedError):
+        replaced_attention.attend_and_choose(q, layer, lengths, none, 16)
+    alone, beside = (132 * plan.splits // plan.warps for plan in plans)
+    assert alone == 132 and beside / 128 / -(-beside // 128) > 0.9
 
 
 # INT4 matmul -----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class Plan:
         B, T, N, H = q.shape
         K, rows = layer.buffer.keys.shape[1:3]
         size = layer.keys.tokens
-        splits = _splits(B * K, 4 * WARPGROUPS[H], multiprocessors() - occupied)
+        splits = _splits(B * K, 4 * WARPGROUPS[H], max(1, multiprocessors() - occupied))
         groups = (layer.keys.group_tokens, H // layer.values.scale.shape[3]) if size else (TILE, H)
         return cls(B, K, T, N // K, H, layer.keys.bits, size, *groups, rows, replaced, splits)
 

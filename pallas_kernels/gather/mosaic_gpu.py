@@ -3,11 +3,11 @@
 XLA's own kernel for a gather writes what it read to host memory, from where it is then copied to the device: each token goes over the bus
 three times instead of once. XLA gives a kernel the address of an array in host memory (seen in jax 0.11), so that this one can read it.
 
-On some machines address translation limits reading: the address of each token has to be translated, probably by the machine's IOMMU, which
-looks up the page that it is in. That is faster where the reads that are under way together are of a narrow region. So a token's key and value
-are adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list of lines, in
-the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip of the first
-warp begins behind the last warp's.
+On some machines address translation limits reading: the address of each token has to be translated, probably by the machine's IOMMU,
+which looks up the page that it is in. That is faster where the reads that are under way together are of a narrow region. So a token's key
+and value are adjacent in memory, and the warps interleave. Tokens are divided into lines, of up to 512 bytes. All warps go through one list
+of lines, in the order of `positions`: in each trip of its loop a warp reads a few lines, the next warp those after them, and the next trip
+of the first warp begins behind the last warp's.
 
 Other kernels run at the same time. A block of attention or of a matrix product needs nearly all registers of a multiprocessor, and cannot
 begin where a block of this kernel is. Therefore all its warps are on a few multiprocessors, and attention has as many blocks as fit the
@@ -22,24 +22,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.token_codes import Replaced
 from pallas_kernels.gpu import ptx
 from pallas_kernels.gpu.launch import launch
 
 PIECE = 16  # bytes that a lane reads at a time
 LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read with one load each
-BLOCKS = 4  # each takes all registers of a multiprocessor
+SHARE = 32  # of so many multiprocessors one has a block of this kernel, and no registers left for another kernel's
 WARPS = 32  # of a block: as many as there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
-MOST_FETCHED = 512  # tokens of a KV head that are on the device already; with more, the kernel reads all tokens from the store
+# Tokens of a KV head that are on the device already. With more, the kernel reads all tokens from the store: comparing would take longer.
+MOST_FETCHED = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. positions: how many in all, B K n. n: positions of each KV head of a row. size: tokens that a
-    KV head has in the store. token_bytes: of a key and a value. fetched: tokens of a KV head that are on the device already."""
+    """What the kernel does, by shapes and the device alone. blocks: of the launch. positions: how many in all, B K n. n: positions of each
+    KV head of a row. size: tokens that a KV head has in the store. token_bytes: of a key and a value. fetched: tokens of a KV head that are
+    on the device already."""
 
+    blocks: int
     positions: int
     n: int
     size: int
@@ -75,7 +78,12 @@ class Plan:
     def trips(self) -> int:
         """Trips of each warp's loop. In trip i warp w, of W warps in all, reads the `together` lines from number (i W + w) `together` on.
         So in each trip the warps together read one run of the list of lines."""
-        return math.ceil(self.positions * self.lines / (BLOCKS * WARPS * self.together))
+        return math.ceil(self.positions * self.lines / (self.blocks * WARPS * self.together))
+
+
+def occupied() -> int:
+    """Multiprocessors on which there is no room for another kernel's blocks while this one runs, as many as it has blocks."""
+    return max(1, multiprocessors() // SHARE)
 
 
 def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str | None:
@@ -99,7 +107,7 @@ def unsupported(store: Array, positions: Array, fetched: Replaced | None) -> str
 def gather_tokens(store: Float[Array, "B K S 2 H"], positions: Int[Array, "B K n"], fetched: Replaced | None) -> Float[Array, "B K n 2 H"]:
     """See `pallas_kernels.gather.gather_tokens`."""
     (*_, S, _, H), n = store.shape, positions.shape[2]
-    plan = Plan(positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
+    plan = Plan(occupied(), positions.size, n, S, 2 * H * store.dtype.itemsize, 0 if fetched is None else fetched.positions.shape[2])
     if not 0 < plan.fetched <= MOST_FETCHED:
         return run(dataclasses.replace(plan, fetched=0), store, positions)
     return run(plan, store, positions, fetched.keys_values, fetched.positions)
@@ -119,7 +127,7 @@ def run(
     inputs = {"store": store, "positions": positions} | on_device
     outputs = {"tokens": jax.ShapeDtypeStruct((*positions.shape, *store.shape[3:]), store.dtype)}
     # The kernel uses no shared memory, but a launch has to ask for some.
-    found = launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, BLOCKS, WARPS // 4, PIECE)
+    found = launch("gather_tokens", functools.partial(emit_block, plan), inputs, outputs, plan.blocks, WARPS // 4, PIECE)
     return found["tokens"]
 
 
@@ -150,7 +158,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
         return ptx.loop(ptx.i32(0), ptx.i32(plan.fetched // words), [ptx.i32(-1)] * len(heads), compare)
 
     def trip(i, _):
-        first = (i * (BLOCKS * WARPS) + warp) * plan.together + own
+        first = (i * (plan.blocks * WARPS) + warp) * plan.together + own
         # A line past the end of the list becomes the last one, which is then copied again, to the same place.
         lines = [ptx.minimum(first + plan.lines_at_a_time * j, last) for j in range(AT_ONCE)]
         tokens = [line // plan.lines for line in lines]

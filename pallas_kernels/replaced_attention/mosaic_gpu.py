@@ -25,7 +25,7 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Re
 def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     # What the layer before chose is being fetched, if the store is in host memory. Where nothing is, these multiprocessors are left idle.
-    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.BLOCKS)
+    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     args = found, replaced.positions, lengths.quantized
     # Where the kernel that chooses does not support the shapes, XLA chooses. The attention still runs here: it takes most of the time.

@@ -27,7 +27,7 @@ from qspec_jax.bench.hlo import large_operations
 from qspec_jax.bench.simulated import SimulatedGreedy, ratio_of_rate
 from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwidth
 from qspec_jax.caches.cache import Cache
-from qspec_jax.caches.host_memory import to_device, to_host
+from qspec_jax.caches.host_memory import StreamedCache, to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
@@ -376,7 +376,7 @@ class _Measured:
             compile_s=max(prepare_s, fork_s, decode_s),
             cache_bytes=cache.num_bytes,
             peak_memory_bytes=self._peak_bytes(prepare, fork, decode, draft),
-            large_operations=large_operations(decode.as_text(), self._large(cache)),
+            large_operations=large_operations(decode.as_text(), self._large(cache), streamed=isinstance(cache, StreamedCache)),
         )
         runs = []
         for i, call in enumerate(self.calls):
