@@ -588,9 +588,11 @@ def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monk
     """Nor is there anything to accept, of which the report could warn."""
     measured = lambda model, int4, cases, *_, **__: [decode_rows.DecodeRow("", 4096, case.gamma, "failed") for case in cases]
     monkeypatch.setattr(decode, "measure", measured)
-    code, out, err = run("bench", "decode", "--arch", "tiny", *asked, "--max-new-tokens", 16, "--json")
+    command = ["bench", "decode", "--arch", "tiny", *asked, "--max-new-tokens", 16, "--json"]
+    code, out, err = run(*command)
     assert code == 0 and {row["gamma"] for row in json.loads(out)["rows"]} <= {0, 1}, err
-    assert "acceptance" not in caplog.text
+    assert "acceptance" not in caplog.text and "--gamma" not in caplog.text
+    assert run(*command, "--gamma", 4)[0] == 0 and "--gamma makes no difference" in caplog.text
 
 
 def test_methods_over_other_caches(fails):
@@ -671,7 +673,7 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         ([], ["--arch", "--model"]),
         (["--arch", "tiny", "--method", "medusa"], ["medusa", "quantspec-kv-only"]),
         (["--arch", "tiny", "--gamma", 16], ["--gamma 16"]),
-        (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32, four rounds of gamma 7"]),
+        (["--arch", "tiny", "--gamma", 7, "--max-new-tokens", 31], ["--max-new-tokens 31", "32, four rounds of --gamma 7"]),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-acceptance", 0.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-ratio", 1.5], ["--simulate-ratio"]),
         (["--arch", "tiny", "--simulate-inner-acceptance", 0.5], ["--simulate-inner-acceptance goes with"]),

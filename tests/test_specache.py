@@ -23,6 +23,7 @@ from qspec_jax.caches import specache as specache_cache
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.cli import options
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
@@ -285,8 +286,8 @@ def test_wrong_settings(settings, words):
 
 def test_by_its_name(run, directory):
     prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,store=host"
-    command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--draft", "specache", "--max-new-tokens", 8]
-    code, out, err = run(*command, "--json")
+    command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--max-new-tokens", 8]
+    code, out, err = run(*command, "--json")  # whose draft is the one that goes with the cache
     model = load_model(directory)
     config = GenerationConfig(draft="specache", cache=cache, max_new_tokens=8)
     expected = generate(model, [prompt], config=config, tokenizer=load_tokenizer(directory))
@@ -296,3 +297,6 @@ def test_by_its_name(run, directory):
     assert stats["host_cache_bytes"] % of_token == 0 and stats["host_cache_bytes"] >= of_token * expected.stats.prompt_tokens
     assert stats["host_cache_bytes"] < stats["cache_bytes"]
     assert GenerationConfig(draft="specache").cache == "specache"
+    named = {"specache:bits=1": "specache", "specache:fetch=now": "none", "kivi": "quantspec", None: "quantspec"}
+    assert {cache: options.chosen_draft(None, None, cache) for cache in named} == named
+    assert options.chosen_draft("none", None, "specache") == "none"

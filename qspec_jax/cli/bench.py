@@ -509,11 +509,13 @@ def _gammas(given: list[int] | None, otherwise: list[int], max_new_tokens: int, 
     Raises InputError for one that the kernels cannot verify, and where one of the methods has fewer than four rounds.
     """
     gammas = list(dict.fromkeys(given or otherwise))
+    if given and not any(method.speculative for method in methods):
+        log.warning("--gamma makes no difference: no method has drafts for the target to verify")
     for gamma in gammas:
         _check_gamma(gamma)
     for gamma in (gamma for method in methods for gamma in method.gammas(gammas)):
         if max_new_tokens < 4 * (gamma + 1):
-            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least {4 * (gamma + 1)}, four rounds of gamma {gamma}")
+            raise InputError(f"--max-new-tokens {max_new_tokens} should be at least {4 * (gamma + 1)}, four rounds of --gamma {gamma}")
     return gammas
 
 
