@@ -7,7 +7,8 @@ BIN := .venv/bin
 demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
 
-test: .venv/installed-test lint docs package  ## Everything but test-newest, which CI runs too.
+test: .venv/installed-test  ## Everything but test-newest, which CI runs too.
+	$(MAKE) -j2 lint docs package
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.

@@ -247,30 +247,22 @@ def test_another_model_is_not_overwritten(tmp_path):
 SHARING = """
 import json, jax
 import test_bench_pretrain as t
-trainer = t.Trainer(t.TINY.across(2), t.STREAM, jax.devices())
-trainer.begin(seconds=0, steps=3)
-nats = t.trained(trainer).progress.train_nats
-sums = ["all-reduce" in step.as_text() for step in trainer.compiled.values()]
-print(json.dumps([trainer.report(".").devices, trainer.tokens_seen, sums, nats]))
+for devices in (jax.devices()[:1], jax.devices()):
+    trainer = t.Trainer(t.TINY.across(2), t.STREAM, devices)
+    trainer.begin(seconds=0, steps=3)
+    nats = t.trained(trainer).progress.train_nats
+    sums = ["all-reduce" in step.as_text() for step in trainer.compiled.values()]
+    print(json.dumps([trainer.report(".").devices, trainer.tokens_seen, sums, nats]))
 """
 
 
 @pytest.mark.slow
 def test_devices_share_the_rows_of_a_step():
-    def run(devices: int) -> tuple[list, np.ndarray]:
-        done = subprocess.run(
-            [sys.executable, "-c", SHARING],
-            cwd=Path(__file__).parent,
-            env=simulated_devices.environment(devices) | sharing.environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        *others, nats = json.loads(done.stdout)
-        return others, nats
-
-    (one, alone), (two, shared) = run(1), run(2)
+    environment = simulated_devices.environment(2) | sharing.environment()
+    command = [sys.executable, "-c", SHARING]
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (*one, alone), (*two, shared) = map(json.loads, done.stdout.splitlines())
     assert one == [1, 2 * 4 * 16 + 2 * 64, [False, False]]
     assert two == [2, 2 * 4 * 16 + 2 * 64, [True, True]]
     # The losses after the first step depend on the gradient over all rows.

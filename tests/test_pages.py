@@ -145,7 +145,7 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
         model = load_model(directory, dtype="float64")
         draft, requests = drafts.quantspec(model), some_requests(9)
         expected = outcome(run_batch(model, requests, batch_size=1, draft=draft))
-        for pool, together, share in ((PagePool, 1, 1 / 16), (Small, 2, 1 / 16), (AnyOrder, 2, 2 / 3), (Small, 2, 2 / 3)):
+        for pool, together, share in ((AnyOrder, 1, 1 / 16), (Small, 2, 2 / 3)):
             monkeypatch.setattr(batch, "PagePool", pool)
             monkeypatch.setattr(batch, "TOGETHER", {"cpu": together})
             monkeypatch.setattr(batch, "REFILL_SHARE", share)  # with 2 / 3 of the rows two are prepared ahead

@@ -40,10 +40,9 @@ SHAPE = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=8, head_di
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
 # A draft, over how many devices a copy of the model is divided, and how many copies there are.
 CASES = (
-    ("sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),
+    ("combine:prompt-lookup+sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),
     ("quantspec:sensitive_layers=1", 4, 1),
     ("triforce:model={small},middle=(retrieval:budget=48,chunk=4,rebuild=8)", 8, 1),
-    ("combine:prompt-lookup+sparse:budget=0.3", 8, 1),
 )
 
 
