@@ -184,7 +184,7 @@ def _convert_in_a_process(source: Path, out: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
-    """Twelve times: the destination is absent, or what it was; what is left over is refused; and converting again succeeds."""
+    """Twenty times: the destination is absent, or what it was; what is left over is refused; and converting again succeeds."""
     source = write_checkpoint(tmp_path / "hf", hf_config(num_hidden_layers=1))
     expected, out = bits(load_model(source)), tmp_path / "out"
 
@@ -200,7 +200,7 @@ def test_killed_at_any_moment(tmp_path):
         assert process.exitcode == 0
         whole = time.monotonic() - began
     r, killed = random.Random(0), 0
-    for i in range(12):
+    for i in range(20):
         there, began = out.exists(), time.monotonic()
         process = started(out)
         process.join(r.uniform(0, 1.1) * whole)
@@ -222,4 +222,4 @@ def test_killed_at_any_moment(tmp_path):
             assert bits(load_model(out)) == expected and not list(tmp_path.glob(".*.unfinished"))
             if i < 14:
                 shutil.rmtree(out)
-    assert killed >= 6
+    assert killed >= 10

@@ -427,7 +427,7 @@ def test_batches(monkeypatch):
             assert there == [here], caches
 
 
-@pytest.mark.parametrize(("lengths", "free", "resident"), [((30, 20, 25), 1 << 40, 1), ((100, 20, 90), 0, 0)])
+@pytest.mark.parametrize(("lengths", "free", "resident"), [((100, 20, 90), 1 << 40, 1), ((100, 20, 90), 0, 0)])
 def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypatch):
     """Prompts go through prefill at once or in parts: with the layers on the device that all rows leave room for, which nobody knew when
     the first program was compiled."""

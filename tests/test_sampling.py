@@ -86,6 +86,7 @@ def tiny():
     "draft",
     [
         "quantspec",
+        "sparse:budget=0.2,least_groups=1",
         "sparse:budget=0.2,least_groups=2,memory=0.5,heads=by-mass",
         "streaming-llm:budget=3,sinks=1",
         "snapkv:budget=33,generated=1",
@@ -95,6 +96,7 @@ def tiny():
         "chunk-means:budget=4,chunk=2,rebuild=1,dense_layers=0",
         "retrieval:budget=34,chunk=1,rebuild=0,generated=1",
         "a second model",
+        "a window of a second model",
         "triforce with a window of a second model",
     ],
 )
@@ -109,9 +111,9 @@ def test_the_whole_path_on_a_real_cache(draft, tiny):
     configs = [GenerationConfig(**settings, **options) for options in samplers for _ in range(each)]
     if "second model" in draft:
         second = ViewedModel(random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1, seed=3), FULL_PRECISION)
-        made = SmallModelDraft(second)
+        made = SmallModelDraft(second, 2, 8) if "window" in draft else SmallModelDraft(second)
         if "triforce" in draft:
-            made = TriForceDraft(SmallModelDraft(second, 2, 8), make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
+            made = TriForceDraft(made, make_draft("retrieval:budget=34,chunk=1,rebuild=0", model))
     else:
         made = make_draft(draft, model)
     engine = Engine.for_configs(model, made, configs, prompt_tokens=len(prompt))

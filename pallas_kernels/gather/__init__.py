@@ -20,7 +20,7 @@ def gather_tokens(
     that end.
 
     store: of each token its key, then its value, in host or device memory. fetched: tokens of the same store that are on the device
-    already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 512 of each KV head; the
+    already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 128 of each KV head; the
     reference reads all tokens from the store. Raises ValueError where the implementation asked for does not support the device or the
     shapes.
     """

@@ -32,7 +32,8 @@ LINE = 32 * PIECE  # bytes of a line, at most: what the lanes of a warp read wit
 SHARE = 32  # of so many multiprocessors one has a block of this kernel, and no registers left for another kernel's
 WARPS = 32  # of a block: as many as there can be
 AT_ONCE = 2  # loads that a lane has under way at the same time, all of one trip
-# Tokens of a KV head that are on the device already. With more, the kernel reads all tokens from the store: comparing would take longer.
+# Tokens of a KV head that are on the device already. With more, the kernel reads all tokens from the store: comparing would take
+# longer, by an estimate.
 MOST_FETCHED = 128
 
 

@@ -71,6 +71,11 @@ class SpeCacheSettings(KiviSettings):
             raise InputError(f"cache {self.name}: store {self.store!r} should be {' or '.join(STORE)}")
 
     @property
+    def guesses(self) -> bool:
+        """Whether every pass is also fed the model's guess at the next token, which chooses what the next pass reads."""
+        return self.fetch != "now"
+
+    @property
     def in_host_memory(self) -> bool:
         """Whether the store is in host memory. Everything else is on the device."""
         return self.store == "host"

@@ -274,7 +274,7 @@ def _draft_over(cache: str | None) -> str:
     config = None if cache is None else CacheConfig.parse(cache)
     if config is None or config.kind != SPECACHE:
         return GenerationConfig.draft
-    return NONE if config.settings.fetch == "now" else SPECACHE
+    return SPECACHE if config.settings.guesses else NONE
 
 
 def check_proposes(text: str, settings: DraftSettings | None) -> None:

@@ -56,8 +56,8 @@ class CacheView:
 
     @property
     def guesses(self) -> bool:
-        """Whether every pass is also fed the model's guess at the next token, which chooses what the next pass reads."""
-        return self.one_by_one and self.cache.settings.fetch != "now"
+        """Whether every pass is also fed the model's guess, see `SpeCacheSettings.guesses`."""
+        return self.one_by_one and self.cache.settings.guesses
 
     @property
     def one_by_one(self) -> bool:
