@@ -382,7 +382,7 @@ INSTRUCTIONS = {
     r"bar\.warp\.sync": _meet_in_warp,
     r"bar\.sync \$0, (\d+)": _meet,
     r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)": _shuffle,
-    r"shfl\.sync\.idx\.b32 \$0, \$1, \$2": lambda found, code, x, lane: np.full(32, x[scalar(Lanes(lane))]) if here.mask.any() else x,
+    r"shfl\.sync\.idx\.b32 \$0, \$1, \$2": lambda found, code, x, lane: x[lane & 31],
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.u8\.s8": _mma_bytes,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)": _mma,
     r"\{ \.reg \.b32 at; .* or\.b64 b, b, (\d+); .*wgmma": _mma_warpgroup,

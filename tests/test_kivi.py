@@ -58,6 +58,24 @@ def test_codes(bits, rule, tokens, channels):
         np.testing.assert_array_equal(codes.read(at, jnp.array([1]), jnp.float64)[0], read[1][:, [3, 0, 11, 11, 0]])
 
 
+def test_a_group_beyond_its_parameters_reads_as_nan_alone():
+    """float16 holds 65,504, bfloat16 more."""
+    x = numbers(1, 1, 8, 8, dtype=jnp.float32).at[0, 0, 2, 3].set(2.0**18)
+    coded = functools.partial(LowBits.of, x, bits=2, tokens=4, channels=1, rule="extremes")
+    read = coded(dtype=jnp.float16).dequantized(jnp.float32)
+    assert np.isnan(read[0, 0, :4, 3]).all() and np.isfinite(np.delete(np.asarray(read[0, 0]), 3, 1)).all()
+    assert np.isfinite(coded(dtype=jnp.bfloat16).dequantized(jnp.float32)).all()
+
+
+def test_scales_are_in_sixteen_bits_where_the_model_is():
+    """Keys' in float16, whose further digits logits need; values' in bfloat16."""
+    for dtype, of_keys, of_values in ((jnp.bfloat16, jnp.float16, jnp.bfloat16), (jnp.float32, jnp.float32, jnp.float32)):
+        config = CacheConfig.parse("kivi:residual=8", 4)
+        (layer, *_) = config.empty(random_model(jnp.float32).config, batch=1, capacity=64, num_speculative_tokens=1, dtype=dtype).layers
+        assert {layer.keys.scale.dtype, layer.keys.zero.dtype} == {jnp.dtype(of_keys)}
+        assert {layer.values.scale.dtype, layer.values.zero.dtype} == {jnp.dtype(of_values)}
+
+
 def test_a_group_that_is_not_finite_reads_as_nan_alone():
     x = numbers(1, 1, 8, 8, dtype=jnp.float32).at[0, 0, 2, 3].set(jnp.inf)
     read = LowBits.of(x, bits=2, tokens=4, channels=1, rule="extremes").dequantized(jnp.float32)
@@ -222,7 +240,8 @@ def test_a_prompt_is_encoded_some_heads_at_a_time(monkeypatch):
 def test_what_its_kernels_do_not_support(monkeypatch):
     monkeypatch.setattr(mosaic_low_bits, "no_mosaic_gpu", lambda: None)
     bf16 = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
-    coded = lambda channels, group, bits=2: LowBits.zeros(1, 1, 64, 64, "bfloat16", bits=bits, tokens=group, channels=channels)
+    dtype = lambda group: jnp.bfloat16 if group == 1 else jnp.float16  # of values, and of keys
+    coded = lambda channels, group, bits=2: LowBits.zeros(1, 1, 64, 64, dtype(group), bits=bits, tokens=group, channels=channels)
     layer = lambda group=32: TokenCodesLayer(coded(1, group), coded(32, 1), FullLayer(bf16(1, 1, 80, 64), bf16(1, 1, 80, 64)))
     lengths, q = Lengths(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)), bf16(1, 1, 2, 64)
     assert low_bits.unsupported(q, layer(), lengths) is None and mosaic_low_bits.unsupported(q, layer(), lengths) is None
@@ -251,6 +270,7 @@ def test_what_its_kernels_do_not_support(monkeypatch):
                 ((q, other(values=coded(8, 1)), lengths), "a multiple of 16 of a value's channels, 8 at most, not 8 of 8"),
                 ((q, other(keys=coded(32, 32)), lengths), "a scale for each channel"),
                 ((q, other(values=wide), lengths), "a cache in bfloat16, not float32"),
+                ((q, other(keys=layer().values), lengths), "keys' scales and zeros in float16, not bfloat16"),
             ),
         ),
     ):

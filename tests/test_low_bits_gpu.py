@@ -14,6 +14,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION
+from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import attend_and_choose
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
@@ -21,7 +22,7 @@ from qspec_jax.decoding.generate import generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
-WIDE = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)
+WIDE = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree)
 SIZE, ROWS = 2048, 160  # of the codes and of the buffer
 QUANTIZED, BUFFERED = [0, 64, 1088, SIZE], [ROWS, 17, 100, 64]  # rows with nothing in codes, one step of a program, many, and all
 
@@ -35,8 +36,8 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
         keys[..., ::17] *= 100
         values[:, :, ::101] *= 100
     coded = [
-        LowBits.of(jnp.asarray(x, jnp.bfloat16), bits=bits, tokens=t, channels=c, rule="centred")
-        for x, t, c in ((keys, group, 1), (values, 1, group))
+        LowBits.of(jnp.asarray(x, jnp.bfloat16), bits=bits, tokens=t, channels=c, rule="centred", dtype=dtype)
+        for x, t, c, dtype in ((keys, group, 1, jnp.float16), (values, 1, group, jnp.bfloat16))
     ]
     buffer = FullLayer(*(jnp.asarray(draw(kv_heads, ROWS, head_dim), jnp.bfloat16) for _ in range(2)))
     lengths = Lengths(jnp.array(QUANTIZED, jnp.int32), jnp.array(BUFFERED, jnp.int32))
@@ -89,7 +90,7 @@ def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
     """`reference.attend_replaced` by the Mosaic kernel. Only tests want all shares: `attend_and_choose` chooses from what `run` returns."""
-    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2])
+    plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     shares = mosaic_low_bits.shares(found, replaced.positions, lengths.quantized)
     return merged(found["out"], found["top"], found["total"], q), shares

@@ -1,9 +1,10 @@
 """Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
 
 A warp has a share of the tokens of one KV head, and takes in 32 of them at a time: all of one group of the keys. A code alone in a
-bfloat16 is a multiple of 2^-133, the smallest number there is. So codes are only masked, not converted. They are the first operand of the
-tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales, or softmax weights times
-the values' scales. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which lane holds what.
+16-bit float is a multiple of the smallest number there is. So codes are only masked, not converted. They are the first operand of the
+tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales in float16, or softmax
+weights times the values' scales in bfloat16. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which lane
+holds what.
 """
 
 import dataclasses
@@ -21,25 +22,26 @@ from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
-from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, launch
 
 ROWS = 8  # query rows of a product
-TILE = 32  # tokens in codes that are taken in at a time, no more than a word has bits
+TILE = 32  # tokens in codes with a slot of their own, no more than a word has bits
+ZEROS = 16  # tiles whose keys' zeros are multiplied at a time
 CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
 FULL_TILE = 16  # tokens in full precision
 
 WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
 WAVES = 6  # most waves of blocks that `_splits` tries
 NO_LOGIT = -1e30  # less than any logit
-STAGES = 2  # tiles that a warp has room for in shared memory
+TOGETHER = 2  # tiles that are taken in at a time, where there is room for them
+STAGES = 2  # steps whose tiles a warp has room for in shared memory
 
 PIECE = 16  # bytes that a lane copies at a time
 RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
 
-# Powers of 2. CODE: what a code of 1 in the lowest bit is, read as bfloat16. LARGER: what queries and weights are multiplied by, so that
-# their products with codes are normal numbers. A query must stay below 2^63, and so must a query times a key's scale; a value's scale
-# below 2^(63 - RISE).
-CODE, LARGER = -133, 64
+# Powers of 2. KEY_CODE, VALUE_CODE: what a code of 1 in the lowest bit is, read as float16 or as bfloat16. LARGER: what weights are
+# multiplied by, so that their products with codes are normal numbers. A value's scale must stay below 2^(63 - RISE).
+KEY_CODE, VALUE_CODE, LARGER = -24, -133, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +105,36 @@ class Plan:
     @functools.cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
         """What a tile brings with it: where each part lies in a slot of the ring, and its bytes."""
-        parameters = {"key": 2 * self.head_dim, "value": 2 * TILE * self.value_groups}
-        sizes = {f"{name}_codes": TILE * self.token_bytes for name in parameters}
-        sizes |= {f"{name}_{kind}": size for name, size in parameters.items() for kind in ("scale", "zero")}
+        sizes = {f"{name}_codes": TILE * self.token_bytes for name in ("key", "value")}
+        sizes |= {"key_scale": 2 * self.head_dim} | dict.fromkeys(("value_scale", "value_zero"), 2 * TILE * self.value_groups)
         starts = itertools.accumulate(sizes.values(), initial=0)
         return {name: (start, size) for (name, size), start in zip(sizes.items(), starts)}
 
     @property
     def tile_bytes(self) -> int:
         return sum(size for _, size in self.parts.values())
+
+    @functools.cached_property
+    def together(self) -> int:
+        """Tiles that are taken in at a time, which is a step."""
+        return TOGETHER if self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
+
+    def _warp_bytes(self, together: int) -> int:
+        return STAGES * together * self.tile_bytes + (ZEROS + ROWS) * 2 * self.head_dim
+
+    # A warp's shared memory: the slots of its ring, then the keys' zeros of ZEROS tiles, then the queries that they are multiplied by.
+
+    @property
+    def zeros_start(self) -> int:
+        return STAGES * self.together * self.tile_bytes
+
+    @property
+    def zero_queries_start(self) -> int:
+        return self.zeros_start + ZEROS * 2 * self.head_dim
+
+    @property
+    def warp_bytes(self) -> int:
+        return self._warp_bytes(self.together)
 
     @property
     def copies(self) -> range:
@@ -125,7 +148,9 @@ class Plan:
 
     def step(self, name: str) -> tuple[int, int]:
         """How many tiles in a row share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
-        return self.key_group // TILE if name in ("key_scale", "key_zero") else 1, self.parts[name][1]
+        if name in ("key_scale", "key_zero"):
+            return self.key_group // TILE, 2 * self.head_dim
+        return 1, self.parts[name][1]
 
     def head_bytes(self, name: str) -> int:
         """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""
@@ -136,6 +161,21 @@ class Plan:
         """The byte at which the part of a tile begins, within those of its KV head."""
         tiles, size = self.step(name)
         return tile // tiles * size
+
+    # The order in which products take a tile's tokens. 16 bytes of the values' zeros have those of `tokens_in_row` tokens. The first tokens
+    # of all rows come first, then the second ones, and so on: so a transposed load has the zeros of tokens that come one after the other.
+
+    @property
+    def tokens_in_row(self) -> int:
+        return ROWS // self.value_groups
+
+    @property
+    def zero_rows(self) -> int:
+        return TILE // self.tokens_in_row
+
+    def token(self, number):
+        """The token of a tile that comes as this number in that order."""
+        return number % self.zero_rows * self.tokens_in_row + number // self.zero_rows
 
     def place(self, s: int) -> tuple[int, int]:
         """Which 16 bytes of a token hold the codes of product s, and the lowest bit of those codes in each byte."""
@@ -153,9 +193,10 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
     keys, values, (H,) = layer.keys, layer.values, q.shape[3:]
     if not isinstance(keys, LowBits) or not isinstance(values, LowBits):
         return "reads tokens in 1 or 2 bits, and not yet those in 8 with a scale each"
-    parameters = [x for codes in (keys, values) for x in (codes.scale, codes.zero)]
-    if reason := unsupported_queries([q, layer.buffer.keys, layer.buffer.values, *parameters], lengths):
+    if reason := unsupported_queries([q, layer.buffer.keys, layer.buffer.values, values.scale, values.zero], lengths):
         return reason
+    if others := {x.dtype.name for x in (keys.scale, keys.zero)} - {"float16"}:
+        return f"needs keys' scales and zeros in float16, not {', '.join(sorted(others))}"
     if (rows := q.shape[1] * (q.shape[2] // layer.buffer.keys.shape[1])) > ROWS:
         return f"supports up to {ROWS} query rows of a KV head, not {rows}"
     if keys.bits != values.bits:
@@ -233,4 +274,4 @@ def run(
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)
         name += "_replaced"
     emit, blocks = functools.partial(emit_block, plan), B * K * plan.splits // plan.warps
-    return launch(name, emit, inputs, outputs, blocks, WARPGROUPS[plan.head_dim], plan.warps * STAGES * plan.tile_bytes)
+    return launch(name, emit, inputs, outputs, blocks, WARPGROUPS[plan.head_dim], plan.warps * plan.warp_bytes)

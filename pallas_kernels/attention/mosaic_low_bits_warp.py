@@ -7,15 +7,28 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.attention.mosaic_low_bits import CHUNK, CODE, FULL_TILE, LARGER, NO_LOGIT, PIECE, RISE, STAGES, TILE, Plan
+from pallas_kernels.attention.mosaic_low_bits import (
+    CHUNK,
+    FULL_TILE,
+    KEY_CODE,
+    LARGER,
+    NO_LOGIT,
+    PIECE,
+    RISE,
+    STAGES,
+    TILE,
+    VALUE_CODE,
+    ZEROS,
+    Plan,
+)
 from pallas_kernels.gpu import fragments, numerics, ptx
 
 
 class LeftOut(NamedTuple):
-    """Tokens of a tile whose codes are left out, since they are read in full precision. The positions of all such tokens of a KV head are
-    divided among the lanes of a warp (`Warp._positions`), so that a lane knows only some of them.
+    """Tokens of a step's tiles whose codes are left out, since they are read in full precision. The positions of all such tokens of a KV
+    head are divided among the lanes of a warp (`Warp._positions`), so that a lane knows only some of them.
 
-    known: whether a position held by this lane lies in the tile. without: a function that is given this lane's products with the tile's
+    known: whether a position held by this lane lies in the tiles. without: a function that is given this lane's products with the tiles'
     tokens, and makes those with left-out tokens minus infinity, with all of these, whichever lane holds their positions. All lanes have to
     call it together, as they add up what they hold.
     """
@@ -30,17 +43,18 @@ def emit_block(plan: Plan, refs: dict) -> None:
     warp = ptx.uniform(thread >> 5)
     worker = ptx.block_index() * plan.warps + warp
     at = {name: ptx.address(ref) for name, ref in refs.items()}
-    at["shared"] = at["shared"] + warp * (STAGES * plan.tile_bytes)
+    at["shared"] = at["shared"] + warp * plan.warp_bytes
     Warp(plan, at, thread & 31, worker // plan.splits, worker % plan.splits).emit()
 
 
 class Warp:
-    """A warp's share of the attention of a KV head.
+    """A warp's share of the attention of a KV head. Tokens of a tile have numbers, in an order of their own (`Plan.token`).
 
     Lane 4 g + t works for query rows 2 t and 2 t + 1, and brings in the queries' row g. state: out[s][i] are the weighted values of product
     s, as `fragments.mma` has them: of channels 16 s + 2 g (in the first two registers) and 16 s + 2 g + 1; top is what logits (base 2) are
     taken relative to, at most RISE below the largest so far, and total the sum of the weights of this lane's tokens. While codes are read,
-    out and total carry powers of 2; zero is the product of the weights and the values' zero points, and slots the ring's, the next first.
+    out and total carry powers of 2; zero is the product of the weights and the values' zero points, of_zeros that of the queries and the
+    keys' zero points of ZEROS tiles, and slots are the ring's, the next first.
     """
 
     def __init__(self, plan: Plan, at: dict, lane, head, split):
@@ -76,11 +90,15 @@ class Warp:
         at = self.query_row + ptx.i64(self.t * 8)
         return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
 
-    def _queries_of_zeros(self) -> list:
-        """The second operands of the products with keys' zeros: for each 32 channels two."""
-        at = self.query_row + ptx.i64(self.t * 16)
-        words = [ptx.load_global(at + 64 * u, 4) for u in range(self.plan.head_dim // 32)]
-        return [[[numerics.times_power(x, LARGER + CODE) for x in each[i::2]] for i in (0, 1)] for each in words]
+    def _below_one(self, queries: list) -> ptx.Value:
+        """A power of 2 that brings all entries of this lane's query row below 1."""
+        largest = numerics.largest([ptx.i32(0x7FFF7FFF) & x for words in queries for x in words])
+        exponent = ptx.as_bits(fragments.all_columns(largest, ptx.maximum)) >> 23
+        return ptx.as_float(ptx.maximum(ptx.i32(253) - exponent, ptx.i32(1)) << 23)
+
+    def _halves(self, words: list, factor) -> list:
+        """Pairs of bfloat16 times a factor, as pairs of float16."""
+        return [numerics.pair(*(x * factor for x in numerics.bf16_entries(word)), "f16") for word in words]
 
     def _share(self, tiles) -> tuple:
         """This warp's first tile, and the one behind its last."""
@@ -99,13 +117,13 @@ class Warp:
         names = list(each)
         value = each[names[0]]
         for name in names[1:]:
-            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, value, each[name])
+            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, *map(_as_value, (value, each[name])))
         return value
 
     def _copy(self, tile, last, slot, sources: list) -> None:
-        """Starts the copies of a tile to a slot; zeros arrive there if the tile does not come before `last`."""
+        """Starts the copies of a step's tiles, from the first one, to their slots; zeros arrive there for tiles from `last` on."""
         plan = self.plan
-        size = ptx.select(tile < last, ptx.i32(PIECE), ptx.i32(0))
+        sizes = [ptx.select(tile + n < last, ptx.i32(PIECE), ptx.i32(0)) for n in range(plan.together)]
         for i, source in zip(plan.copies, sources):
             # Parts with the same start need no choice between them.
             starts = {plan.step(name): plan.tile_start(name, tile) for name in plan.parts_of(i)}
@@ -113,77 +131,136 @@ class Warp:
                 (start,) = starts.values()
             else:
                 start = self._of_part(i, {name: starts[plan.step(name)] for name in plan.parts_of(i)})
-            copy = functools.partial(ptx.copy_async, slot + (self.lane * PIECE + PIECE * 32 * i), source + ptx.i64(start), size)
-            if PIECE * 32 * (i + 1) <= plan.tile_bytes:
-                copy()
-            else:
-                with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * i):
+            first = source + ptx.i64(start)
+            for n, size in enumerate(sizes):
+                # How far behind the first tile's part this one's lies: nowhere, where they share it.
+                behind = {name: plan.tile_start(name, n) for name in plan.parts_of(i)}
+                (behind,) = set(behind.values()) if len(set(behind.values())) == 1 else (ptx.i64(self._of_part(i, behind)),)
+                to = slot + (self.lane * PIECE + PIECE * 32 * i + n * plan.tile_bytes)
+                copy = functools.partial(ptx.copy_async, to, first + behind, size)
+                if PIECE * 32 * (i + 1) <= plan.tile_bytes:
                     copy()
+                else:
+                    with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * i):
+                        copy()
         ptx.commit_copies()
 
     def _load_codes(self, name: str, slot, *, transposed: bool) -> list:
-        """This lane's words [run of 16 bytes][of 8 tokens]: word t of each run of tokens g, g + 8, g + 16 and g + 24; transposed, bytes 2 g
-        and 2 g + 1 of tokens 2 t and 2 t + 1, and so on."""
+        """This lane's words [run of 16 bytes][of 8 tokens]: word t of each run of tokens number g, g + 8, g + 16 and g + 24 (`Plan.token`);
+        transposed, bytes 2 g and 2 g + 1 of tokens number 2 t and 2 t + 1, and so on."""
         plan = self.plan
-        first = slot + (self.lane * plan.token_bytes + plan.parts[name][0])
+        first = slot + (plan.token(self.lane) * plan.token_bytes + plan.parts[name][0])
         return [fragments.load_matrices(first + CHUNK * h, transposed=transposed) for h in range(plan.chunks)]
 
     def _read_codes(self, state: dict) -> dict:
         plan = self.plan
-        first, last = self._share(self.quantized // TILE)
+        first, last = self._share_of_tiles()
         sources = self._sources()
-        slots = [self.at["shared"] + stage * plan.tile_bytes for stage in range(STAGES)]
+        slots = [self.at["shared"] + stage * (plan.together * plan.tile_bytes) for stage in range(STAGES)]
+        self._copy_zeros(first, last)
         for stage in range(STAGES - 1):
-            self._copy(first + stage, last, slots[stage], sources)
-        queries = [[numerics.times_power(x, LARGER - plan.place(s)[1]) for x in query] for s, query in enumerate(self._queries())]
-        of_zeros = self._queries_of_zeros()
+            self._copy(first + stage * plan.together, last, slots[stage], sources)
+        queries = self._queries()
+        factor = self._below_one(queries)
+        self._store_queries_of_zeros(factor)
+        queries = [self._halves(words, factor * 2.0 ** -plan.place(s)[1]) for s, words in enumerate(queries)]
+        # What logits are in units of products with zeros, for this lane's two queries.
+        units = [ptx.f32(self.to_base_2) / ptx.of_lane(factor, self.t * 8 + 4 * c) for c in (0, 1)]
         positions = self._positions()
 
-        def step(i, state):
+        def step(tiles: int, i, state):
             slot, *others = state.pop("slots")
+            tile = first + i * plan.together
             ptx.wait_for_copies(STAGES - 2)
-            # All copies of the tile are there, and all lanes are done with the slot that is filled next.
+            # All copies of the tiles are there, and all lanes are done with the slots that are filled next.
             ptx.synchronize(ptx.i32(0), 1)
-            self._copy(i + (STAGES - 1), last, others[-1], sources)
-            products, zero = self._key_products(slot, queries, of_zeros)
-            unit = self.to_base_2 * 2.0 ** -(CODE + LARGER)
-            weights, state = self._weigh(products, unit, [x * unit for x in zero], state, LARGER, self._replaced_within(i, positions))
+            number = i * plan.together % ZEROS
+            state["of_zeros"] = ptx.changed_if(number == 0, state["of_zeros"], lambda _: self._zero_products(tile + ZEROS, last))
+            self._copy(tile + (STAGES - 1) * plan.together, last, others[-1], sources)
+            each = [slot + n * plan.tile_bytes for n in range(tiles)]
+            products = [x for at in each for x in self._key_products(at, queries)]
+            offsets = self._of_tiles(number, tiles, state["of_zeros"])
+            offsets = [[x * unit for x, unit in zip(both, units)] for both in offsets]
+            of_codes = [unit * 2.0**-KEY_CODE for unit in units]
+            weights, state = self._weigh(products, of_codes, offsets, state, LARGER, self._replaced_within(tile, positions))
             if plan.replaced is not None:
-                self._store_weights(i, weights, state["top"])
-            state = self._add_values(slot, list(map(fragments.transpose, weights)), state)
+                self._store_weights(tile, tiles, weights, state["top"])
+            for n, at in enumerate(each):
+                of_tile = weights[n * TILE // 8 : (n + 1) * TILE // 8]
+                state = self._add_values(at, list(map(fragments.transpose, of_tile)), state)
             return {**state, "slots": [*others, slot]}
 
-        state = ptx.loop(first, last, {**state, "zero": (ptx.f32(0.0),) * 4, "slots": slots}, step)
+        none, steps = (ptx.f32(0.0),) * 4, (last - first) // plan.together
+        state = {**state, "zero": none, "of_zeros": none, "slots": slots}
+        state = ptx.loop(ptx.i32(0), steps, state, functools.partial(step, plan.together))
+        if plan.together > 1:  # the last tile, where their number is odd
+            state = ptx.loop(steps, (last - first + 1) // plan.together, state, functools.partial(step, 1))
         ptx.wait_for_copies(0)
         return self._finished(state)
 
-    def _key_products(self, slot, queries: list, of_zeros: list) -> tuple[list, list]:
-        """Products [of 16 tokens] of queries and codes times scales, and those of queries and zeros for this lane's two queries; all times
-        2^(CODE + LARGER)."""
-        plan, none = self.plan, (ptx.f32(0.0),) * 4
+    def _share_of_tiles(self) -> tuple:
+        """This warp's first tile of codes, and the one behind its last. The first begins a step for which there is room."""
+        tiles, together = self.quantized // TILE, self.plan.together
+        first, behind = self._share((tiles + together - 1) // together)
+        return first * together, ptx.minimum(behind * together, tiles)
+
+    # The keys' zeros of ZEROS tiles, which are multiplied by the queries at a time.
+
+    def _copy_zeros(self, tile, last) -> None:
+        """Starts the copies of the zeros of the tiles from this one on, one row of shared memory for each; zeros arrive from `last` on."""
+        plan = self.plan
+        first = self.at["key_zero"] + ptx.i64(self.head) * plan.head_bytes("key_zero")
+        pieces = 2 * plan.head_dim // PIECE  # of a row
+        for i in range(ZEROS * pieces // 32):
+            piece = self.lane + 32 * i
+            row = tile + piece // pieces
+            size = ptx.select(row < last, ptx.i32(PIECE), ptx.i32(0))
+            source = ptx.i64(plan.tile_start("key_zero", row) + piece % pieces * PIECE)
+            ptx.copy_async(self.at["shared"] + (self.lane * PIECE + (plan.zeros_start + 32 * PIECE * i)), first + source, size)
+
+    def _store_queries_of_zeros(self, factor) -> None:
+        """Stores, for this lane, the queries that zeros are multiplied by; these take eight neighbouring channels of each 32."""
+        at = self.query_row + ptx.i64(self.t * PIECE)
+        for u in range(self.plan.head_dim // 32):
+            ptx.store_shared(self._query_of_zeros(u), *self._halves(ptx.load_global(at + 64 * u, 4), factor))
+
+    def _query_of_zeros(self, u: int):
+        return self.at["shared"] + (self.lane * PIECE + (self.plan.zero_queries_start + 32 * PIECE * u))
+
+    def _zero_products(self, following, last) -> tuple:
+        """The products of queries and the zeros that are there, whose rows are tiles. Starts the copies of the zeros from tile `following`
+        on."""
+        at = self.at["shared"] + (self.g * (2 * self.plan.head_dim) + self.t * PIECE + self.plan.zeros_start)
+        acc = (ptx.f32(0.0),) * 4
+        for u in range(self.plan.head_dim // 32):
+            one, other = (ptx.load_shared(at + (64 * u + row * 2 * self.plan.head_dim), 4) for row in (0, 8))
+            query = ptx.load_shared(self._query_of_zeros(u), 4)
+            for i in (0, 2):
+                acc = fragments.mma(acc, (one[i], other[i], one[i + 1], other[i + 1]), query[i : i + 2], "f16")
+        ptx.synchronize(ptx.i32(0), 1)
+        self._copy_zeros(following, last)
+        return acc
+
+    def _of_tiles(self, number, tiles: int, products: tuple) -> list:
+        """Of `_zero_products` those of so many tiles from an even `number` on: for each, those of this lane's two queries."""
+        mine = [ptx.select(number < 8, products[c], products[c + 2]) for c in (0, 1)]
+        lane = number % 8 * 4 + self.t
+        return [[ptx.of_lane(x, lane + 4 * n) for x in mine] for n in range(tiles)]
+
+    def _key_products(self, slot, queries: list) -> list:
+        """Products [of 16 tokens] of queries and codes times scales, times 2^KEY_CODE."""
+        plan = self.plan
         # Bytes as halves of words: of channels 16 s + 4 t and 16 s + 4 t + 1, then of the two after them.
         halves = [list(map(numerics.spread_bytes, words)) for words in self._load_codes("key_codes", slot, transposed=False)]
         start = slot + self.t * 8 + plan.parts["key_scale"][0]
-        # Those of `scaled` and of `rest`, which do not wait for each other.
-        products = [[none, none], [none, none]]
+        products = [(ptx.f32(0.0),) * 4] * 2
         for s, query in enumerate(queries):
             (h, _), mask = plan.place(s), plan.mask(s)
-            scales = ptx.load_shared(start + 2 * CHUNK * s, 2)
-            scaled = [numerics.multiply_bf16(*both) for both in zip(query, scales)]
-            # What rounding has taken off: products of two bfloat16 have twice the digits.
-            rest = [numerics.fms_bf16(x, scale, y) for x, scale, y in zip(query, scales, scaled)]
+            scaled = [numerics.multiply_pairs(*both) for both in zip(query, ptx.load_shared(start + 2 * CHUNK * s, 2))]
             for m in range(2):
                 codes = [halves[h][j][half] & mask for half in (0, 1) for j in (2 * m, 2 * m + 1)]
-                for both, second in zip(products, (scaled, rest)):
-                    both[m] = fragments.mma(both[m], codes, second, "bf16")
-        products = [tuple(x + y for x, y in zip(*both)) for both in zip(*products)]
-        # Rows 0 to 7 and 8 to 15 of the first operand are two words apart, and so go with other queries: of each product one half is used.
-        first, second = none, none
-        start = slot + self.t * 16 + plan.parts["key_zero"][0]
-        for u, (low, high) in enumerate(of_zeros):
-            zeros = ptx.load_shared(start + 64 * u, 4)
-            first, second = fragments.mma(first, zeros, low, "bf16"), fragments.mma(second, zeros, high, "bf16")
-        return products, [first[c] + second[c + 2] for c in (0, 1)]
+                products[m] = fragments.mma(products[m], codes, scaled, "f16")
+        return products
 
     def _positions(self) -> list:
         """The positions of the tokens that are replaced: number 32 i + lane for each i."""
@@ -195,30 +272,41 @@ class Warp:
         return [ptx.select(self.lane + i < plan.replaced, of(i), ptx.i32(-1)) for i in range(0, plan.replaced, 32)]
 
     def _replaced_within(self, tile, positions: list) -> LeftOut | None:
-        """The tokens of a tile that are replaced. positions: those that this lane holds. None where the kernel replaces none."""
+        """The tokens that are replaced of a step's tiles from this one on. positions: those that this lane holds. None where the kernel
+        replaces none."""
         if not positions:
             return None
         offsets = [position - tile * TILE for position in positions]
-        within = [(offset & -TILE) == 0 for offset in offsets]
+        within = [(offset & -self.plan.together * TILE) == 0 for offset in offsets]
 
         def without(products: list) -> list:
-            bits = [ptx.select(there, ptx.i32(1) << (offset & TILE - 1), ptx.i32(0)) for there, offset in zip(within, offsets)]
-            mine = ptx.sum_lanes(numerics.total(bits)) >> self.g  # bit i of the sum: token i of the tile. No two positions are the same
-            out = lambda m, c: (mine & 1 << 16 * m + 8 * (c // 2)) != 0
-            return [tuple(ptx.select(out(m, c), ptx.f32(-math.inf), x) for c, x in enumerate(tile)) for m, tile in enumerate(products)]
+            out = []
+            for n in range(len(products) // 2):
+                bits = [
+                    ptx.select(offset >> int(math.log2(TILE)) == n, ptx.i32(1) << (offset & TILE - 1), ptx.i32(0)) for offset in offsets
+                ]
+                # Bit i of the sum: token i of the tile. No two positions are the same.
+                mine = ptx.sum_lanes(numerics.total(bits)) >> self.plan.token(self.g)
+                for m, tile in enumerate(products[2 * n : 2 * n + 2]):
+                    left = [(mine & 1 << self.plan.token(16 * m + 8 * row)) != 0 for row in (0, 1)]
+                    out.append(tuple(ptx.select(left[c // 2], ptx.f32(-math.inf), x) for c, x in enumerate(tile)))
+            return out
 
         return LeftOut(functools.reduce(lambda a, b: a | b, within), without)
 
     def _weigh(
-        self, products: list, unit: float, offsets: list, state: dict, power: int, left_out: LeftOut | None = None
+        self, products: list, units: list, offsets: list, state: dict, power: int, left_out: LeftOut | None = None
     ) -> tuple[list, dict]:
         """Pairs of softmax weights of this lane's two queries [of 8 tokens], and the state relative to the same top. The logits, to base 2,
-        are products times unit, plus offsets. power: the weights are 2^power times as large, those of tokens that are left out 0."""
-        logit = lambda x, c: numerics.fma(x, ptx.f32(unit), offsets[c])
+        are products [of 16 tokens] times units, plus the offsets of their tile. power: the weights are 2^power times as large, those of
+        tokens that are left out 0."""
+        each = len(products) // len(offsets)
+        in_tiles = lambda products: [products[i : i + each] for i in range(0, len(products), each)]
 
         def highest(products: list) -> list:
-            mine = [functools.reduce(ptx.maximum, [x for tile in products for x in tile[c::2]]) for c in (0, 1)]
-            return [logit(x, c) for c, x in enumerate(mine)]
+            mine = lambda tile, c: functools.reduce(ptx.maximum, [x for some in tile for x in some[c::2]])
+            logit = lambda tile, offset, c: numerics.fma(mine(tile, c), units[c], offset[c])
+            return [functools.reduce(ptx.maximum, [logit(*both, c) for both in zip(in_tiles(products), offsets)]) for c in (0, 1)]
 
         def changed(carry: tuple) -> tuple:
             products, held = carry
@@ -238,28 +326,33 @@ class Warp:
         held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
         products, held = ptx.changed_if(rare == 1, (products, held), changed)
         state = {**state, **held}
-        starts = [offset - top + power for offset, top in zip(offsets, state["top"])]
-        weights = [[numerics.exp2(numerics.fma(x, ptx.f32(unit), starts[c % 2])) for c, x in enumerate(tile)] for tile in products]
+        starts = [[offset - top + power for offset, top in zip(both, state["top"])] for both in offsets]
+        weight = lambda x, start, c: numerics.exp2(numerics.fma(x, units[c % 2], start[c % 2]))
+        weights = [[weight(x, start, c) for c, x in enumerate(some)] for tile, start in zip(in_tiles(products), starts) for some in tile]
         added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
         state["total"] = [old + new for old, new in zip(state["total"], added)]
         return [numerics.pair(*tile[2 * row : 2 * row + 2], "bf16") for tile in weights for row in (0, 1)], state
 
-    def _store_weights(self, tile, weights: list, top: list) -> None:
-        """Stores the weights of the last token's queries, and what they are relative to."""
+    def _store_weights(self, tile, tiles: int, weights: list, top: list) -> None:
+        """Stores the weights of the last token's queries in so many tiles from this one on, and what they are relative to."""
         plan = self.plan
         start = ptx.i64(self.head * (plan.size // TILE) + tile)
-        at = self.at["weights"] + start * (2 * TILE * plan.heads)
-        for j, pair in enumerate(weights):
-            self._store_pair(at + ptx.i64((self.g + 8 * j) * (2 * plan.heads)), pair)
-        with ptx.when(self.g == 0):
-            self._store_floats(self.at["relative_to"] + start * (4 * plan.heads), [x - LARGER for x in top])
+        first = self.at["weights"] + start * (2 * TILE * plan.heads)
+        # Of token number g and of those that come 8, 16 and 24 later, in each tile.
+        behind = [2 * plan.heads * (TILE * n + plan.token(8 * j)) for n in range(tiles) for j in range(TILE // 8)]
+        at = first + ptx.i64(plan.token(self.g) * (2 * plan.heads))
 
-    def _store_pair(self, at, pair) -> None:
-        """Stores a bfloat16 of each of this lane's two queries where they are the last token's."""
-        self._where_last(
-            lambda query: ptx.store_global(at + ptx.i64(query * 2), pair),
-            lambda query, c: ptx.store_global_half(at + ptx.i64(query * 2), pair >> 16 * c),
-        )
+        def store_both(query):
+            for bytes_behind, pair in zip(behind, weights):
+                ptx.store_global(at + ptx.i64(query * 2) + bytes_behind, pair)
+
+        def store(query, c: int):
+            for bytes_behind, pair in zip(behind, weights):
+                ptx.store_global_half(at + ptx.i64(query * 2) + bytes_behind, pair >> 16 * c)
+
+        self._where_last(store_both, store)
+        with ptx.when(self.g < tiles):
+            self._store_floats(self.at["relative_to"] + (start + ptx.i64(self.g)) * (4 * plan.heads), [x - LARGER for x in top])
 
     def _store_floats(self, at, both: list) -> None:
         """Stores a float32 of each of this lane's two queries where they are the last token's."""
@@ -286,25 +379,63 @@ class Warp:
         """The state with the values of a tile. weights: 2^LARGER times as large, as the second operand [of 8 tokens]."""
         plan = self.plan
 
-        def pairs(name: str, j: int) -> list:
-            """Those of tokens 8 j + 2 t and 8 j + 2 t + 1, for each group of channels."""
-            at = slot + (self.t * (4 * plan.value_groups) + (plan.parts[name][0] + 16 * j * plan.value_groups))
-            return _of_two_tokens(ptx.load_shared(at, plan.value_groups), plan.value_groups)
-
         each = range(len(weights))
-        scaled = [[numerics.multiply_bf16(weights[j], x) for x in pairs("value_scale", j)] for j in each]
-        # Row n of the zero points' product is of group n of the channels.
-        own = lambda words: functools.reduce(lambda x, n: ptx.select(self.g == n[0], n[1], x), enumerate(words), ptx.i32(0))
-        mine = [own(pairs("value_zero", j)) for j in each]
+        scales = self._value_scales(slot)
+        scaled = [[numerics.multiply_bf16(weights[j], x) for x in scales[j]] for j in each]
+        zeros = self._value_zeros(slot)
         both = [[(x, x >> 8) for x in words] for words in self._load_codes("value_codes", slot, transposed=True)]  # even and odd channels
         out, of_zero, none = list(state["out"]), state["zero"], ptx.i32(0)
         for j in each[::2]:
-            of_zero = fragments.mma(of_zero, (mine[j], none, mine[j + 1], none), weights[j : j + 2], "bf16")
+            of_zero = fragments.mma(of_zero, (zeros[j], none, zeros[j + 1], none), weights[j : j + 2], "bf16")
             for s in plan.products:
                 (h, _), mask, n = plan.place(s), plan.mask(s), CHUNK * s // plan.value_group
                 codes = [x & mask for half in (j, j + 1) for x in both[h][half]]
                 out[s] = fragments.mma(out[s], codes, (scaled[j][n], scaled[j + 1][n]), "bf16")
         return {**state, "out": out, "zero": of_zero}
+
+    def _place_in_rows(self, j: int) -> tuple[int, ptx.Value | int]:
+        """Where the values' parameters of tokens number 8 j + 2 t and 8 j + 2 t + 1 are: which 8 rows of 16 bytes have them, in their rows
+        2 t and 2 t + 1, and as which token of the row."""
+        rows = self.plan.zero_rows
+        return 8 * j % rows // 8, 8 * j // rows if rows >= 8 else self.t * 2 // rows + 8 * j // rows
+
+    def _row_number(self, number):
+        """The row of 16 bytes of the values' parameters that comes as this one; with few of them they come again and again."""
+        return number % self.plan.zero_rows
+
+    def _value_scales(self, slot) -> list:
+        """For each 8 tokens, of each group of channels the pair of scales of tokens number 8 j + 2 t and 8 j + 2 t + 1."""
+        plan = self.plan
+        first = slot + plan.parts["value_scale"][0]
+        of_rows = []
+        for i in range(max(1, plan.zero_rows // 8)):
+            rows = [ptx.load_shared(first + self._row_number(self.t * 2 + (8 * i + n)) * PIECE, 4) for n in (0, 1)]
+            # Those of the first token's groups come first.
+            of_rows.append([x for both in zip(*rows) for x in numerics.swap_neighbours(*both)])
+
+        def of(j: int) -> list:
+            i, token = self._place_in_rows(j)
+            of_token = lambda n: of_rows[i][n * plan.value_groups : (n + 1) * plan.value_groups]
+            if isinstance(token, int):
+                return of_token(token)
+            # One group, and two tokens that only some lanes have.
+            here = of_token(8 * j // plan.zero_rows), of_token(8 * j // plan.zero_rows + 1)
+            return [ptx.select(self.t < 2, *both) for both in zip(*here)]
+
+        return list(map(of, range(TILE // 8)))
+
+    def _value_zeros(self, slot) -> list:
+        """For each 8 tokens this lane's word of a first operand: row g has the zeros of tokens number 8 j to 8 j + 7 if they are token
+        number g / groups of their rows, of group g % groups; else 0."""
+        plan = self.plan
+        at = slot + (self._row_number(self.lane) * PIECE + plan.parts["value_zero"][0])
+        words = fragments.load_matrices(at, transposed=True)
+
+        def of(j: int):
+            i, token = self._place_in_rows(j)
+            return words[i] if plan.tokens_in_row == 1 else ptx.select(self.g // plan.value_groups == token, words[i], ptx.i32(0))
+
+        return list(map(of, range(TILE // 8)))
 
     def _finished(self, state: dict) -> dict:
         """The state without its powers of 2, and with what the values' zero points add."""
@@ -312,11 +443,11 @@ class Warp:
         of_zero = state["zero"][:2]
 
         def added(n: int) -> list:
-            mine = [ptx.select(self.g == n, x, ptx.f32(0.0)) for x in of_zero]
+            mine = [ptx.select(self.g % plan.value_groups == n, x, ptx.f32(0.0)) for x in of_zero]
             return [fragments.all_rows(x, numerics.add) * 2.0**-LARGER for x in mine]
 
         added = [added(n) for n in range(plan.value_groups)]
-        unit = lambda s: ptx.f32(2.0 ** -(CODE + plan.place(s)[1] + LARGER))
+        unit = lambda s: ptx.f32(2.0 ** -(VALUE_CODE + plan.place(s)[1] + LARGER))
         more = lambda s: added[CHUNK * s // plan.value_group]
         out = [tuple(numerics.fma(x, unit(s), more(s)[c % 2]) for c, x in enumerate(acc)) for s, acc in enumerate(state["out"])]
         return {"out": out, "top": state["top"], "total": [x * 2.0**-LARGER for x in state["total"]]}
@@ -361,7 +492,7 @@ class Warp:
                         self._store_floats(logits_at + ptx.i64(token * (4 * plan.heads)), logits)
             there, seen = sees(tokens)
             products = [ptx.select(x, product, ptx.f32(-math.inf)) for x, product in zip(seen, acc)]
-            weights, state = self._weigh([products], self.to_base_2, [ptx.f32(0.0)] * 2, state, 0)
+            weights, state = self._weigh([products], [ptx.f32(self.to_base_2)] * 2, [[ptx.f32(0.0)] * 2], state, 0)
             weights = list(map(fragments.transpose, weights))
             out = list(state["out"])
             for s, both in enumerate(of_values):
@@ -388,8 +519,5 @@ class Warp:
                     ptx.store_global(self.at["total"] + ptx.i64(row) * 4, total[c])
 
 
-def _of_two_tokens(words: list, groups: int) -> list:
-    """For each group of channels the pair of two tokens' numbers, which lie one token after the other."""
-    if groups == 1:
-        return words
-    return [x for both in zip(words[: groups // 2], words[groups // 2 :]) for x in numerics.swap_neighbours(*both)]
+def _as_value(x: ptx.Value | int) -> ptx.Value:
+    return ptx.i32(x) if isinstance(x, int) else x

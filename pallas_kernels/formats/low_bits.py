@@ -16,6 +16,15 @@ BITS = (1, 2)
 RULES = ("centred", "extremes")
 
 
+def key_parameter_dtype(dtype) -> jnp.dtype:
+    """Dtype of the scales and zeros of keys: float16 for 16-bit models, else the model's own.
+
+    A query times such a scale, rounded to float16, has the digits that a logit needs; rounded to bfloat16 it has not. Keys of 65,520 and
+    more, which float16 does not hold, are not to be expected: their groups read as NaN.
+    """
+    return jnp.dtype(jnp.float16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
+
+
 @pytree("bits")
 class LowBits:
     """Keys or values of S tokens in so many bits: code * scale + zero.
@@ -30,22 +39,22 @@ class LowBits:
     bits: int
 
     @classmethod
-    def of(cls, x: Float[Array, "B K S H"], *, bits: int, tokens: int, channels: int, rule: str) -> Self:
+    def of(cls, x: Float[Array, "B K S H"], *, bits: int, tokens: int, channels: int, rule: str, dtype=None) -> Self:
         """x in so many bits, with a scale and a zero for each group of so many tokens and channels, which divide S and H.
 
         rule: "extremes" spaces the levels evenly from the group's minimum to its maximum; with 1 bit "centred" puts the two of them a
         quarter of that range inside of it (SpeCache, equation 3), and with 2 bits it is the same as "extremes". A group with a number that
-        is not finite reads as NaN.
+        is not finite reads as NaN. dtype: of scales and zeros, `parameter_dtype` by default; a group beyond what it holds reads as NaN.
         """
         B, K, S, H = x.shape
-        dtype, wide = parameter_dtype(x.dtype), accumulation_dtype(x.dtype)
+        dtype, wide = dtype or parameter_dtype(x.dtype), accumulation_dtype(x.dtype)
         groups = x.astype(wide).reshape(B, K, S // tokens, tokens, H // channels, channels)
         low, high = groups.min((3, 5)), groups.max((3, 5))
-        finite = jnp.isfinite(groups).all((3, 5))
         inside = (high - low) / 4 if bits == 1 and rule == "centred" else jnp.zeros_like(low)
         # Codes are those of the parameters as they are stored.
         zero = (low + inside).astype(dtype)
         scale = ((high - low - 2 * inside) / (2**bits - 1)).astype(dtype)
+        finite = jnp.isfinite(groups).all((3, 5)) & jnp.isfinite(scale) & jnp.isfinite(zero)
         steps = jnp.maximum(scale.astype(wide), jnp.finfo(wide).tiny)[:, :, :, None, :, None]
         codes = jnp.clip(jnp.rint((groups - zero.astype(wide)[:, :, :, None, :, None]) / steps), 0, 2**bits - 1)
         codes = jnp.where(jnp.isfinite(codes), codes, 0).astype(jnp.uint8).reshape(B, K, S, 8 // bits, -1)
@@ -54,10 +63,10 @@ class LowBits:
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, size: int, head_dim: int, dtype, *, bits: int, tokens: int, channels: int) -> Self:
-        """Room for `size` tokens, in groups of so many tokens and channels."""
+        """Room for `size` tokens, in groups of so many tokens and channels, with scales and zeros of `dtype`."""
         parameters = (batch, kv_heads, size // tokens, head_dim // channels)
         # Two arrays, never one object twice: a donated buffer may be given away once only.
-        scale, zero = (jnp.zeros(parameters, parameter_dtype(dtype)) for _ in range(2))
+        scale, zero = (jnp.zeros(parameters, dtype) for _ in range(2))
         return cls(jnp.zeros((batch, kv_heads, size, head_dim * bits // 8), jnp.uint8), scale, zero, bits)
 
     @property

@@ -4,6 +4,7 @@ Source: KIVI (arXiv 2402.02750); with 1 bit by SpeCache's equation 3 (arXiv 2503
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -13,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, moved_up, rows_from
-from pallas_kernels.formats.low_bits import BITS, RULES, LowBits
-from pallas_kernels.formats.rounding import accumulation_dtype
+from pallas_kernels.formats.low_bits import BITS, RULES, LowBits, key_parameter_dtype
+from pallas_kernels.formats.rounding import accumulation_dtype, parameter_dtype
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import Cache, check_tokens, no_tokens
@@ -84,9 +85,11 @@ class KiviCache(Cache):
                 f"cache {settings.name}: bits {settings.bits} need a head_dim that is a multiple of {in_a_byte}, not {model.head_dim}"
             )
         room = schedule.groups(capacity) * settings.residual
-        empty = lambda tokens, channels: LowBits.zeros(B, K, room, H, dtype, bits=settings.bits, tokens=tokens, channels=channels)
+        empty = functools.partial(LowBits.zeros, B, K, room, H, bits=settings.bits)
+        keys = lambda: empty(key_parameter_dtype(dtype), tokens=group_size, channels=1)
+        values = lambda: empty(parameter_dtype(dtype), tokens=1, channels=group_size)
         buffer = lambda: FullLayer.zeros(B, K, schedule.buffer_rows(num_speculative_tokens), H, dtype)
-        layers = (TokenCodesLayer(empty(group_size, 1), empty(1, group_size), buffer()) for _ in range(model.num_layers))
+        layers = (TokenCodesLayer(keys(), values(), buffer()) for _ in range(model.num_layers))
         return cls(tuple(layers), no_tokens(batch), settings)
 
     def bytes_of_pass(self, tokens):
@@ -109,8 +112,8 @@ class KiviCache(Cache):
 
     def _encoded(self, held: LowBits, x: Float[Array, "B K S H"]) -> LowBits:
         """x in the format of what is held."""
-        channels = x.shape[3] // held.scale.shape[3]
-        return LowBits.of(x, bits=self.settings.bits, tokens=held.group_tokens, channels=channels, rule=self.settings.rule)
+        grouped = {"tokens": held.group_tokens, "channels": x.shape[3] // held.scale.shape[3]}
+        return LowBits.of(x, bits=self.settings.bits, **grouped, rule=self.settings.rule, dtype=held.scale.dtype)
 
     def tokens(self, layer, positions, batch_rows=None):
         rows = jnp.arange(self.lengths.quantized.shape[0]) if batch_rows is None else batch_rows
