@@ -69,7 +69,7 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(low_bits, "no_mosaic_gpu", lambda: None)
     monkeypatch.setattr(low_bits, "_splits", lambda heads, warps, places: 4)  # or a warp would have a tile or two
     monkeypatch.setattr(low_bits, "WARPGROUPS", dict.fromkeys(low_bits.WARPGROUPS, 1))
-    sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 448, 640], BUFFERED=[80, 17, 50, 64])
+    sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 416, 640], BUFFERED=[80, 17, 50, 64])
     for name, size in sizes.items():
         monkeypatch.setattr(test_low_bits_gpu, name, size)
 
@@ -127,7 +127,7 @@ def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_to
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, ::4].set(at)
     replaced = Replaced(positions, jnp.ones((4, 1, 16, 2, 128), jnp.bfloat16))
     found = low_bits.run(low_bits.Plan.of(q, layer, 16), q, lengths, layer, replaced)
-    weights = np.asarray(found["weights"][2, 0, :448, 1], np.float32)
+    weights = np.asarray(found["weights"][2, 0, :416, 1], np.float32)
     assert np.isfinite(weights).all() and not weights[at].any() and weights[64:96].any()
 
 
