@@ -110,6 +110,16 @@ def test_a_tile_that_is_not_waited_for_is_seen(few_tokens, monkeypatch, function
         low_bits.decode_attention(*test_low_bits_gpu.problem(2, 1, 2, 1, 128, 32, outliers=False))
 
 
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 160, 256])
+def test_a_step_has_the_scales_of_all_its_tiles(group):
+    """A tile's scales are copied from behind those of the step's first tile, by as much as of the first step."""
+    plan = low_bits.Plan(1, 1, 1, 4, 128, 1, 1920 * 4, group, 32, 80, None, 12)
+    for tile in range(0, 60, plan.together):
+        for n in range(plan.together):
+            assert plan.tile_start("key_scale", tile) + plan.tile_start("key_scale", n) == plan.tile_start("key_scale", tile + n)
+    assert plan.together == (1 if group in (96, 160) else 2)
+
+
 def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
     q, layer, lengths = test_low_bits_gpu.problem(1, 1, 2, 1, 128, 32, outliers=False)
     positions = jnp.full((4, 1, 16), -1, jnp.int32).at[2, 0, 3].set(7)

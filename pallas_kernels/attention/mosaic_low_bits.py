@@ -40,7 +40,8 @@ PIECE = 16  # bytes that a lane copies at a time
 RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
 
 # Powers of 2. KEY_CODE, VALUE_CODE: what a code of 1 in the lowest bit is, read as float16 or as bfloat16. LARGER: what weights are
-# multiplied by, so that their products with codes are normal numbers. A value's scale must stay below 2^(63 - RISE).
+# multiplied by, so that their products with codes are normal numbers. A query must stay below 2^63, and a value's scale below
+# 2^(63 - RISE).
 KEY_CODE, VALUE_CODE, LARGER = -24, -133, 64
 
 
@@ -116,8 +117,9 @@ class Plan:
 
     @functools.cached_property
     def together(self) -> int:
-        """Tiles that are taken in at a time, which is a step."""
-        return TOGETHER if self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
+        """Tiles that are taken in at a time, which is a step: of one group of the keys, or each of its own."""
+        alike = self.key_group == TILE or self.key_group % (TOGETHER * TILE) == 0
+        return TOGETHER if alike and self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
 
     def _warp_bytes(self, together: int) -> int:
         return STAGES * together * self.tile_bytes + (ZEROS + ROWS) * 2 * self.head_dim

@@ -91,10 +91,12 @@ class Warp:
         return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
 
     def _below_one(self, queries: list) -> ptx.Value:
-        """A power of 2 that brings all entries of this lane's query row below 1."""
+        """A power of 2, of -63 to 63, that brings all entries of this lane's query row below 1."""
         largest = numerics.largest([ptx.i32(0x7FFF7FFF) & x for words in queries for x in words])
         exponent = ptx.as_bits(fragments.all_columns(largest, ptx.maximum)) >> 23
-        return ptx.as_float(ptx.maximum(ptx.i32(253) - exponent, ptx.i32(1)) << 23)
+        # Within these bounds neither it nor its inverse is subnormal or overflows.
+        bounded = ptx.minimum(ptx.maximum(ptx.i32(253) - exponent, ptx.i32(127 - 63)), ptx.i32(127 + 63))
+        return ptx.as_float(bounded << 23)
 
     def _halves(self, words: list, factor) -> list:
         """Pairs of bfloat16 times a factor, as pairs of float16."""
