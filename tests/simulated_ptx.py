@@ -400,7 +400,6 @@ INSTRUCTIONS = {
     r"cvt\.rn\.f32\.s32": lambda found, code, x: x.astype(np.float32),
     r"fma\.rn\.f32": _fma,
     r"fma\.rn\.bf16x2": _fma_bf16,
-    r"\{ \.reg \.b32 less; neg\.bf16x2": lambda found, code, a, b, c: _fma_bf16(found, code, a, b, c ^ constant(-0x7FFF8000, np.int32)),
     r"rcp\.approx": _approximate(lambda x: 1 / x),
     r"rsqrt\.approx": _approximate(lambda x: 1 / np.sqrt(x)),
     r"ex2\.approx": _approximate(np.exp2),
@@ -412,6 +411,12 @@ def fail_where(condition: Lanes, message: str) -> None:
     assert not (condition.raw & here.mask).any(), message
 
 
+def of_lane(x: Lanes, lane: Lanes) -> Lanes:
+    if here.mask.any():
+        scalar(lane)
+    return ptx.of_lanes(x, lane)
+
+
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives `pallas_kernels.gpu.ptx` these values and instructions, and with it fragments, numerics and every kernel."""
     i32 = lambda x: Lanes(constant(x, np.int32))
@@ -421,6 +426,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         "update": lambda code, values, *args: inline(code, *values, *args, results="f" * len(values), collective=True),
         "when": when,
         "fail_where": fail_where,
+        "of_lane": of_lane,
         "loop": loop,
         "while_loop": while_loop,
         "changed_if": changed_if,

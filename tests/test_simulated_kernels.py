@@ -36,8 +36,9 @@ from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
+from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced
-from pallas_kernels.formats.views import DenseView, ListedGroups
+from pallas_kernels.formats.views import BOTH_PLANES, DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
 from pallas_kernels.matmul.mosaic_plan import Plan, Stage
@@ -110,14 +111,18 @@ def test_a_tile_that_is_not_waited_for_is_seen(few_tokens, monkeypatch, function
         low_bits.decode_attention(*test_low_bits_gpu.problem(2, 1, 2, 1, 128, 32, outliers=False))
 
 
-@pytest.mark.parametrize("group", [32, 64, 96, 128, 160, 256])
-def test_a_step_has_the_scales_of_all_its_tiles(group):
-    """A tile's scales are copied from behind those of the step's first tile, by as much as of the first step."""
-    plan = low_bits.Plan(1, 1, 1, 4, 128, 1, 1920 * 4, group, 32, 80, None, 12)
-    for tile in range(0, 60, plan.together):
-        for n in range(plan.together):
-            assert plan.tile_start("key_scale", tile) + plan.tile_start("key_scale", n) == plan.tile_start("key_scale", tile + n)
-    assert plan.together == (1 if group in (96, 160) else 2)
+def test_a_group_of_three_tiles(few_tokens, monkeypatch):
+    """The second of two tiles that are taken in together is of the next group now and then. Groups are of very different loudness."""
+    size = 672
+    for name, value in (("SIZE", size), ("QUANTIZED", [0, 64, 416, size])):
+        monkeypatch.setattr(test_low_bits_gpu, name, value)
+    q, layer, lengths = test_low_bits_gpu.problem(1, 2, 8, 2, 128, 32, outliers=False)
+    r = np.random.default_rng(0)
+    keys = jnp.asarray(r.standard_normal((4, 2, size, 128)) * np.repeat(2.0 ** (np.arange(7) % 3), 96)[:, None], jnp.bfloat16)
+    layer = dataclasses.replace(layer, keys=LowBits.of(keys, bits=1, tokens=96, channels=1, rule="centred", dtype=jnp.float16))
+    found = np.asarray(low_bits.decode_attention(q, layer, lengths), np.float32)
+    wide = test_low_bits_gpu.WIDE
+    np.testing.assert_allclose(found, attention_reference.decode_attention(wide(q), wide(layer), lengths, BOTH_PLANES), atol=0.02)
 
 
 def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):

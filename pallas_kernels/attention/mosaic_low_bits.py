@@ -1,10 +1,10 @@
 """Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
 
-A warp has a share of the tokens of one KV head, and takes in 32 of them at a time: all of one group of the keys. A code alone in a
-16-bit float is a multiple of the smallest number there is. So codes are only masked, not converted. They are the first operand of the
-tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales in float16, or softmax
-weights times the values' scales in bfloat16. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which lane
-holds what.
+A warp has a share of the tokens of one KV head, in tiles of 32: all of one group of the keys. It takes in a tile or two at a time. A code
+alone in a 16-bit float is a multiple of the smallest number there is. So codes are only masked, not converted. They are the first operand
+of the tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales in float16, or
+softmax weights times the values' scales in bfloat16. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which
+lane holds what.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, launch
 
 ROWS = 8  # query rows of a product
-TILE = 32  # tokens in codes with a slot of their own, no more than a word has bits
+TILE = 32  # tokens in codes that lie together in shared memory, no more than a word has bits
 ZEROS = 16  # tiles whose keys' zeros are multiplied at a time
 CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
 FULL_TILE = 16  # tokens in full precision
@@ -117,9 +117,8 @@ class Plan:
 
     @functools.cached_property
     def together(self) -> int:
-        """Tiles that are taken in at a time, which is a step: of one group of the keys, or each of its own."""
-        alike = self.key_group == TILE or self.key_group % (TOGETHER * TILE) == 0
-        return TOGETHER if alike and self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
+        """Tiles that are taken in at a time, which is a step."""
+        return TOGETHER if self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
 
     def _warp_bytes(self, together: int) -> int:
         return STAGES * together * self.tile_bytes + (ZEROS + ROWS) * 2 * self.head_dim
@@ -148,7 +147,7 @@ class Plan:
         first, behind = 32 * PIECE * copy, 32 * PIECE * (copy + 1)
         return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
 
-    def step(self, name: str) -> tuple[int, int]:
+    def sharing(self, name: str) -> tuple[int, int]:
         """How many tiles in a row share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
         if name in ("key_scale", "key_zero"):
             return self.key_group // TILE, 2 * self.head_dim
@@ -156,28 +155,29 @@ class Plan:
 
     def head_bytes(self, name: str) -> int:
         """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""
-        tiles, size = self.step(name)
+        tiles, size = self.sharing(name)
         return self.size // TILE // tiles * size
 
     def tile_start(self, name: str, tile):
         """The byte at which the part of a tile begins, within those of its KV head."""
-        tiles, size = self.step(name)
+        tiles, size = self.sharing(name)
         return tile // tiles * size
 
-    # The order in which products take a tile's tokens. 16 bytes of the values' zeros have those of `tokens_in_row` tokens. The first tokens
-    # of all rows come first, then the second ones, and so on: so a transposed load has the zeros of tokens that come one after the other.
+    # A row is 16 bytes of a tile's value scales, or of its value zeros. Products take a tile's tokens in this order: first the first tokens
+    # of all rows, then the second ones, and so on. So a transposed load has the zeros of tokens that come one after the other.
 
     @property
-    def tokens_in_row(self) -> int:
+    def row_tokens(self) -> int:
+        """Tokens that a row has the parameters of."""
         return ROWS // self.value_groups
 
     @property
-    def zero_rows(self) -> int:
-        return TILE // self.tokens_in_row
+    def tile_rows(self) -> int:
+        return TILE // self.row_tokens
 
     def token(self, number):
         """The token of a tile that comes as this number in that order."""
-        return number % self.zero_rows * self.tokens_in_row + number // self.zero_rows
+        return number % self.tile_rows * self.row_tokens + number // self.tile_rows
 
     def place(self, s: int) -> tuple[int, int]:
         """Which 16 bytes of a token hold the codes of product s, and the lowest bit of those codes in each byte."""

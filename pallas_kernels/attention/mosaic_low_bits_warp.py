@@ -91,7 +91,7 @@ class Warp:
         return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
 
     def _below_one(self, queries: list) -> ptx.Value:
-        """A power of 2, of -63 to 63, that brings all entries of this lane's query row below 1."""
+        """The power of 2, from 2^-63 to 2^63, that brings all entries of this lane's query row below 1."""
         largest = numerics.largest([ptx.i32(0x7FFF7FFF) & x for words in queries for x in words])
         exponent = ptx.as_bits(fragments.all_columns(largest, ptx.maximum)) >> 23
         # Within these bounds neither it nor its inverse is subnormal or overflows.
@@ -119,27 +119,23 @@ class Warp:
         names = list(each)
         value = each[names[0]]
         for name in names[1:]:
-            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, *map(_as_value, (value, each[name])))
+            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, value, each[name])
         return value
 
     def _copy(self, tile, last, slot, sources: list) -> None:
         """Starts the copies of a step's tiles, from the first one, to their slots; zeros arrive there for tiles from `last` on."""
         plan = self.plan
-        sizes = [ptx.select(tile + n < last, ptx.i32(PIECE), ptx.i32(0)) for n in range(plan.together)]
-        for i, source in zip(plan.copies, sources):
-            # Parts with the same start need no choice between them.
-            starts = {plan.step(name): plan.tile_start(name, tile) for name in plan.parts_of(i)}
-            if len(starts) == 1:
-                (start,) = starts.values()
-            else:
-                start = self._of_part(i, {name: starts[plan.step(name)] for name in plan.parts_of(i)})
-            first = source + ptx.i64(start)
-            for n, size in enumerate(sizes):
-                # How far behind the first tile's part this one's lies: nowhere, where they share it.
-                behind = {name: plan.tile_start(name, n) for name in plan.parts_of(i)}
-                (behind,) = set(behind.values()) if len(set(behind.values())) == 1 else (ptx.i64(self._of_part(i, behind)),)
-                to = slot + (self.lane * PIECE + PIECE * 32 * i + n * plan.tile_bytes)
-                copy = functools.partial(ptx.copy_async, to, first + behind, size)
+        for n in range(plan.together):
+            size = ptx.select(tile + n < last, ptx.i32(PIECE), ptx.i32(0))
+            for i, source in zip(plan.copies, sources):
+                # Parts with the same start need no choice between them.
+                starts = {plan.sharing(name): plan.tile_start(name, tile + n) for name in plan.parts_of(i)}
+                if len(starts) == 1:
+                    (start,) = starts.values()
+                else:
+                    start = self._of_part(i, {name: starts[plan.sharing(name)] for name in plan.parts_of(i)})
+                to = slot + (self.lane * PIECE + (PIECE * 32 * i + n * plan.tile_bytes))
+                copy = functools.partial(ptx.copy_async, to, source + ptx.i64(start), size)
                 if PIECE * 32 * (i + 1) <= plan.tile_bytes:
                     copy()
                 else:
@@ -167,7 +163,7 @@ class Warp:
         self._store_queries_of_zeros(factor)
         queries = [self._halves(words, factor * 2.0 ** -plan.place(s)[1]) for s, words in enumerate(queries)]
         # What logits are in units of products with zeros, for this lane's two queries.
-        units = [ptx.f32(self.to_base_2) / ptx.of_lane(factor, self.t * 8 + 4 * c) for c in (0, 1)]
+        units = [ptx.f32(self.to_base_2) / ptx.of_lanes(factor, self.t * 8 + 4 * c) for c in (0, 1)]
         positions = self._positions()
 
         def step(tiles: int, i, state):
@@ -244,10 +240,10 @@ class Warp:
         return acc
 
     def _of_tiles(self, number, tiles: int, products: tuple) -> list:
-        """Of `_zero_products` those of so many tiles from an even `number` on: for each, those of this lane's two queries."""
+        """Picks this lane's two queries' products with the zeros of so many tiles, from an even `number` of the ZEROS tiles on."""
         mine = [ptx.select(number < 8, products[c], products[c + 2]) for c in (0, 1)]
         lane = number % 8 * 4 + self.t
-        return [[ptx.of_lane(x, lane + 4 * n) for x in mine] for n in range(tiles)]
+        return [[ptx.of_lanes(x, lane + 4 * n) for x in mine] for n in range(tiles)]
 
     def _key_products(self, slot, queries: list) -> list:
         """Products [of 16 tokens] of queries and codes times scales, times 2^KEY_CODE."""
@@ -398,19 +394,19 @@ class Warp:
     def _place_in_rows(self, j: int) -> tuple[int, ptx.Value | int]:
         """Where the values' parameters of tokens number 8 j + 2 t and 8 j + 2 t + 1 are: which 8 rows of 16 bytes have them, in their rows
         2 t and 2 t + 1, and as which token of the row."""
-        rows = self.plan.zero_rows
+        rows = self.plan.tile_rows
         return 8 * j % rows // 8, 8 * j // rows if rows >= 8 else self.t * 2 // rows + 8 * j // rows
 
     def _row_number(self, number):
         """The row of 16 bytes of the values' parameters that comes as this one; with few of them they come again and again."""
-        return number % self.plan.zero_rows
+        return number % self.plan.tile_rows
 
     def _value_scales(self, slot) -> list:
         """For each 8 tokens, of each group of channels the pair of scales of tokens number 8 j + 2 t and 8 j + 2 t + 1."""
         plan = self.plan
         first = slot + plan.parts["value_scale"][0]
         of_rows = []
-        for i in range(max(1, plan.zero_rows // 8)):
+        for i in range(max(1, plan.tile_rows // 8)):
             rows = [ptx.load_shared(first + self._row_number(self.t * 2 + (8 * i + n)) * PIECE, 4) for n in (0, 1)]
             # Those of the first token's groups come first.
             of_rows.append([x for both in zip(*rows) for x in numerics.swap_neighbours(*both)])
@@ -421,7 +417,7 @@ class Warp:
             if isinstance(token, int):
                 return of_token(token)
             # One group, and two tokens that only some lanes have.
-            here = of_token(8 * j // plan.zero_rows), of_token(8 * j // plan.zero_rows + 1)
+            here = of_token(8 * j // plan.tile_rows), of_token(8 * j // plan.tile_rows + 1)
             return [ptx.select(self.t < 2, *both) for both in zip(*here)]
 
         return list(map(of, range(TILE // 8)))
@@ -435,7 +431,7 @@ class Warp:
 
         def of(j: int):
             i, token = self._place_in_rows(j)
-            return words[i] if plan.tokens_in_row == 1 else ptx.select(self.g // plan.value_groups == token, words[i], ptx.i32(0))
+            return words[i] if plan.row_tokens == 1 else ptx.select(self.g // plan.value_groups == token, words[i], ptx.i32(0))
 
         return list(map(of, range(TILE // 8)))
 
@@ -519,7 +515,3 @@ class Warp:
                 with ptx.when(self.g == 0):
                     ptx.store_global(self.at["top"] + ptx.i64(row) * 4, state["top"][c])
                     ptx.store_global(self.at["total"] + ptx.i64(row) * 4, total[c])
-
-
-def _as_value(x: ptx.Value | int) -> ptx.Value:
-    return ptx.i32(x) if isinstance(x, int) else x

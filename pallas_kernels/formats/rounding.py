@@ -6,7 +6,8 @@ from jaxtyping import Array
 
 
 def parameter_dtype(dtype) -> jnp.dtype:
-    """Dtype of scales and zeros: bfloat16 for 16-bit models (float16 overflows), else the model's own."""
+    """Dtype of scales and zeros: bfloat16 for 16-bit models (float16 overflows), else the model's own. Keys in 1 or 2 bits have another
+    (`low_bits.key_parameter_dtype`)."""
     return jnp.dtype(jnp.bfloat16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
 

@@ -58,11 +58,6 @@ def fma_bf16(a: Value, b: Value, c: Value) -> Value:
     return ptx.pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
 
 
-def fms_bf16(a: Value, b: Value, c: Value) -> Value:
-    """a * b - c of pairs of bfloat16, entry by entry, each rounded once; in one instruction, as the compiler sees the sign."""
-    return ptx.pure("{ .reg .b32 less; neg.bf16x2 less, $3; fma.rn.bf16x2 $0, $1, $2, less; }", a, b, c)
-
-
 def largest(pairs: Sequence[Value]) -> Value:
     """The largest entry of pairs of bfloat16, as float32; NaNs count for nothing."""
     return ptx.maximum(*bf16_entries(functools.reduce(lambda a, b: ptx.pure("max.bf16x2 $0, $1, $2;", a, b), pairs)))

@@ -171,8 +171,13 @@ def uniform(x: Value) -> Value:
 
 
 def of_lane(x: Value, lane: Value) -> Value:
-    """Gives each lane x of the lane that it names."""
-    return inline("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lane, results="f" if x.is_float else "r", effects=False, collective=True)[0]
+    """Gives all lanes x of that lane, on which they agree."""
+    return of_lanes(x, lane)
+
+
+def of_lanes(x: Value, lanes: Value) -> Value:
+    """Gives each lane x of the lane that it names itself."""
+    return inline("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", x, lanes, results="f" if x.is_float else "r", effects=False, collective=True)[0]
 
 
 def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
