@@ -26,7 +26,7 @@ import pallas_kernels.attention.mosaic_gpu as attention
 import pallas_kernels.attention.mosaic_low_bits as low_bits
 import pallas_kernels.gather.mosaic_gpu as gather
 import pallas_kernels.matmul.mosaic_gpu as matmul
-import pallas_kernels.matmul.mosaic_skinny as skinny_matmul
+import pallas_kernels.matmul.mosaic_int8 as int8_matmul
 import pallas_kernels.matmul.mosaic_wide as wide_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.replaced_attention.mosaic_gpu as replaced_attention
@@ -51,7 +51,7 @@ from pallas_kernels.rope_append import reference as rope_append_reference
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch):
     simulate(monkeypatch)
-    for kernel in (attention, low_bits, matmul, norm, skinny_matmul, wide_matmul, rope_append):
+    for kernel in (attention, low_bits, matmul, norm, int8_matmul, wide_matmul, rope_append):
         monkeypatch.setattr(kernel, "launch", launch)
 
 
@@ -324,30 +324,9 @@ def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module,
 # Matmul with plain and INT8 weights ------------------------------------------------------------------------------------
 
 
-def plain_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bool = False) -> tuple[jax.Array, list[jax.Array]]:
-    weights = [test_matmul_gpu.plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
+def int8_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bool = False) -> tuple[jax.Array, list[Int8Weight]]:
+    weights = [test_matmul_gpu.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
     return test_matmul_gpu.activations(rows, inputs, outliers), weights
-
-
-@pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "cluster", "clusters", "wide", "outliers"),
-    [
-        (1, 1024, (24, 8), 1, 3, False, False),  # not as many tiles for each block
-        (3, 128, (8, 16, 8), 1, 2, True, True),  # one warp has inputs
-        (8, 2048, (112,), 1, 1, False, True),  # more passes than the ring has slots
-        (13, 1408, (40,), 1, 2, False, False),  # a pass in which some warps have inputs
-        (16, 384, (24,), 1, 2, True, False),
-        (2, 2048, (40, 16), 2, 2, False, True),
-        (8, 1152, (8, 24), 2, 2, True, False),  # one rank has inputs in two passes, the other in one
-        (9, 1536, (24,), 4, 1, False, True),
-    ],
-)
-def test_skinny_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
-    x, weights = plain_problem(rows, inputs, outputs, outliers)
-    y = at_once(skinny_matmul.run)(skinny_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
-    assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
-    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
-        assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
 
 
 @pytest.mark.parametrize(
@@ -355,15 +334,17 @@ def test_skinny_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers)
     [
         (1, 2048, (24, 8), 1, 3, False, False),  # not as many tiles for each block
         (3, 256, (8, 16, 8), 1, 2, True, True),  # one warp has inputs
+        (8, 4096, (112,), 1, 1, False, True),  # more passes than the ring has slots
         (13, 2304, (40,), 1, 2, False, True),  # a pass in which one warp has inputs
+        (16, 768, (24,), 1, 2, True, False),
+        (2, 4096, (40, 16), 2, 2, False, True),
         (8, 2304, (8, 24), 2, 2, True, False),  # one rank has inputs of a warp more
         (9, 3072, (24,), 4, 1, True, True),
     ],
 )
 def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
-    weights = [test_matmul_gpu.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
-    x = test_matmul_gpu.activations(rows, inputs, outliers)
-    y = at_once(skinny_matmul.run)(skinny_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide, int8=True), x, weights)
+    x, weights = int8_problem(rows, inputs, outputs, outliers)
+    y = at_once(int8_matmul.run)(int8_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
     for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
         assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
@@ -371,20 +352,18 @@ def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
 
 def test_int8_codes_are_exact():
     codes = jnp.tile(jnp.arange(-128, 128, dtype=jnp.int8), (8, 1))
-    plan = skinny_matmul.Plan(16, 256, (8,), 1, 1, float32_out=True, int8=True)
+    plan = int8_matmul.Plan(16, 256, (8,), 1, 1, float32_out=True)
     for x in jnp.split(jnp.eye(256, dtype=jnp.bfloat16), 16):
-        y = at_once(skinny_matmul.run)(plan, x, [Int8Weight(codes, jnp.ones(8))])
+        y = at_once(int8_matmul.run)(plan, x, [Int8Weight(codes, jnp.ones(8))])
         np.testing.assert_array_equal(np.asarray(y), np.asarray(x, np.float32) @ np.asarray(codes, np.float32).T)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize(("coded", "inputs"), [(False, 1152), (True, 2304)], ids=["plain", "int8"])
-def test_skinny_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
-    x, (weight,) = plain_problem(9, inputs, (16,))
-    weight = test_matmul_gpu.int8_weight(16, inputs, 0) if coded else weight
+def test_int8_matmul_of_a_row_depends_on_no_other(cluster):
+    x, weights = int8_problem(9, 2304, (16,))
     x = x.at[3, 9].set(jnp.nan)
-    plan = functools.partial(skinny_matmul.Plan, inputs=inputs, outputs=(16,), cluster=cluster, clusters=2, int8=coded)
-    run = lambda x: np.asarray(at_once(skinny_matmul.run)(plan(len(x)), x, [weight]), np.float32)
+    plan = functools.partial(int8_matmul.Plan, inputs=2304, outputs=(16,), cluster=cluster, clusters=2)
+    run = lambda x: np.asarray(at_once(int8_matmul.run)(plan(len(x)), x, weights), np.float32)
     together = run(x)
     assert np.isnan(together[3]).all() and not np.isnan(np.delete(together, 3, 0)).any()
     for row in (0, 2, 8):
@@ -401,14 +380,14 @@ def test_skinny_matmul_of_a_row_depends_on_no_other(coded, inputs, cluster):
         ("meet_cluster", "emit_block"),
     ],
 )
-def test_a_missing_order_of_the_skinny_matmul_is_seen(monkeypatch, function, caller):
-    x, weights = plain_problem(2, 1024, (256,))
-    plan = skinny_matmul.Plan(2, 1024, (256,), cluster=2, clusters=1)
+def test_a_missing_order_of_the_int8_matmul_is_seen(monkeypatch, function, caller):
+    x, weights = int8_problem(2, 1024, (256,))
+    plan = int8_matmul.Plan(2, 1024, (256,), cluster=2, clusters=1)
     assert plan.tiles > plan.slots
     done = getattr(ptx, function)
     monkeypatch.setattr(ptx, function, lambda *args: None if sys._getframe(1).f_code.co_name == caller else done(*args))
     with pytest.raises(SEEN, match=rf"a race: |which has ended|{IN_VAIN}"):
-        at_once(skinny_matmul.run)(plan, x, weights)
+        at_once(int8_matmul.run)(plan, x, weights)
 
 
 # The smaller kernels ----------------------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats.weights import Weight
-from pallas_kernels.matmul import linear
+from pallas_kernels.matmul import gated_linear, linear
 from pallas_kernels.norm import add_rms_norm
 
 
@@ -30,8 +28,7 @@ def between_attentions(
     """See `pallas_kernels.fused_layer.between_attentions`."""
     of = lambda *names: [biases[name] for name in names if name in biases]
     x, h = add_rms_norm(x, linear(attended, [o], of("o"), summed_over=axis), norm, eps=eps)
-    gates, ups = jnp.split(linear(h, [gate, up], of("gate", "up")), 2, axis=-1)
-    added = linear(jax.nn.silu(gates) * ups, [down], of("down"), summed_over=axis)
+    added = linear(gated_linear(h, gate, up, of("gate", "up")), [down], of("down"), summed_over=axis)
     if following_norm is None:
         return x, added, handoff
     x, h = add_rms_norm(x, added, following_norm, eps=eps)

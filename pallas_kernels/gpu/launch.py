@@ -70,13 +70,13 @@ def launch(
     def run(read, written):
         references = [jax.new_ref(array) for array in written]
         results = kernel(*read, *references), [jax.freeze(reference) for reference in references]
-        return jax.tree.map(functools.partial(_varying_as, [*read, *written]), results)
+        return jax.tree.map(functools.partial(varying_as, [*read, *written]), results)
 
     results, written = run(list(inputs.values()), list(updated.values()))
     return dict(zip(outputs, results)) | dict(zip(updated, written))
 
 
-def _varying_as(arrays: Sequence[jax.Array], result: jax.Array) -> jax.Array:
+def varying_as(arrays: Sequence[jax.Array], result: jax.Array) -> jax.Array:
     """The result, which within jax.shard_map differs between devices where any of the arrays does."""
     of = lambda array: jax.typeof(array).manual_axis_type.varying
     missing = frozenset().union(*map(of, arrays)) - of(result)

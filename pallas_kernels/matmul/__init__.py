@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
-from pallas_kernels.matmul.mosaic_skinny_plan import MAX_ROWS
+from pallas_kernels.matmul import mosaic_int8_plan, mosaic_plain
 
 GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-SKINNY_IMPLEMENTATIONS = ("mosaic_skinny",)  # few rows times weights that are not INT4
+# Few rows times weights that are not INT4.
+PLAIN_IMPLEMENTATIONS, INT8_IMPLEMENTATIONS = ("mosaic_plain",), ("mosaic_int8",)
 
 
 def linear(
@@ -38,6 +41,20 @@ def linear(
     return y + jnp.concatenate(biases) if biases else y
 
 
+def gated_linear(
+    x: Float[Array, "*rows in"], gate: Weight, up: Weight, biases: Sequence[Float[Array, "out"]] = ()
+) -> Float[Array, "*rows out"]:
+    """silu(x @ gate.T) * (x @ up.T), in x's dtype: the first half of an MLP. Both products are rounded to that dtype before.
+
+    gate, up: [out, in] in any format. biases: of both, added to the products, or none at all.
+    Raises ValueError where there is only one bias.
+    """
+    if not biases and _plain(gate, up):
+        return _skinny(x, [gate, up], x.dtype, int8=False).gated_matmul(x, gate, up)
+    gate, up = jnp.split(linear(x, [gate, up], biases), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 def int4_matmul(
     x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, implementation: Implementation = "auto"
 ) -> Float[Array, "*rows out"]:
@@ -54,17 +71,21 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     every = lambda kind: all(isinstance(weight, kind) for weight in weights)
     if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
-    if every(Int8Weight) or not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights):
-        rows = math.prod(x.shape[:-1])
-        candidates = SKINNY_IMPLEMENTATIONS if _faster_than_xla(rows, len(weights), int8=every(Int8Weight)) else ()
-        module = choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)  # XLA is not slow
-        return module.skinny_matmul(x, weights, dtype=dtype)
+    if every(Int8Weight) or _plain(*weights):
+        return _skinny(x, weights, dtype, int8=every(Int8Weight)).skinny_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
 
 
-def _faster_than_xla(rows: int, weights: int, *, int8: bool) -> bool:
-    """Whether `SKINNY_IMPLEMENTATIONS` are taken for so many rows and weights that share them, as an H200 has it (docs/kernels.md, "Skinny
-    matmul")."""
+def _plain(*weights: Weight) -> bool:
+    return not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights)
+
+
+def _skinny(x: Array, weights: Sequence[Weight], dtype, *, int8: bool) -> ModuleType:
+    """The module that multiplies by these weights, none of which is INT4. It is XLA's where an H200 was faster with that (docs/kernels.md,
+    "Skinny matmul")."""
+    rows = math.prod(x.shape[:-1])
     if int8:
-        return rows == 1 or 8 < rows <= MAX_ROWS
-    return weights > 1 and 1 < rows <= MAX_ROWS
+        candidates = INT8_IMPLEMENTATIONS if rows == 1 or 8 < rows <= mosaic_int8_plan.MAX_ROWS else ()
+    else:
+        candidates = PLAIN_IMPLEMENTATIONS if 1 < rows <= mosaic_plain.MAX_ROWS else ()
+    return choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)  # XLA is not slow

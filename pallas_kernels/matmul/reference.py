@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -26,3 +27,9 @@ def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array | Int8Wei
     product = lambda weight: lax.dot_general(x, weight, contract, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
     coded = lambda weight: product(weight.codes.astype(x.dtype)) * weight.scale.astype(dtype)
     return jnp.concatenate([(coded if isinstance(weight, Int8Weight) else product)(weight) for weight in weights], axis=-1)
+
+
+def gated_matmul(x: Float[Array, "*rows in"], gate: Array, up: Array) -> Float[Array, "*rows out"]:
+    """See `pallas_kernels.matmul.gated_linear`, of plain weights."""
+    gate, up = jnp.split(skinny_matmul(x, [gate, up], dtype=x.dtype), 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -22,7 +22,8 @@ from qspec_jax.provenance import this_run
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": "Pallas Mosaic GPU",
-    "mosaic_skinny": "Pallas Mosaic GPU for few rows",
+    "mosaic_plain": "Pallas Mosaic GPU for plain weights",
+    "mosaic_int8": "Pallas Mosaic GPU for INT8 weights",
     "triton": "Triton",
     "reference": "plain JAX",
 }

@@ -19,7 +19,7 @@ from pallas_kernels.formats import weights as formats
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from pallas_kernels.fused_layer import between_attentions
-from pallas_kernels.matmul import linear
+from pallas_kernels.matmul import gated_linear, linear
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.models import rope
@@ -162,8 +162,8 @@ class Block(nnx.Module):
         return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        gate, up = jnp.split(linear(h, *_parameters(self.gate_proj, self.up_proj)), 2, axis=-1)
-        return nnx.silu(gate) * up
+        weights, biases = _parameters(self.gate_proj, self.up_proj)
+        return gated_linear(h, *weights, biases)
 
 
 class Llama(nnx.Module):

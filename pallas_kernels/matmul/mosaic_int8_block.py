@@ -1,4 +1,4 @@
-"""The program of a block of the Mosaic GPU matmul of few rows with plain or INT8 weights.
+"""The program of a block of the Mosaic GPU matmul of few rows with INT8 weights.
 
 Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
 idle. The first epilogue warp copies the activations, once, while the producers issue their copies. Each math warp takes the same inputs of
@@ -12,27 +12,28 @@ from collections.abc import Sequence
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
 from pallas_kernels.matmul.mosaic_block import row_of
-from pallas_kernels.matmul.mosaic_share import ClusterShare
-from pallas_kernels.matmul.mosaic_skinny_plan import (
+from pallas_kernels.matmul.mosaic_int8_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
     PAIR_BYTES,
-    PASS_BYTES,
+    PASS,
     PITCH,
     PRODUCER_WARPS,
     ROWS,
     SLOT_BYTES,
     SUMS_SLOTS,
     TILE,
-    UNIT_BYTES,
+    UNIT,
     WARPS,
     X_BYTES,
     Plan,
 )
+from pallas_kernels.matmul.mosaic_share import ClusterShare
 
 STEP_BYTES = 64  # of a row of weights, which four lanes load 16 bytes at a time
-STEPS = UNIT_BYTES // STEP_BYTES
-ACCUMULATORS = 2  # that do not wait for each other: one for each tensor-core product of 16 bytes of activations
+STEPS = UNIT // STEP_BYTES
+X_WORDS, CODE_WORDS = 8, 4  # of 16 inputs, activations and codes
+ACCUMULATORS = 4  # that do not wait for each other: one for each tensor-core product of 4 inputs of a lane
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -70,13 +71,12 @@ def emit_block(plan: Plan, refs: dict) -> None:
 
 def row_at(plan: Plan, share: ClusterShare, array, row, item_bytes: int):
     """The address of the block's inputs of a row of an array, whose items have so many bytes."""
-    unit_bytes = UNIT_BYTES // plan.weight_bytes * item_bytes
-    return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * unit_bytes
+    return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * (item_bytes * UNIT)
 
 
 def copy_activations(plan: Plan, at: dict, share: ClusterShare, arrival, lane) -> None:
     """Copies the block's inputs of all rows, which stay."""
-    size = share.count * (UNIT_BYTES * plan.x_ratio)
+    size = share.count * (UNIT * X_BYTES)
     with ptx.when(lane == 0):
         ptx.arrive_with(arrival, size * plan.rows)
     with ptx.when(lane < plan.rows):
@@ -85,22 +85,22 @@ def copy_activations(plan: Plan, at: dict, share: ClusterShare, arrival, lane) -
 
 def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -> None:
     """Fills the ring with a producer warp's rows of all passes of all tiles."""
-    arrays = [at[f"weight{i}"] for i in range(len(plan.outputs))]
+    arrays = [at[f"codes{i}"] for i in range(len(plan.outputs))]
     rows = TILE // PRODUCER_WARPS
     output = warp * rows + (lane & (rows - 1))
 
     def one_tile(tile, carry):
-        source = row_at(plan, share, *row_of(arrays, plan.outputs, tile * TILE + output), plan.weight_bytes)
+        source = row_at(plan, share, *row_of(arrays, plan.outputs, tile * TILE + output), 1)
 
         def one_pass(number, carry):
             slot, parity = carry
             ptx.wait_for_arrivals(ring.emptied(slot), parity)
-            size = ptx.minimum(share.count - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT_BYTES
+            size = ptx.minimum(share.count - number * MATH_WARPS, ptx.i32(MATH_WARPS)) * UNIT
             # In the last pass of a smaller share there may be nothing to copy.
             with ptx.when(lane == 0):
                 ptx.arrive_with(ring.filled(slot), size * rows)
             with ptx.when((lane < rows) & (ptx.i32(0) < size)):
-                ptx.copy_bulk(ring.slot(slot) + output * PITCH, source + ptx.i64(number) * PASS_BYTES, size, ring.filled(slot))
+                ptx.copy_bulk(ring.slot(slot) + output * PITCH, source + ptx.i64(number) * PASS, size, ring.filled(slot))
             return ring.following(slot, parity)
 
         return ptx.loop(ptx.i32(0), ptx.i32(plan.passes), carry, one_pass)
@@ -111,23 +111,22 @@ def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -
 def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, lane) -> None:
     """Multiplies the warp's inputs of all tiles, and puts its sums of each in the ring of sums. x: the address of the activations."""
     g, t = lane >> 2, lane & 3
-    within = warp * UNIT_BYTES + t * 16
+    within = warp * UNIT + t * 16
     # Rows that are not there repeat the last.
     x_at = [x + ptx.minimum(g + ROWS * i, ptx.i32(plan.rows - 1)) * plan.x_pitch for i in range(plan.row_tiles)]
-    take = lambda at, ratio: [ptx.load_shared(at + STEP_BYTES * ratio * step, 4 * ratio) for step in range(STEPS)]
+    take = lambda at, item_bytes, words: [ptx.load_shared(at + STEP_BYTES * item_bytes * step, words) for step in range(STEPS)]
 
     def one_pass(number, carry):
         slot, parity, totals = carry
         ptx.wait_for_arrivals(ring.filled(slot), parity)
-        weights = take(ring.slot(slot) + g * PITCH + within, 1)
+        codes = take(ring.slot(slot) + g * PITCH + within, 1, CODE_WORDS)
         there = number * MATH_WARPS + warp < share.count
         # A warp without inputs in this pass multiplies what it may read, and adds nothing.
-        offset = within + number * PASS_BYTES if plan.whole else ptx.select(there, within + number * PASS_BYTES, ptx.i32(0))
-        rows = [take(at + offset * plan.x_ratio, plan.x_ratio) for at in x_at]
+        offset = within + number * PASS if plan.whole else ptx.select(there, within + number * PASS, ptx.i32(0))
+        rows = [take(at + offset * X_BYTES, X_BYTES, X_WORDS) for at in x_at]
         # Words that are loaded at once: the first stands for all.
-        arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in weights]), lane)
-        if plan.int8:
-            weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in weights]
+        arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in codes]), lane)
+        weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in codes]
         new = add_products(totals, rows, weights)
         if not plan.whole:
             new = [[ptx.select(there, *both) for both in zip(*pair)] for pair in zip(new, totals)]
@@ -135,7 +134,7 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
 
     def one_tile(tile, carry):
         slot, parity, sums_slot, sums_parity = carry
-        nothing = [[ptx.f32(0.0)] * 4 for _ in range(ACCUMULATORS * plan.x_ratio)]
+        nothing = [[ptx.f32(0.0)] * 4 for _ in range(ACCUMULATORS)]
         slot, parity, totals = ptx.loop(ptx.i32(0), ptx.i32(plan.passes), (slot, parity, nothing), one_pass)
         total = [numerics.total(each) for each in zip(*totals)]
         ptx.wait_for_arrivals(sums.emptied(sums_slot), sums_parity)
@@ -152,7 +151,7 @@ def add_products(totals: list, rows: list, weights: list) -> list:
     """Adds the products of one more unit to the totals: [accumulator] of the four that a lane has of `fragments.mma`, rows g and g + 8 of
     outputs 2 t and 2 t + 1.
 
-    rows, weights: [row tile][step] and [step], the words of a lane's 8 or 16 inputs. Which inputs these are makes no difference, as long as
+    rows, weights: [row tile][step] and [step], the words of a lane's 16 inputs. Which inputs these are makes no difference, as long as
     they are the same for both.
     """
     totals, absent = list(totals), (ptx.i32(0),) * len(weights[0])
@@ -207,20 +206,17 @@ def add_blocks(plan: Plan, at: dict, share: ClusterShare, thread) -> None:
 
 
 def scales_of(plan: Plan, at: dict, tile, pair) -> Sequence:
-    """The scales of a pair of outputs of a tile, where weights are codes."""
-    if not plan.int8:
-        return ()
+    """The scales of a pair of outputs of a tile."""
     arrays = [at[f"scale{i}"] for i in range(len(plan.outputs))]
     array, output = row_of(arrays, plan.outputs, tile * TILE + 2 * (pair & 3))
     return ptx.load_global(array + ptx.i64(output) * 4, 2, "f")
 
 
 def write_pair(plan: Plan, y, tile, pair, found: list, scales: Sequence) -> None:
-    """Writes a pair of outputs of a tile, times their scales if any: pair 4 row + i is outputs 2 i and 2 i + 1."""
+    """Writes a pair of outputs of a tile, times their scales: pair 4 row + i is outputs 2 i and 2 i + 1."""
     row, i = pair >> 2, pair & 3
     place = ptx.i64(row * plan.width + tile * TILE + 2 * i)
-    if scales:
-        found = [x * (scale * numerics.CODES_DIVISOR) for x, scale in zip(found, scales)]
+    found = [x * (scale * numerics.CODES_DIVISOR) for x, scale in zip(found, scales)]
     if plan.float32_out:
         ptx.store_global_words(y + place * 4, *map(ptx.as_bits, found))
     else:

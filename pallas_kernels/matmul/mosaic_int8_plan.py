@@ -1,4 +1,4 @@
-"""How the Mosaic GPU matmul with plain or INT8 weights divides its work, and where everything lies in shared memory."""
+"""How the Mosaic GPU matmul with INT8 weights divides its work, and where everything lies in shared memory."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ from jax.typing import DTypeLike
 from pallas_kernels.gpu.launch import MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES, clusters_at_once
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
-UNIT_BYTES = 256  # of an output's weights, a unit: what a math warp takes of a pass
+UNIT = 256  # inputs: what a math warp takes of an output in a pass. Of weights they are as many bytes.
 X_BYTES = 2  # of an activation
 MATH_WARPS = 8  # they multiply
 PRODUCER_WARPS = 2  # they copy: each has rows of a tile of its own
 EPILOGUE_WARPS = 2  # they add what the math warps found of a tile; each lane has two neighbouring outputs of a row
 WARPS = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
-PASS_BYTES = MATH_WARPS * UNIT_BYTES  # of an output's weights that a block takes at once
+PASS = MATH_WARPS * UNIT  # inputs, and bytes of an output's weights, that a block takes at once
 ROWS = 8  # of activations in half of the tensor cores' operand of 16 rows
 MAX_ROWS = 2 * ROWS
 # Bytes from one output to the next in a slot of the ring: neighbours lie in different banks.
-PITCH = PASS_BYTES + 64
+PITCH = PASS + 64
 SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
 # Of the ring of weights. 2 to 3 slots are under way by Little's law (4.5 TB/s, about 1 us, 132 multiprocessors), and one is read.
 ENOUGH_SLOTS, MOST_SLOTS = 5, 12
@@ -31,7 +31,7 @@ PAIR_BYTES = 8  # of two neighbouring outputs, float32
 class Plan:
     """One launch: so many clusters of blocks, each with tiles of its own, whose inputs the cluster's blocks divide among them.
 
-    float32_out: whether the outputs are float32, not bfloat16. int8: whether weights are INT8 codes with scales, not bfloat16.
+    float32_out: whether the outputs are float32, not bfloat16.
     """
 
     rows: int
@@ -40,12 +40,9 @@ class Plan:
     cluster: int
     clusters: int
     float32_out: bool = False
-    int8: bool = False
 
     @classmethod
-    def fitting(
-        cls, rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False, int8: bool = False
-    ) -> "Plan | None":
+    def fitting(cls, rows: int, inputs: int, outputs: tuple[int, ...], multiprocessors: int, float32_out: bool = False) -> "Plan | None":
         """The plan with the smallest clusters whose blocks have room for their inputs of all rows, and in clusters for their sums of all
         tiles; None where even the largest have not.
 
@@ -53,7 +50,7 @@ class Plan:
         """
         tiles, sizes = sum(outputs) // TILE, [2**i for i in range(MAX_CLUSTER.bit_length())]
         most = lambda size: max(1, min(tiles, clusters_at_once(size, multiprocessors)))
-        plans = [cls(rows, inputs, outputs, size, most(size), float32_out, int8) for size in sizes]
+        plans = [cls(rows, inputs, outputs, size, most(size), float32_out) for size in sizes]
         full = math.ceil(rows / ROWS) * ROWS
         return next((plan for plan in plans if dataclasses.replace(plan, rows=full).slots >= ENOUGH_SLOTS), None)
 
@@ -74,18 +71,8 @@ class Plan:
         return sum(self.outputs)
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of one weight."""
-        return 1 if self.int8 else 2
-
-    @property
-    def x_ratio(self) -> int:
-        """Bytes of activations for each byte of an output's weights."""
-        return X_BYTES // self.weight_bytes
-
-    @property
     def units(self) -> int:
-        return self.inputs * self.weight_bytes // UNIT_BYTES
+        return self.inputs // UNIT
 
     @property
     def most_units(self) -> int:
@@ -118,9 +105,9 @@ class Plan:
     def x_pitch(self) -> int:
         """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks.
 
-        Four lanes load 16 bytes of a row at once, which lie one after the other, or with room between them for as many of the next row.
+        Four lanes load 16 bytes of a row at once, with room between them for as many of the next row.
         """
-        return self.x_ratio * UNIT_BYTES * self.most_units + (16 if self.int8 else 64)
+        return X_BYTES * UNIT * self.most_units + 16
 
     @property
     def tile_bytes(self) -> int:

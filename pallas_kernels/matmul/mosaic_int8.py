@@ -1,0 +1,66 @@
+"""Matmul with INT8 weights on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once.
+
+A block owns tiles of 8 outputs and keeps the activations in shared memory. Where they have no room there, the blocks of a cluster divide
+the inputs among them and add their sums at the end. Which block adds what in which order is the same in every launch.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.formats.weights import Int8Weight
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.matmul import reference
+from pallas_kernels.matmul.mosaic_int8_plan import MAX_ROWS, TILE, UNIT, WARPS, Plan
+from pallas_kernels.matmul.transforms import divided, transformable
+
+
+def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None:
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu():
+        return reason
+    if x.dtype != jnp.bfloat16:
+        return f"needs activations in bfloat16, not {x.dtype}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
+    if not 1 <= (rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
+        return f"supports up to {MAX_ROWS} rows, not {rows}"
+    if x.shape[-1] % UNIT or x.shape[-1] == 0:
+        return f"supports inputs in multiples of {UNIT}, not {x.shape[-1]}"
+    if others := [weight.shape for weight in weights if weight.shape[1:] != x.shape[-1:]]:
+        return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
+    if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
+        return f"supports outputs in multiples of {TILE}, not {others[0]}"
+    if divided(jax.tree.leaves((x, weights))):
+        return "needs all weights on one device"
+    return None if plan_for(x, weights, dtype) else f"has no room in shared memory for {rows} rows of {x.shape[-1]} inputs and their sums"
+
+
+def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int8Weight], *, dtype) -> Float[Array, "*rows out"]:
+    """x @ weight.T for each weight, one after the other in the last axis, accumulated in float32, in `dtype`."""
+    xla = functools.partial(reference.skinny_matmul, dtype=dtype)
+    product = transformable(functools.partial(run, plan_for(x, weights, dtype)), xla)
+    return product(x.reshape(-1, x.shape[-1]), tuple(weights)).reshape(*x.shape[:-1], -1)
+
+
+def plan_for(x: Array, weights: Sequence[Int8Weight], dtype) -> Plan | None:
+    outputs, float32_out = tuple(weight.shape[0] for weight in weights), jnp.dtype(dtype) == jnp.float32
+    return Plan.fitting(math.prod(x.shape[:-1]), x.shape[-1], outputs, multiprocessors(), float32_out)
+
+
+# A function of its own in the program: however many layers call it, it is lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int8Weight]) -> Float[Array, "M out"]:
+    """The weights' outputs one after the other."""
+    from pallas_kernels.matmul import mosaic_int8_block
+
+    emit = functools.partial(mosaic_int8_block.emit_block, plan)
+    inputs = {"x": x} | {f"codes{i}": weight.codes for i, weight in enumerate(weights)}
+    inputs |= {f"scale{i}": weight.scale.astype(jnp.float32) for i, weight in enumerate(weights)}
+    outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), plan.dtype)}
+    return launch("int8_matmul", emit, inputs, outputs, plan.blocks, WARPS // 4, plan.shared_bytes, cluster=plan.cluster)["y"]

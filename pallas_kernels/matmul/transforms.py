@@ -1,0 +1,34 @@
+"""Transformations of JAX that kernels for few rows do not follow themselves: XLA computes under them."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import Array
+
+
+def transformable(kernel: Callable[[Array, Sequence], Array], xla: Callable[[Array, Sequence], Array]) -> Callable:
+    """`kernel`, which may be mapped and differentiated. Both are given activations and weights, and compute the same.
+
+    Under jax.vmap XLA computes instead, for all rows at once; derivatives are XLA's, values the kernel's.
+    """
+    mapped = custom_vmap(kernel)
+
+    @mapped.def_vmap
+    def by_xla(size, in_batched, *arguments):
+        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+        return jax.vmap(xla, in_axes=axes, axis_size=size)(*arguments), True
+
+    product = jax.custom_jvp(mapped)
+    product.defjvp(lambda values, tangents: (product(*values), jax.jvp(xla, values, tangents)[1]))
+    return product
+
+
+def divided(arrays: Sequence[Array]) -> bool:
+    """Whether any of the arrays may be sharded over a mesh: within jax.shard_map each device has its own."""
+    return any(_divided(jax.typeof(array).sharding.mesh) for array in arrays)
+
+
+def _divided(mesh: AbstractMesh) -> bool:
+    return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types))
