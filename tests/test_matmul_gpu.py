@@ -548,7 +548,7 @@ def test_plain_plans_cover_all_outputs(multiprocessors):
     for inputs, outputs in [*PLAIN_SHAPES, (128, 28 * (8,)), *((inputs, (out,)) for inputs, out in MODELS)]:
         plan = mosaic_plain.Plan(64, inputs, outputs, multiprocessors)
         assert all(share % 8 == 0 and share <= out <= share * plan.blocks for share, out in zip(plan.shares, outputs, strict=True))
-        assert sum(plan.shares) <= mosaic_plain.MOST_OUTPUTS and plan.slots >= min(3, plan.steps)
+        assert sum(plan.shares) <= mosaic_plain.MOST_OUTPUTS and plan.slots >= min(mosaic_plain.ENOUGH_SLOTS, plan.steps)
         # Blocks come in as few turns as there is room for.
         turns = math.ceil(plan.blocks / multiprocessors)
         assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain.MOST_OUTPUTS
@@ -557,13 +557,13 @@ def test_plain_plans_cover_all_outputs(multiprocessors):
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "multiprocessors", "float32_out", "gated"),
     [
-        (16, 1024, (48, 16), 2, False, False),  # more steps than slots, and another share of each weight
-        (1, 128, (16,), 2, True, False),
+        (60, 1024, (48, 16), 2, False, False),  # more steps than slots, and another share of each weight
+        (57, 128, (16,), 2, True, False),
         (64, 512, (32, 32), 4, False, True),
-        (13, 384, (448,), 1, True, False),  # two turns
+        (64, 384, (448,), 1, True, False),  # two turns
     ],
 )
-def test_the_emulated_plain_kernel_equals_float32(monkeypatch, capfd, rows, inputs, outputs, multiprocessors, float32_out, gated):
+def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs, outputs, multiprocessors, float32_out, gated):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
@@ -582,18 +582,24 @@ def test_the_emulated_plain_kernel_equals_float32(monkeypatch, capfd, rows, inpu
         assert most <= (2e-5 if float32_out else 5e-3)
 
 
-def test_the_emulated_plain_kernels_last_shares_overlap():
-    """Outputs that blocks cannot divide evenly, and a weight of fewer outputs than there are blocks."""
+@pytest.mark.parametrize(("rows", "gated"), [(1, True), (5, False), (19, False), (33, True)])
+def test_the_emulated_plain_kernel_with_fewer_rows_and_outputs(rows, gated):
+    """Fewer rows than a product takes, outputs that blocks cannot divide evenly, and a weight of fewer outputs than there are blocks: what
+    is read while it is copied, and what two blocks write, makes no difference."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
         pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
-    x, weights = activations(5, 256, False), [plain_weight(out, 256, i) for i, out in enumerate((104, 8))]
-    plan = mosaic_plain.Plan(5, 256, (104, 8), 5, float32_out=True)
-    assert plan.shares == (24, 8) and plan.blocks == 5
+    outputs = (104, 104) if gated else (104, 8)
+    x, weights = activations(rows, 256, False), [plain_weight(out, 256, i) for i, out in enumerate(outputs)]
+    plan = mosaic_plain.Plan(rows, 256, outputs, 5, float32_out=not gated, gated=gated)
+    assert plan.shares[0] == 24 and plan.blocks == 5
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         y = mosaic_plain.run(plan, x, weights)
-    assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 2e-5
+    if gated:
+        assert gated_error(y, x, *weights) <= GATED_TOLERANCE
+    else:
+        assert max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights)) <= 2e-5
 
 
 def test_sharded_weights_are_refused_but_not_a_devices_own(monkeypatch):
@@ -609,7 +615,7 @@ def test_sharded_weights_are_refused_but_not_a_devices_own(monkeypatch):
     jax.eval_shape(ask, x, weight)
     own = jax.shard_map(ask, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec("d"))
     jax.eval_shape(own, x, weight)
-    assert reasons == ["needs all weights on one device", None]
+    assert reasons == ["needs all arrays on one device", None]
 
 
 @pytest.mark.parametrize("shape", [(2048, 512), (16, 128), (16, 1, 256)])

@@ -1,10 +1,10 @@
 """Decode attention over KIVI's format on NVIDIA Hopper: each warp by itself, with everything that it works on in registers.
 
 A warp has a share of the tokens of one KV head, in tiles of 32: all of one group of the keys. It takes in a tile or two at a time. A code
-alone in a 16-bit float is a multiple of the smallest number there is. So codes are only masked, not converted. They are the first operand
-of the tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries times the keys' scales in float16, or
-softmax weights times the values' scales in bfloat16. Zero points have products of their own. docs/kernels.md, "KIVI's format", says which
-lane holds what.
+that is masked out of a 16-bit word is, as a float, a subnormal number: the code times a known power of 2. So codes are only masked, not
+converted. They are the first operand of the tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries
+times the keys' scales in float16, or softmax weights times the values' scales in bfloat16. Zero points have products of their own.
+docs/kernels.md, "KIVI's format", says which lane holds what.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ class Plan:
         return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
 
     def sharing(self, name: str) -> tuple[int, int]:
-        """How many tiles in a row share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
+        """How many consecutive tiles share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
         if name in ("key_scale", "key_zero"):
             return self.key_group // TILE, 2 * self.head_dim
         return 1, self.parts[name][1]
@@ -217,8 +217,9 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
 
 
 def _splits(heads: int, warps: int, places: int) -> int:
-    """Into how many splits each of so many KV heads is divided, a warp for each: the fewest with which all blocks are full and hardly a
-    multiprocessor is idle at the end. warps: of a block. places: blocks that run at the same time, which are called a wave."""
+    """The number of splits of each KV head, a warp for each: the fewest with which all blocks are full, and the multiprocessors within 5 %
+    of as busy as with any number. heads: KV heads of all rows of the batch. warps: of a block. places: blocks that run at the same time,
+    which are called a wave."""
     step = warps // math.gcd(heads, warps)
 
     def busy(splits: int) -> float:
@@ -255,7 +256,7 @@ def run(
 
     Where tokens are replaced, also for the last token's queries: weights [B, K, S, heads] in bfloat16 of the tokens in codes, 0 for those
     that are replaced; relative_to [B, K, tiles, heads]: a stored weight is 2^(logit - relative_to) of its tile of 32 tokens;
-    replaced_logits [B, K, n, heads].
+    replaced_logits [B, K, n, heads]. Behind a row's quantized tokens, weights and relative_to are whatever was there.
     """
     from pallas_kernels.attention.mosaic_low_bits_warp import emit_block
 

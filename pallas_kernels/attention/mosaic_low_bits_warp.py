@@ -123,7 +123,7 @@ class Warp:
         return value
 
     def _copy(self, tile, last, slot, sources: list) -> None:
-        """Starts the copies of a step's tiles, from the first one, to their slots; zeros arrive there for tiles from `last` on."""
+        """Starts the copies of a step's tiles, from the first one, to their slots. Slots of tiles from `last` on get bytes of 0."""
         plan = self.plan
         for n in range(plan.together):
             size = ptx.select(tile + n < last, ptx.i32(PIECE), ptx.i32(0))
@@ -162,7 +162,7 @@ class Warp:
         factor = self._below_one(queries)
         self._store_queries_of_zeros(factor)
         queries = [self._halves(words, factor * 2.0 ** -plan.place(s)[1]) for s, words in enumerate(queries)]
-        # What logits are in units of products with zeros, for this lane's two queries.
+        # What turns products with zero points into logits to base 2, for this lane's two queries: they undo `factor`, and scale.
         units = [ptx.f32(self.to_base_2) / ptx.of_lanes(factor, self.t * 8 + 4 * c) for c in (0, 1)]
         positions = self._positions()
 
@@ -205,7 +205,8 @@ class Warp:
     # The keys' zeros of ZEROS tiles, which are multiplied by the queries at a time.
 
     def _copy_zeros(self, tile, last) -> None:
-        """Starts the copies of the zeros of the tiles from this one on, one row of shared memory for each; zeros arrive from `last` on."""
+        """Starts the copies of the zero points of the tiles from this one on, one row of shared memory for each. Rows of tiles from `last`
+        on are filled with bytes of 0."""
         plan = self.plan
         first = self.at["key_zero"] + ptx.i64(self.head) * plan.head_bytes("key_zero")
         pieces = 2 * plan.head_dim // PIECE  # of a row
@@ -240,7 +241,8 @@ class Warp:
         return acc
 
     def _of_tiles(self, number, tiles: int, products: tuple) -> list:
-        """Picks this lane's two queries' products with the zeros of so many tiles, from an even `number` of the ZEROS tiles on."""
+        """Picks this lane's two queries' products with the zero points of so many tiles, from `number` of the ZEROS tiles on. They must not
+        cross a multiple of 8: two of them begin with an even number."""
         mine = [ptx.select(number < 8, products[c], products[c + 2]) for c in (0, 1)]
         lane = number % 8 * 4 + self.t
         return [[ptx.of_lanes(x, lane + 4 * n) for x in mine] for n in range(tiles)]
@@ -295,9 +297,9 @@ class Warp:
     def _weigh(
         self, products: list, units: list, offsets: list, state: dict, power: int, left_out: LeftOut | None = None
     ) -> tuple[list, dict]:
-        """Pairs of softmax weights of this lane's two queries [of 8 tokens], and the state relative to the same top. The logits, to base 2,
-        are products [of 16 tokens] times units, plus the offsets of their tile. power: the weights are 2^power times as large, those of
-        tokens that are left out 0."""
+        """Softmax weights of this lane's two queries, as pairs in bfloat16 [of 8 tokens], and the state. A weight is
+        2^(logit - top + power), and 0 for a token that is left out. A logit, to base 2, is a product [of 16 tokens] times units, plus the
+        offset of its tile. Where one is more than RISE above the top, the state comes back relative to the new top."""
         each = len(products) // len(offsets)
         in_tiles = lambda products: [products[i : i + each] for i in range(0, len(products), each)]
 
@@ -312,7 +314,7 @@ class Warp:
                 products = left_out.without(products)
             top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest(products))]
             decay = [numerics.exp2(old - new) for old, new in zip(held["top"], top)]
-            # Leaves alternate between this lane's two queries.
+            # Leaves alternate between this lane's two queries: the lists of the state have an even number of entries.
             leaves, structure = jax.tree.flatten({name: x for name, x in held.items() if name != "top"})
             return products, {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
 

@@ -29,8 +29,9 @@ def linear(
     """The outputs x @ weight.T + bias of linear layers with the same input, one after the other in the last axis.
 
     weights: [out, in] in any format; where all are INT4, or the rows few, they may share a launch. biases: one for each weight, or none
-    at all. dtype: the result's where weights are not INT4; x's by default. summed_over: the axis of a mesh over whose devices the inputs
-    are divided, within `jax.shard_map`: what each device makes of its own is added up before the biases. None: they are not divided.
+    at all. dtype: of the result, x's by default; outputs of INT4 weights are rounded to x's dtype before. summed_over: the axis of a mesh
+    over whose devices the inputs are divided, within `jax.shard_map`: what each device makes of its own is added up before the biases.
+    None: they are not divided.
     Raises ValueError where there are biases for some of the weights only.
     """
     if biases and len(biases) != len(weights):

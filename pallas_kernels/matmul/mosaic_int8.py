@@ -37,7 +37,7 @@ def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None
     if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
         return f"supports outputs in multiples of {TILE}, not {others[0]}"
     if divided(jax.tree.leaves((x, weights))):
-        return "needs all weights on one device"
+        return "needs all arrays on one device"
     return None if plan_for(x, weights, dtype) else f"has no room in shared memory for {rows} rows of {x.shape[-1]} inputs and their sums"
 
 

@@ -1,4 +1,4 @@
-"""Transformations of JAX that kernels for few rows do not follow themselves: XLA computes under them."""
+"""Under transformations of JAX that kernels for few rows do not know, XLA computes."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ from jaxtyping import Array
 
 
 def transformable(kernel: Callable[[Array, Sequence], Array], xla: Callable[[Array, Sequence], Array]) -> Callable:
-    """`kernel`, which may be mapped and differentiated. Both are given activations and weights, and compute the same.
+    """`kernel(x, weights)` with rules for jax.vmap and for derivatives: both run `xla(x, weights)`, which must compute the same.
 
-    Under jax.vmap XLA computes instead, for all rows at once; derivatives are XLA's, values the kernel's.
+    Under jax.vmap it computes for all rows at once. Values outside of jax.vmap are the kernel's, also where derivatives are asked for.
     """
     mapped = custom_vmap(kernel)
 
@@ -26,7 +26,7 @@ def transformable(kernel: Callable[[Array, Sequence], Array], xla: Callable[[Arr
 
 
 def divided(arrays: Sequence[Array]) -> bool:
-    """Whether any of the arrays may be sharded over a mesh: within jax.shard_map each device has its own."""
+    """Whether any of the arrays belongs to a mesh of several devices, sharded or not. Within jax.shard_map none does."""
     return any(_divided(jax.typeof(array).sharding.mesh) for array in arrays)
 
 
