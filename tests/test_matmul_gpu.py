@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -34,6 +35,7 @@ from pallas_kernels.matmul import (
     reference,
     triton,
 )
+from pallas_kernels.replaced_attention import mosaic_choice
 
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
@@ -393,11 +395,16 @@ def test_gated_equals_float32(inputs, out, rows):
 GATED_TOLERANCE = (1 + 2**-8) ** 3 - 1
 
 
-def gated_error(y: jax.Array, x: jax.Array, gate: jax.Array, up: jax.Array) -> float:
-    """The error of silu(x @ gate.T) * (x @ up.T), relative to its largest magnitude in each row: both products are in bfloat16."""
+def gated_exactly(x: jax.Array, gate: jax.Array, up: jax.Array) -> np.ndarray:
+    """silu(x @ gate.T) * (x @ up.T) of products in bfloat16, in float64."""
     products = [jnp.matmul(x, w.T, precision="highest", preferred_element_type=jnp.float32) for w in (gate, up)]
     a, b = (np.asarray(product.astype(jnp.bfloat16), np.float64) for product in products)
-    expected = a * (0.5 + 0.5 * np.tanh(a / 2)) * b
+    return a * (0.5 + 0.5 * np.tanh(a / 2)) * b
+
+
+def gated_error(y: jax.Array, x: jax.Array, gate: jax.Array, up: jax.Array) -> float:
+    """The largest error of `gated_exactly` of each row, relative to the row's largest magnitude: the worst of them."""
+    expected = gated_exactly(x, gate, up)
     return (np.abs(np.asarray(y, np.float64) - expected).max(1) / np.abs(expected).max(1)).max()
 
 
@@ -418,7 +425,7 @@ def test_a_skinny_row_depends_on_no_other(make, inputs, outputs, rows):
 @gpu
 @pytest.mark.parametrize(
     ("make", "inputs", "outputs", "rows"),
-    [(plain_weight, *shape, rows) for shape in ((4096, (4096, 1024, 1024)), (11008, (4096,))) for rows in (8, 33, 64)]
+    [(plain_weight, *shape, rows) for shape in ((4096, (4096, 1024, 1024)), (11008, (4096,)), (4096, (32064,))) for rows in (8, 33, 64)]
     + [(int8_weight, *shape, rows) for shape in ((4096, (32064,)), (14336, (4096,))) for rows in (1, 8, 13, 16)],
 )
 def test_skinny_gives_the_same_bits_in_a_thousand_launches(make, inputs, outputs, rows):
@@ -427,6 +434,17 @@ def test_skinny_gives_the_same_bits_in_a_thousand_launches(make, inputs, outputs
     run = skinny_kernel(make, x, weights, "float32")
     first = run(x, weights)
     differing = sum(jnp.any(run(x, weights) != first).astype(jnp.int32) for _ in range(1000))
+    assert int(differing) == 0
+
+
+@gpu
+@pytest.mark.parametrize("rows", [8, 64])
+def test_gated_gives_the_same_bits_in_a_thousand_launches(rows):
+    gate, up = (plain_weight(14336, 4096, i) for i in range(2))
+    x = activations(rows, 4096, False)
+    skip_or_fail("mosaic_gpu", mosaic_plain.unsupported(x, (gate, up), dtype="bfloat16"))
+    first = gated_matmul(x, gate, up)
+    differing = sum(jnp.any(gated_matmul(x, gate, up) != first).astype(jnp.int32) for _ in range(1000))
     assert int(differing) == 0
 
 
@@ -467,20 +485,28 @@ def test_the_skinny_kernel_runs_where_it_was_faster(monkeypatch, make, weights, 
     assert bool(considered) == ours
 
 
-@pytest.mark.parametrize("make", [plain_weight, int8_weight])
-def test_vmap_and_derivatives_take_xla(monkeypatch, make):
-    weights = (make(64, 256, 0), make(32, 256, 1))
+@pytest.mark.parametrize(("make", "gated"), [(plain_weight, False), (plain_weight, True), (int8_weight, False)])
+def test_vmap_and_derivatives_take_xla(monkeypatch, make, gated):
+    second = 64 if gated else 32
+    weights = (make(64, 256, 0), make(second, 256, 1))
     x = activations(6, 256, False)
+
+    def of(module):
+        if gated:
+            return lambda x, weights: module.gated_matmul(x, *weights).astype(jnp.float32)
+        return functools.partial(module.skinny_matmul, dtype=jnp.float32)
+
     # A kernel that is known by its results, and nothing can be derived of.
-    run = lambda plan, x, weights: jax.lax.stop_gradient(reference.skinny_matmul(x, weights, dtype=plan.dtype) + 1)
+    ours, xla = of(module_of(make)), of(reference)
+    run = lambda plan, x, weights: jax.lax.stop_gradient(xla(x, weights) + 1).astype(plan.dtype)
     monkeypatch.setattr(module_of(make), "run", run)
-    ours, xla = (functools.partial(module.skinny_matmul, dtype=jnp.float32) for module in (module_of(make), reference))
-    np.testing.assert_array_equal(ours(x, weights), xla(x, weights) + 1)
+    marked = (xla(x, weights) + 1).astype(jnp.bfloat16 if gated else jnp.float32)
+    np.testing.assert_array_equal(ours(x, weights), marked)
     loss = lambda multiply: jax.jit(jax.value_and_grad(lambda x: multiply(x, weights).sum()))(x)
     (value, gradient), (expected, expected_gradient) = loss(ours), loss(xla)
-    np.testing.assert_allclose(value, expected + 6 * 96, rtol=1e-4)
+    np.testing.assert_allclose(value, marked.astype(jnp.float32).sum(), rtol=1e-2 if gated else 1e-4)  # in bfloat16 if gated
     np.testing.assert_allclose(np.asarray(gradient, np.float32), np.asarray(expected_gradient, np.float32), rtol=1e-6)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, (*weights[:1], make(32, 256, 2)))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), weights, (*weights[:1], make(second, 256, 2)))
     for axes, *arguments in (((0, None), x.reshape(2, 3, 256), weights), ((None, 0), x, stacked)):
         found, expected = (jax.jit(jax.vmap(multiply, in_axes=axes))(*arguments) for multiply in (ours, xla))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
@@ -544,14 +570,28 @@ def test_int8_plans_fit(rows):
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 114, 132])
-def test_plain_plans_cover_all_outputs(multiprocessors):
+@pytest.mark.parametrize("rows", [1, 30, 64])
+def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
     for inputs, outputs in [*PLAIN_SHAPES, (128, 28 * (8,)), *((inputs, (out,)) for inputs, out in MODELS)]:
-        plan = mosaic_plain.Plan(64, inputs, outputs, multiprocessors)
+        plan = mosaic_plain.Plan(rows, inputs, outputs, multiprocessors)
         assert all(share % 8 == 0 and share <= out <= share * plan.blocks for share, out in zip(plan.shares, outputs, strict=True))
         assert sum(plan.shares) <= mosaic_plain.MOST_OUTPUTS and plan.slots >= min(mosaic_plain.ENOUGH_SLOTS, plan.steps)
         # Blocks come in as few turns as there is room for.
         turns = math.ceil(plan.blocks / multiprocessors)
         assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain.MOST_OUTPUTS
+        copied = math.ceil(rows / 8) * 8
+        used = 256 * (plan.slots * (copied + sum(plan.shares)) + 64 - copied) + 8 * plan.slots
+        assert used <= SHARED_BYTES - RESERVED_BYTES
+
+
+def test_the_plain_kernel_leaves_room_for_the_choice_of_tokens():
+    """For a layer of an 8B model at the shape of which docs/results.md has SpeCache's throughput."""
+    choice = mosaic_choice.Plan(16, 8, 32768 + 512, 4, 8, 3, 64, 64)
+    assert choice.shared_bytes + RESERVED_BYTES <= mosaic_plain.OTHERS_BYTES
+    for inputs, outputs in ((4096, (14336, 14336)), (4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,))):
+        plan = mosaic_plain.Plan(32, inputs, outputs, 132)
+        used = 256 * (plan.slots * (32 + sum(plan.shares)) + 32)
+        assert used + mosaic_plain.OTHERS_BYTES <= SHARED_BYTES - RESERVED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -564,6 +604,8 @@ def test_plain_plans_cover_all_outputs(multiprocessors):
     ],
 )
 def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs, outputs, multiprocessors, float32_out, gated):
+    """Products are done at once where they are emulated, so that slots are refilled too early is not seen here: see the next test, and the
+    thousand launches on a GPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
@@ -576,10 +618,46 @@ def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs
     assert y.shape == (rows, sum(plan.written)) and y.dtype == plan.dtype
     assert "RACE" not in "".join(capfd.readouterr())
     if gated:
-        assert gated_error(y, x, *weights) <= GATED_TOLERANCE
+        # Without rounding both products first, about half of the outputs would be others.
+        others = np.asarray(y) != np.asarray(jnp.asarray(gated_exactly(x, *weights), jnp.bfloat16))
+        assert others.mean() < 0.05 and gated_error(y, x, *weights) <= GATED_TOLERANCE
     else:
         most = max(relative_error(part, x, weight) for part, weight in zip(separate(y, weights), weights))
         assert most <= (2e-5 if float32_out else 5e-3)
+
+
+def test_the_plain_kernel_waits_for_products_before_it_refills_their_slots():
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("needs jax 0.11 to trace Mosaic GPU")
+    plan = mosaic_plain.Plan(64, 4096, (4096, 1024), 132)
+    traced = str(jax.make_jaxpr(functools.partial(mosaic_plain.run, plan))(*shapes(64, 4096, plan.outputs)))
+    order = re.findall(r"\bwgmma_ref\b|\bwgmma_wait\[n=\d+\]|\bcopy_gmem_to_smem\b", traced)
+    # Copies before the loop; in it a product of each weight, after which only these two may be under way, and the copies of a later step.
+    before = (plan.slots * 3) * ["copy_gmem_to_smem"]
+    in_loop = [*2 * ["wgmma_ref"], "wgmma_wait[n=2]", *3 * ["copy_gmem_to_smem"]]
+    assert [x for x in order if x != "wgmma_wait[n=0]"] in (before + in_loop, in_loop + before)
+
+
+def shapes(rows: int, inputs: int, outputs: Sequence[int]) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct]]:
+    """Of activations and plain weights."""
+    x, *weights = (jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16) for n in (rows, *outputs))
+    return x, weights
+
+
+def test_outputs_of_the_plain_kernel_differ_between_devices():
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("needs jax 0.11 to trace Mosaic GPU")
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    found = []
+
+    def run(x, weight):
+        y = mosaic_plain.run(mosaic_plain.Plan(8, 256, (32,), 4), x, [weight])
+        found.append(jax.typeof(y).manual_axis_type.varying)
+        return y
+
+    own = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec(None, "d"))
+    x, (weight,) = shapes(8, 256, (64,))
+    assert jax.eval_shape(own, x, weight).shape == (8, 64) and found == [frozenset({"d"})]
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(1, True), (5, False), (19, False), (33, True)])
