@@ -1,8 +1,6 @@
 PYTHON ?= python3
 NEWEST ?= python3.12
 BIN := .venv/bin
-# Of pytest: one more than CI has cores, as tests that wait for processes, or for the threads of a simulated GPU, leave cores idle.
-WORKERS ?= 3
 
 .PHONY: demo test test-fast test-newest package docs lint clean
 
@@ -11,14 +9,14 @@ demo: .venv/installed  ## The embedded model continues a real source file.
 
 test: .venv/installed-test  ## Everything but test-newest, which CI runs too.
 	$(MAKE) -j2 lint docs package
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush flush_gpu jsonl launch \
 	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels skipping weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
-	.venv-newest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(NEWEST_TESTS)
+	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)
 
 docs: .venv/installed-test  ## The site, in docs/_build/html; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -30,7 +28,7 @@ package: .venv/installed-test  ## sdist and wheel, checked, and the wheel tried 
 	$(BIN)/python tests/try_wheel.py dist
 
 test-fast: .venv/installed-test  ## Without the tests that take most of the time: under 5 minutes.
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
