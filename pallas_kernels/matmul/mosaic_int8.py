@@ -17,7 +17,8 @@ from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_int8_plan import MAX_ROWS, TILE, UNIT, WARPS, Plan
-from pallas_kernels.matmul.transforms import divided, transformable
+from pallas_kernels.matmul.support import unsupported_skinny
+from pallas_kernels.matmul.transforms import transformable
 
 
 def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None:
@@ -26,18 +27,9 @@ def unsupported(x: Array, weights: Sequence[Int8Weight], *, dtype) -> str | None
         return reason
     if x.dtype != jnp.bfloat16:
         return f"needs activations in bfloat16, not {x.dtype}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
-    if not 1 <= (rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
-        return f"supports up to {MAX_ROWS} rows, not {rows}"
-    if x.shape[-1] % UNIT or x.shape[-1] == 0:
-        return f"supports inputs in multiples of {UNIT}, not {x.shape[-1]}"
-    if others := [weight.shape for weight in weights if weight.shape[1:] != x.shape[-1:]]:
-        return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
-    if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
-        return f"supports outputs in multiples of {TILE}, not {others[0]}"
-    if divided(jax.tree.leaves((x, weights))):
-        return "needs all arrays on one device"
+    if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=UNIT, outputs=TILE):
+        return reason
+    rows = math.prod(x.shape[:-1])
     return None if plan_for(x, weights, dtype) else f"has no room in shared memory for {rows} rows of {x.shape[-1]} inputs and their sums"
 
 

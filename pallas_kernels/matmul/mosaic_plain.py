@@ -18,12 +18,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, varying_as
 from pallas_kernels.matmul import reference
-from pallas_kernels.matmul.transforms import divided, transformable
+from pallas_kernels.matmul.support import unsupported_skinny
+from pallas_kernels.matmul.transforms import transformable
 
 MAX_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
 STEP = 128  # inputs that a block multiplies at once
 TILE = 8  # rows and outputs come in multiples of these
 MOST_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
+# Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
+MOST_EXACT_INPUTS = 16384
 ITEM_BYTES = 2
 ENOUGH_SLOTS = 3
 # Shared memory that is left to a block of another kernel, where that leaves enough slots. In a CUDA graph whose kernels run at the same
@@ -87,19 +90,13 @@ def unsupported(x: Array, weights: Sequence[Array], *, dtype: DTypeLike) -> str 
         return reason
     if others := {jnp.dtype(a.dtype).name for a in (x, *weights)} - {"bfloat16"}:
         return f"needs activations and weights in bfloat16, not {', '.join(sorted(others))}"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
-    if not 1 <= (rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
-        return f"supports up to {MAX_ROWS} rows, not {rows}"
-    if x.shape[-1] % STEP or x.shape[-1] == 0:
-        return f"supports inputs in multiples of {STEP}, not {x.shape[-1]}"
-    if others := [weight.shape for weight in weights if weight.shape[1:] != x.shape[-1:]]:
-        return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
-    if others := [weight.shape[0] for weight in weights if weight.shape[0] % TILE or weight.shape[0] == 0]:
-        return f"supports outputs in multiples of {TILE}, not {others[0]}"
+    if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=STEP, outputs=TILE):
+        return reason
+    if jnp.dtype(dtype) == jnp.float32 and x.shape[-1] > MOST_EXACT_INPUTS:
+        return f"gives float32 of up to {MOST_EXACT_INPUTS} inputs, not {x.shape[-1]}"
     if TILE * len(weights) > MOST_OUTPUTS:
         return f"supports up to {MOST_OUTPUTS // TILE} weights, not {len(weights)}"
-    return "needs all arrays on one device" if divided((x, *weights)) else None
+    return None
 
 
 def skinny_matmul(x: Float[Array, "*rows in"], weights: Sequence[Array], *, dtype) -> Float[Array, "*rows out"]:

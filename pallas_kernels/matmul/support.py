@@ -1,11 +1,15 @@
-"""The arguments that the GPU kernels of INT4 matmul take."""
+"""The arguments that the GPU kernels of matmul take: those with INT4 weights, and those of few rows with others."""
 
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.formats.weights import Int4Weight, Int8Weight
 
 GROUP_SIZE = 128
 MAX_ROWS = 16  # of the kernels for few rows
@@ -28,3 +32,28 @@ def unsupported(x: Array, weights: Sequence[Int4Weight], max_rows: int = MAX_ROW
         if out % OUTPUTS:
             return f"supports outputs in multiples of {OUTPUTS}, not {out}"
     return None
+
+
+def unsupported_skinny(
+    x: Array, weights: Sequence[Array | Int8Weight], dtype: DTypeLike, *, max_rows: int, inputs: int, outputs: int
+) -> str | None:
+    """Why no kernel for up to `max_rows` rows and weights that are not INT4 runs on these arguments, or None. inputs, outputs: what there
+    must be multiples of."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"gives bfloat16 or float32, not {jnp.dtype(dtype).name}"
+    if not 1 <= (rows := math.prod(x.shape[:-1])) <= max_rows:
+        return f"supports up to {max_rows} rows, not {rows}"
+    if x.shape[-1] % inputs or x.shape[-1] == 0:
+        return f"supports inputs in multiples of {inputs}, not {x.shape[-1]}"
+    if others := [weight.shape for weight in weights if weight.shape[1:] != x.shape[-1:]]:
+        return f"needs weights [outputs, {x.shape[-1]}], not {list(others[0])}"
+    if others := [weight.shape[0] for weight in weights if weight.shape[0] % outputs or weight.shape[0] == 0]:
+        return f"supports outputs in multiples of {outputs}, not {others[0]}"
+    if any(_divided(jax.typeof(array).sharding.mesh) for array in jax.tree.leaves((x, weights))):
+        return "needs all arrays on one device"
+    return None
+
+
+def _divided(mesh: AbstractMesh) -> bool:
+    """Whether arrays of a mesh may be sharded: within jax.shard_map each device has its own."""
+    return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array
 
 
@@ -23,12 +22,3 @@ def transformable(kernel: Callable[[Array, Sequence], Array], xla: Callable[[Arr
     product = jax.custom_jvp(mapped)
     product.defjvp(lambda values, tangents: (product(*values), jax.jvp(xla, values, tangents)[1]))
     return product
-
-
-def divided(arrays: Sequence[Array]) -> bool:
-    """Whether any of the arrays belongs to a mesh of several devices, sharded or not. Within jax.shard_map none does."""
-    return any(_divided(jax.typeof(array).sharding.mesh) for array in arrays)
-
-
-def _divided(mesh: AbstractMesh) -> bool:
-    return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types))
