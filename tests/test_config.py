@@ -436,7 +436,7 @@ def test_group_size(size, head_dim, expected):
     assert CacheConfig(group_size=size).group_size_for(head_dim) == expected
 
 
-@pytest.mark.parametrize("size", [0, 1, 33, -2])
+@pytest.mark.parametrize("size", [0, 1, 33, -2, 65538])
 def test_group_size_refused(size):
     with pytest.raises(InputError, match=f"group size {size} "):
         CacheConfig(group_size=size).group_size_for(128)

@@ -1,5 +1,7 @@
 """The GPU kernels of decode attention over KIVI's format, and with replaced tokens, against the reference in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,8 @@ from qspec_jax.decoding.generate import generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
 
-WIDE = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree)
+# Compiled, for JAX would compile each operation by itself, which takes longer.
+WIDE = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree))
 SIZE, ROWS = 2048, 160  # of the codes and of the buffer
 QUANTIZED, BUFFERED = [0, 64, 1056, SIZE], [ROWS, 17, 100, 64]  # nothing in codes, one step of a program, an odd number of tiles, all
 
@@ -36,7 +39,7 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
         keys[..., ::17] *= 100
         values[:, :, ::101] *= 100
     coded = [
-        LowBits.of(jnp.asarray(x, jnp.bfloat16), bits=bits, tokens=t, channels=c, rule="centred", dtype=dtype)
+        jax.jit(functools.partial(LowBits.of, bits=bits, tokens=t, channels=c, rule="centred", dtype=dtype))(x.astype(jnp.bfloat16))
         for x, t, c, dtype in ((keys, group, 1, jnp.float16), (values, 1, group, jnp.bfloat16))
     ]
     buffer = FullLayer(*(jnp.asarray(draw(kv_heads, ROWS, head_dim), jnp.bfloat16) for _ in range(2)))
@@ -67,25 +70,40 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
 def test_equals_float32(implementation, bits, T, heads, kv_heads, head_dim, group, outliers):
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
-    expected = reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
-    # Keys and values pass through bfloat16, as they would from a cache in it.
-    codes = [x.dequantized(jnp.bfloat16).astype(jnp.float32) for x in (layer.keys, layer.values)]
-    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(codes, WIDE((layer.buffer.keys, layer.buffer.values)))))
+    expected = exactly(q, layer, lengths)
     scale = float(jnp.abs(expected).max())
-    rounded = max(
-        float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED))
-    )  # what that rounding alone makes
+    rounded = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths) - expected).max())  # what that rounding alone makes
     assert float(jnp.abs(found - expected).max()) <= 2 * rounded + 0.01 * scale, (rounded, scale)
     again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
     np.testing.assert_array_equal(found, again)
 
 
-def _of_row(q, layer: FullLayer, b: int, lengths: Lengths) -> jax.Array:
-    """Row b in float32 over its tokens of codes and buffer, which stand one after the other in the layer."""
-    quantized, buffered = int(lengths.quantized[b]), int(lengths.buffered[b])
-    there = lambda x: jnp.concatenate([x[b : b + 1, :, :quantized], x[b : b + 1, :, SIZE : SIZE + buffered]], 2)
-    own = Lengths(jnp.zeros(1, jnp.int32), jnp.array([quantized + buffered], jnp.int32))
-    return reference.decode_attention(q[b : b + 1].astype(jnp.float32), jax.tree.map(there, layer), own, FULL_PRECISION)[0]
+@jax.jit
+def exactly(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> Array:
+    """By the reference, in float32."""
+    return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
+
+
+@jax.jit
+def _in_bfloat16(layer: TokenCodesLayer) -> list[Array]:
+    """The codes' keys and values. A program of its own: XLA leaves out rounding after which it goes on in float32."""
+    return [x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)]
+
+
+@jax.jit
+def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced | None = None) -> Array:
+    """In float32, what is read of keys and values that have passed through bfloat16, as they would from a cache in it."""
+    size, rows = layer.keys.tokens, layer.buffer.keys.shape[2]
+    if replaced is not None:
+        put = jax.vmap(jax.vmap(lambda held, at, new: held.at[at].set(new, mode="drop")))
+        at = jnp.where(replaced.positions < 0, size, replaced.positions)
+        held = [put(x, at, new) for x, new in zip(held, (replaced.keys, replaced.values))]
+    joined = WIDE([jnp.concatenate(both, 2) for both in zip(held, (layer.buffer.keys, layer.buffer.values))])
+    # Each row's tokens of codes and of the buffer, one after the other.
+    token, quantized = jnp.arange(size + rows), lengths.quantized[:, None]
+    at = jnp.where(token < quantized, token, token - quantized + size)
+    layer = FullLayer(*(jnp.take_along_axis(x, at[:, None, :, None], 2, mode="clip") for x in joined))
+    return reference.decode_attention(WIDE(q), layer, Lengths(jnp.zeros_like(lengths.quantized), lengths.total), FULL_PRECISION)
 
 
 def attend_replaced(
@@ -123,14 +141,8 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
     replaced = Replaced(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
     attend = {"triton": low_bits.attend_replaced, "mosaic_gpu": attend_replaced}[implementation]
     found, share = attend(q, layer, lengths, replaced)
-    expected, expected_share = reference.attend_replaced(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
-    # What passing through bfloat16 alone makes of them, as from a cache in it.
-    rounded = WIDE([x.dequantized(jnp.bfloat16) for x in (layer.keys, layer.values)])
-    put = jax.vmap(jax.vmap(lambda held, at, new: held.at[at].set(new, mode="drop")))
-    at = jnp.where(replaced.positions < 0, SIZE, replaced.positions)
-    rounded = [put(held, at, new) for held, new in zip(rounded, WIDE((replaced.keys, replaced.values)))]
-    joined = FullLayer(*(jnp.concatenate(both, 2) for both in zip(rounded, WIDE((layer.buffer.keys, layer.buffer.values)))))
-    error = max(float(jnp.abs(_of_row(q, joined, b, lengths) - expected[b]).max()) for b in range(len(QUANTIZED)))
+    expected, expected_share = jax.jit(reference.attend_replaced)(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
+    error = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths, replaced) - expected).max())
     scale = float(jnp.abs(expected).max())
     assert float(jnp.abs(found.astype(jnp.float32) - expected).max()) <= 2 * error + 0.01 * scale, (error, scale)
     there = np.arange(SIZE) < np.array(QUANTIZED)[:, None, None]

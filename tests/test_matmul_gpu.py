@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +78,13 @@ def kernel(implementation: str, *args) -> Callable:
     return functools.partial(multiply, implementation=implementation)
 
 
-def separate(y: jax.Array, weights: Sequence[Int4Weight]) -> list[jax.Array]:
+def separate(y: jax.Array, weights: Sequence[Int4Weight]) -> list[np.ndarray]:
     """The outputs of each weight."""
-    return jnp.split(y, np.cumsum([weight.shape[0] for weight in weights])[:-1], axis=-1)
+    return np.split(np.asarray(y), np.cumsum([weight.shape[0] for weight in weights])[:-1], axis=-1)
 
 
-def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight | Int8Weight | jax.Array) -> float:
+@jax.jit  # or each operation would be compiled by itself
+def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight | Int8Weight | jax.Array) -> jax.Array:
     if isinstance(weight, Int4Weight):
         full = dequantize_weight(weight, jnp.float32)
     elif isinstance(weight, Int8Weight):
@@ -91,7 +92,7 @@ def relative_error(y: jax.Array, x: jax.Array, weight: Int4Weight | Int8Weight |
     else:
         full = weight.astype(jnp.float32)
     wide = jnp.matmul(x.astype(jnp.float32), full.T, precision="highest")
-    return float(jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
+    return jnp.linalg.norm(y.astype(jnp.float32) - wide) / jnp.linalg.norm(wide)
 
 
 @gpu
@@ -551,6 +552,24 @@ def test_gated_linear_takes_weights_of_any_format_and_biases():
     assert gated_error(gated_linear(x.astype(jnp.bfloat16), gate, up), x.astype(jnp.bfloat16), gate, up) <= 2e-2
     with pytest.raises(ValueError, match="1 biases for 2 weights"):
         gated_linear(x, gate, up, biases[:1])
+    with pytest.raises(ValueError, match="16 outputs of gate and 8 of up"):
+        gated_linear(x, gate, up[:8])
+
+
+@pytest.mark.parametrize(
+    ("rows", "biased", "considered"), [(1, False, False), (2, False, True), (64, False, True), (65, False, False), (2, True, True)]
+)
+def test_gated_linear_is_one_product_without_biases(monkeypatch, rows, biased, considered):
+    """What is added to a product comes before silu, so with biases the kernel for both weights does not serve."""
+    called = []
+
+    def choose(kernel, candidates, *args, **settings):
+        spy = lambda name: lambda *args, **settings: called.append((name, bool(candidates))) or getattr(reference, name)(*args, **settings)
+        return SimpleNamespace(gated_matmul=spy("gated_matmul"), skinny_matmul=spy("skinny_matmul"))
+
+    monkeypatch.setattr(matmul, "choose", choose)
+    gated_linear(activations(rows, 256, False), plain_weight(8, 256, 0), plain_weight(8, 256, 1), [jnp.ones(8)] * 2 if biased else ())
+    assert called == [("skinny_matmul" if biased else "gated_matmul", considered)]
 
 
 MODELS = [(4096, 128256), (5120, 5120), (5120, 152064), (8192, 57344), (8192, 128256), (11008, 4096), (14336, 4096), (28672, 8192)]
@@ -703,6 +722,13 @@ def test_weights_of_other_inputs_are_refused(monkeypatch, shape):
     assert "[outputs, 256]" in mosaic_plain.unsupported(x, [weight], dtype=jnp.bfloat16)
 
 
+def test_so_many_weights_as_a_block_has_no_outputs_for_are_refused(monkeypatch):
+    monkeypatch.setattr(mosaic_plain, "no_mosaic_gpu", lambda: None)
+    x, weight = jnp.zeros((2, 256), jnp.bfloat16), jnp.zeros((8, 256), jnp.bfloat16)
+    assert mosaic_plain.unsupported(x, [weight] * 28, dtype=jnp.bfloat16) is None
+    assert "up to 28 weights, not 29" in mosaic_plain.unsupported(x, [weight] * 29, dtype=jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "out", "dtypes", "reason"),
     [
@@ -711,7 +737,7 @@ def test_weights_of_other_inputs_are_refused(monkeypatch, shape):
         (2, 256, 64, ("bfloat16", "float32", "float32"), "bfloat16, not float32"),
         (2, 256, 64, ("bfloat16", "bfloat16", "float16"), "not float16"),
         (2, 192, 64, ("bfloat16",) * 3, "multiples of 128"),
-        (2, 28672, 64, ("bfloat16", "bfloat16", "float32"), "float32 of up to 16384 inputs"),
+        (2, 14464, 64, ("bfloat16", "bfloat16", "float32"), "float32 of up to 14336 inputs"),
         (2, 256, 60, ("bfloat16",) * 3, "multiples of 8"),
         (0, 256, 64, ("bfloat16",) * 3, "up to 64 rows, not 0"),
         (2, 0, 64, ("bfloat16",) * 3, "multiples of 128"),

@@ -38,7 +38,7 @@ from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced
-from pallas_kernels.formats.views import BOTH_PLANES, DenseView, ListedGroups
+from pallas_kernels.formats.views import DenseView, ListedGroups
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.gpu import fragments, ptx
 from pallas_kernels.matmul.mosaic_plan import Plan, Stage
@@ -121,8 +121,7 @@ def test_a_group_of_three_tiles(few_tokens, monkeypatch):
     keys = jnp.asarray(r.standard_normal((4, 2, size, 128)) * np.repeat(2.0 ** (np.arange(7) % 3), 96)[:, None], jnp.bfloat16)
     layer = dataclasses.replace(layer, keys=LowBits.of(keys, bits=1, tokens=96, channels=1, rule="centred", dtype=jnp.float16))
     found = np.asarray(low_bits.decode_attention(q, layer, lengths), np.float32)
-    wide = test_low_bits_gpu.WIDE
-    np.testing.assert_allclose(found, attention_reference.decode_attention(wide(q), wide(layer), lengths, BOTH_PLANES), atol=0.02)
+    np.testing.assert_allclose(found, test_low_bits_gpu.exactly(q, layer, lengths), atol=0.02)
 
 
 def test_what_lies_where_no_token_is_replaced_does_not_matter(few_tokens):
@@ -418,7 +417,7 @@ def test_rope_append(batch, tokens, heads, kv_heads, head_dim, offset):
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
     q, new = at_once(rope_append.run)(qkv, cos, sin, buffer, offset)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    expected = rope_append_reference.rotate_and_append(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
+    expected = jax.jit(rope_append_reference.rotate_and_append)(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
     for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
 
@@ -445,8 +444,8 @@ def attend(q, layer, lengths, view, config, *, observe=False):
 
 def exactly(q, layer, lengths, view, *, observe=False):
     """The same in float32, by the reference."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, layer)
-    return attention_reference.decode_attention(q.astype(jnp.float32), wide, lengths, view, observe=observe)
+    attended = jax.jit(functools.partial(attention_reference.decode_attention, view=view, observe=observe))
+    return attended(*test_low_bits_gpu.WIDE((q, layer)), lengths)
 
 
 def assert_close(out: jax.Array, expected: jax.Array) -> None:

@@ -34,6 +34,7 @@ from qspec_jax.models.prompts import padded
 
 FULL = GenerationConfig(max_new_tokens=6, draft="none", cache="full", group_size=4, ignore_eos=True, num_speculative_tokens=0)
 PROMPTS = random_prompts([41, 50, 35])  # with a residual of 16 no flush comes within 6 tokens
+attended = jax.jit(attend_replaced)  # or each operation would be compiled by itself
 SIZES = dict(batch=3, capacity=64, num_speculative_tokens=2, dtype=jnp.float64)
 
 
@@ -62,7 +63,7 @@ def test_attention_by_hand():
         lengths = Lengths(jnp.array([8]), jnp.array([4]))  # position 11 is not there: only the caller's choice would put it there
         tokens = [np.take_along_axis(x, np.maximum(positions, 0)[..., None], 2) for x in (keys, values)]
         replaced = Replaced(jnp.asarray(positions), jnp.stack(tokens, 3))
-        found, share = attend_replaced(jnp.asarray(q), layer, lengths, replaced)
+        found, share = attended(jnp.asarray(q), layer, lengths, replaced)
         read = [np.array(codes.dequantized(jnp.float64))[0] for codes in coded]
         for head in range(2):
             there = np.arange(12) < 8
@@ -103,7 +104,7 @@ def test_several_chunks():
         coded = [LowBits.of(x, bits=1, tokens=t, channels=c, rule="centred") for x, t, c in ((keys, 24, 1), (values, 1, 8))]
         layer, lengths = TokenCodesLayer(*coded, buffer), Lengths(jnp.array([size]), jnp.array([4]))
         everything = Replaced(jnp.arange(size)[None, None], jnp.stack([keys, values], 3))
-        found, share = attend_replaced(q, layer, lengths, everything)
+        found, share = attended(q, layer, lengths, everything)
         whole = FullLayer(*(jnp.concatenate(both, 2) for both in ((keys, buffer.keys), (values, buffer.values))))
         expected = decode_attention(q, whole, Lengths(jnp.array([0]), jnp.array([size + 4])), FULL_PRECISION)
         np.testing.assert_allclose(found, expected, atol=1e-12)
@@ -111,7 +112,7 @@ def test_several_chunks():
         logits = np.array(coded[0].dequantized(jnp.float64))[0, 0]
         logits[::7] = keys[0, 0, ::7]
         logits = np.concatenate([logits, buffer.keys[0, 0]]) @ np.asarray(q)[0, 0].T * 8**-0.5
-        _, share = attend_replaced(q, layer, lengths, some)
+        _, share = attended(q, layer, lengths, some)
         np.testing.assert_allclose(share[0, 0], logsumexp(logits - logsumexp(logits, 0), 1)[:size], atol=1e-12)
 
 
@@ -161,14 +162,15 @@ def test_a_wrong_guess_is_put_right():
     with jax.enable_x64(True):
         model = random_model("float64")
         caches = [
-            prefill(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
+            jax.jit(prefill)(model, *padded(PROMPTS), config.cache_config.empty(model.config, **SIZES))[1]
             for config in (without_guess(k=3, fetch="now"), specache(k=3), specache(k=3, fetch="checked"))
         ]
         at = caches[0].lengths.total[:, None]
-        step = lambda cache, tokens: model(jnp.asarray(tokens), at + jnp.arange(len(tokens[0])), cache)
-        guessed = [step(cache, [[1, 2], [3, 4], [5, 6]])[1].rollback(cache.lengths) for cache in caches]  # it was fetched for 2, 4 and 6
+        step = jax.jit(lambda cache, tokens: model(tokens, at + jnp.arange(tokens.shape[1]), cache))
+        block = jnp.array([[1, 2], [3, 4], [5, 6]])
+        guessed = [step(cache, block)[1].rollback(cache.lengths) for cache in caches]  # it was fetched for 2, 4 and 6
         checked = dataclasses.replace(guessed[2], missed=jnp.array([True, False, True]))
-        now, ahead, found = (step(cache, [[7], [8], [9]])[0] for cache in (guessed[0], guessed[1], checked))
+        now, ahead, found = (step(cache, jnp.array([[7], [8], [9]]))[0] for cache in (guessed[0], guessed[1], checked))
         assert not np.allclose(now, ahead)
         np.testing.assert_allclose(found, np.where(np.array([True, False, True])[:, None, None], now, ahead), atol=1e-12)
 
@@ -178,14 +180,14 @@ def test_the_last_token_of_a_pass_chooses():
         model, config = random_model("float64"), specache(k=3)
         sizes = dict(batch=1, capacity=64, num_speculative_tokens=2, dtype=model.dtype)
         empty = config.cache_config.empty(model.config, **sizes)
-        _, cache = prefill(model, *padded(PROMPTS[:1]), empty)
+        _, cache = jax.jit(prefill)(model, *padded(PROMPTS[:1]), empty)
         block = jnp.array([[5, 9]])
-        _, both = model(block, cache.lengths.total[:, None] + jnp.arange(2), cache)
-        _, first = model(block[:, :1], cache.lengths.total[:, None], cache)
+        step = jax.jit(lambda tokens: model(tokens, cache.lengths.total[:, None] + jnp.arange(tokens.shape[1]), cache)[1])
+        both, first = step(block), step(block[:, :1])
         q, layer = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 4, 16))), both.layers[0]
         lengths = both.lengths
-        _, share = attend_replaced(q, layer.codes, lengths, layer.fetched)
-        _, alone = attend_replaced(q[:, 1:], layer.codes, lengths, layer.fetched)
+        _, share = attended(q, layer.codes, lengths, layer.fetched)
+        _, alone = attended(q[:, 1:], layer.codes, lengths, layer.fetched)
         np.testing.assert_allclose(share, alone, atol=1e-12)  # by the last of a pass's tokens
         chosen = lambda cache: np.sort(np.asarray(cache.layers[1].fetched.positions[0]), -1).tolist()
         assert chosen(both) != chosen(first) and all(len(set(row)) == 3 for row in chosen(both))

@@ -91,6 +91,8 @@ def test_texts_without_places(tokenizer, texts):
         ask(["a\nb\n" * 60], tasks=["completion"])
     with pytest.raises(InputError, match=r"task 'summary' should be one of completion, continuation, retrieval"):
         ask(texts, tasks=["summary"])
+    with pytest.raises(InputError, match=r"completion: the texts have [\d,]+ lines to cut at, too few for 100,000,000 prompts"):
+        ask(texts, samples=100_000_000)
     with pytest.raises(InputError, match="samples 0"):
         ask(texts, samples=0)
 
@@ -197,7 +199,7 @@ def test_the_command(run, directory, files, tmp_path, monkeypatch):
         (["--length", "0"], "length 0"),
         (["--length", "4"], "places for 0 of 2"),
         (["--samples", "0"], "--samples"),
-        (["--samples", "2000"], "of 2000 prompts"),
+        (["--samples", "2000"], "too few for 2,000 prompts"),
         (["--task", "summary"], "summary"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--depths", "0,1.5"], "depth 1.5"),

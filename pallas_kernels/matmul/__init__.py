@@ -48,8 +48,10 @@ def gated_linear(
     """silu(x @ gate.T) * (x @ up.T), in x's dtype: the first half of an MLP. Both products are rounded to that dtype before.
 
     gate, up: [out, in] in any format. biases: of both, added to the products, or none at all.
-    Raises ValueError where there is only one bias.
+    Raises ValueError where the weights have not as many outputs, or where there is only one bias.
     """
+    if gate.shape[0] != up.shape[0]:
+        raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be as many")
     if not biases and _plain(gate, up):
         return _skinny(x, [gate, up], x.dtype, int8=False).gated_matmul(x, gate, up)
     gate, up = jnp.split(linear(x, [gate, up], biases), 2, axis=-1)

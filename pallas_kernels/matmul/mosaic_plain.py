@@ -26,7 +26,7 @@ STEP = 128  # inputs that a block multiplies at once
 TILE = 8  # rows and outputs come in multiples of these
 MOST_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
 # Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
-MOST_EXACT_INPUTS = 16384
+MOST_EXACT_INPUTS = 14336
 ITEM_BYTES = 2
 ENOUGH_SLOTS = 3
 # Shared memory that is left to a block of another kernel, where that leaves enough slots. In a CUDA graph whose kernels run at the same
@@ -57,7 +57,7 @@ class Plan:
 
     @functools.cached_property
     def shares(self) -> tuple[int, ...]:
-        """Outputs of each weight that a block has, for `at_once` blocks, or twice as many, or three times: the first that have room."""
+        """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MOST_OUTPUTS`."""
         of = lambda blocks: tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
         return next(shares for times in itertools.count(1) if sum(shares := of(times * self.at_once)) <= MOST_OUTPUTS)
 
@@ -76,7 +76,8 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Steps that are in shared memory or on their way there: as many as there is place for beside a small block of another kernel."""
+        """Steps that are in shared memory or on their way there: as many as leave `OTHERS_BYTES` free, or, where these are too few, as
+        there is room for at all."""
         row_bytes = STEP * ITEM_BYTES
         slot_bytes = (self.tiled_rows + sum(self.shares)) * row_bytes
         fitting = lambda room: (room - RESERVED_BYTES - (MAX_ROWS - self.tiled_rows) * row_bytes) // slot_bytes

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantization import SCHEMES
-from qspec_jax.caches.cache import Cache, Gives
+from qspec_jax.caches.cache import MOST_TOKENS, Cache, Gives
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -90,8 +90,8 @@ class CacheConfig:
             object.__setattr__(self, "kind", "int8")
         if self.kind not in CACHES:
             raise InputError(f"cache {self.kind!r} should be {' or '.join(CACHES)}")
-        if self.group_size is not None and (self.group_size < 2 or self.group_size % 2):
-            raise InputError(f"group size {self.group_size} should be an even number, at least 2")
+        if self.group_size is not None and (not 2 <= self.group_size <= MOST_TOKENS or self.group_size % 2):
+            raise InputError(f"group size {self.group_size} should be an even number from 2 to {MOST_TOKENS}")
         if self.scheme not in SCHEMES:
             raise InputError(f"scheme {self.scheme!r} should be one of {', '.join(SCHEMES)}")
         if self.settings is None and self._class_of_settings is not None:

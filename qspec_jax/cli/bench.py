@@ -296,6 +296,9 @@ def bench_decode(
     if plot:
         plots.check(plot, output)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
+    if max(contexts) + max_new_tokens > shape.max_length:
+        positions = f"{max_new_tokens} new ones, should be at most the model's {shape.max_length:,} positions"
+        raise InputError(f"--context {max(contexts)}, with {positions}")
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
     if arch is not None and not transformers:  # that is to come before jax takes the GPU's memory

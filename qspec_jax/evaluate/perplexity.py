@@ -450,7 +450,8 @@ def long_enough(texts: Mapping[str, Sequence[int]], prompt_tokens: int, max_new_
     if not chosen:
         longest = max(map(len, texts.values()), default=0)
         raise InputError(
-            f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); ask for fewer"
+            f"no text has the {length} tokens of --prompt-tokens and --max-new-tokens together (the longest has {longest}); "
+            "give longer texts, or ask for fewer"
         )
     return chosen, [TooShort(name, len(text)) for name, text in texts.items() if len(text) < length]
 

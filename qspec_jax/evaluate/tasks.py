@@ -139,9 +139,12 @@ def make_samples(tokenizer, texts: Sequence[str], asked: Settings) -> list[Sampl
         raise InputError(f"samples {asked.samples} should be at least 1")
     source, found = Texts(tokenizer, [text for text in texts if text.strip()]), []
     if (total := sum(map(len, source.tokens))) < (needed := asked.length + asked.max_new_tokens):
-        raise InputError(f"the texts have {total:,} tokens, and a prompt with its answer {needed:,}; give more, or fewer --length")
+        raise InputError(f"the texts have {total:,} tokens, and a prompt with its answer {needed:,}; give more text, or a smaller --length")
     for task in asked.tasks:
         places, of_task = source.places(), []
+        if asked.samples > len(places):
+            more = "give more text, or a smaller --samples"
+            raise InputError(f"{task}: the texts have {len(places):,} lines to cut at, too few for {asked.samples:,} prompts; {more}")
         random.Random(f"{asked.seed} {asked.length} {task}").shuffle(places)
         for number, at in places[: PLACES * asked.samples]:
             made = MAKERS[task](source, number, at, asked, asked.depths[len(of_task) % len(asked.depths)])
