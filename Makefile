@@ -13,7 +13,7 @@ test: .venv/installed-test  ## Everything but test-newest, which CI runs too.
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush flush_gpu jsonl launch \
-	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels skipping weights))
+	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels skinny_matmul_gpu skipping weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
 	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)

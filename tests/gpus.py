@@ -1,9 +1,12 @@
-"""Which GPU kernels a test must find able to run."""
+"""Which tests need a GPU, and which of its kernels they must find able to run."""
 
 import jax
 import pytest
 
 from pallas_kernels.dispatch import compute_capability
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 
 
 def skip_or_fail(implementation: str, reason: str | None) -> None:

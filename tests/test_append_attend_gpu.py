@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_problems import Case, random_lists, random_problem
-from gpus import skip_or_fail
+from gpus import gpu, skip_or_fail
 from test_rope_append_gpu import problem as random_projections
 
 from pallas_kernels import attention
@@ -17,8 +17,6 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, View
 from pallas_kernels.rope_append import rotate_and_append
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 run = jax.jit(append_and_attend, static_argnames=("observe", "implementation"))
 CASES = {
     "T1-MHA": Case(1, 8, 8, 128, group_size=128, capacity=40, groups=(40,)),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flushes import DUE, B, K, bits, check, filled_layer, lengths_of
+from gpus import gpu
 from jax import lax
 from paging import in_pages, of_nobody, out_of_pages
 
@@ -17,8 +18,6 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.formats.quantization import SCHEMES, unpack
 from qspec_jax.caches.hierarchical import HierarchicalCache
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 schemes = pytest.mark.parametrize("scheme", SCHEMES)
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import skip_or_fail
-from test_matmul_gpu import random_weight
+from gpus import gpu, skip_or_fail
+from matmul_problems import random_weight
 
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
@@ -22,8 +22,6 @@ from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 EPS = 1e-5
 fused = functools.partial(between_attentions, eps=EPS, implementation="mosaic_gpu")
 run = jax.jit(lambda *args: fused(*args)[:2])

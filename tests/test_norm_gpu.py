@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import skip_or_fail
+from gpus import gpu, skip_or_fail
 
 from pallas_kernels.norm import add_rms_norm, mosaic_gpu, reference
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 run = jax.jit(add_rms_norm, static_argnames=("eps", "implementation"))
 
 

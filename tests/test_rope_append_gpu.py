@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import skip_or_fail
+from gpus import gpu, skip_or_fail
 
 from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.rope_append import mosaic_gpu, reference, rotate_and_append
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-gpu = lambda test: pytest.mark.gpu(needs_gpu(test))
 run = jax.jit(rotate_and_append, static_argnames="implementation")
 OUTSIDE = [-3, 39, 40, 2**31 - 1]  # offsets in a buffer of 40 rows that leave no room
 

@@ -11,10 +11,10 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import matmul_problems
 import numpy as np
 import pytest
 import test_low_bits_gpu
-import test_matmul_gpu
 import test_norm_gpu
 import test_rope_append_gpu
 from attention_problems import Case, all_listed, random_lists, random_problem, with_others_spoilt
@@ -197,17 +197,17 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
 )
 @pytest.mark.slow
 def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
-    weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
-    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    weights = [matmul_problems.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = matmul_problems.activations(rows, inputs, outliers)
     plan = Plan.fitting(rows, (Stage(inputs // 128, outputs),), blocks)
     y = at_once(matmul.run)(dataclasses.replace(plan, room=room or plan.room), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
-    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
-        assert test_matmul_gpu.relative_error(part, x, weight) <= 5e-3
+    for part, weight in zip(matmul_problems.separate(y, weights), weights):
+        assert matmul_problems.relative_error(part, x, weight) <= 5e-3
 
 
 def test_int4_matmul_keeps_what_is_not_finite_in_its_row():
-    weight, x = test_matmul_gpu.random_weight(16, 256, 0), test_matmul_gpu.activations(3, 256, False)
+    weight, x = matmul_problems.random_weight(16, 256, 0), matmul_problems.activations(3, 256, False)
     run = functools.partial(at_once(matmul.run), Plan.fitting(3, (Stage(2, (16,)),), 1))
     clean, spoilt = run(x, [weight]), run(x.at[1, 9].set(jnp.nan), [weight])
     assert np.isnan(np.asarray(spoilt[1], np.float32)).all()
@@ -229,7 +229,7 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
     # More tiles than the ring has slots, so that every slot is filled again.
     plan = Plan.fitting(1, (Stage(2, (256,)),), 1)
     assert plan.stages[0].tiles > plan.slots
-    x, weight = test_matmul_gpu.activations(1, 256, False), test_matmul_gpu.random_weight(256, 256, 0)
+    x, weight = matmul_problems.activations(1, 256, False), matmul_problems.random_weight(256, 256, 0)
     run = functools.partial(at_once(matmul.run), plan, x, [weight])
     run()
     done = getattr(ptx, function)
@@ -258,16 +258,16 @@ def test_a_missing_order_is_seen(monkeypatch, function, caller):
     ],
 )
 def test_int4_matmul_of_many_rows(rows, inputs, outputs, blocks, config, outliers):
-    weights = [test_matmul_gpu.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
-    x = test_matmul_gpu.activations(rows, inputs, outliers)
+    weights = [matmul_problems.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    x = matmul_problems.activations(rows, inputs, outliers)
     y = at_once(wide_matmul.run)(WidePlan(rows, inputs // 128, outputs, blocks, config), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == jnp.bfloat16
-    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
-        assert test_matmul_gpu.relative_error(part, x, weight) <= 5e-3
+    for part, weight in zip(matmul_problems.separate(y, weights), weights):
+        assert matmul_problems.relative_error(part, x, weight) <= 5e-3
 
 
 def test_one_of_many_rows_depends_on_no_other():
-    x, weight = test_matmul_gpu.activations(17, 512, True), test_matmul_gpu.random_weight(64, 512, 0)
+    x, weight = matmul_problems.activations(17, 512, True), matmul_problems.random_weight(64, 512, 0)
     multiply = lambda x: np.asarray(at_once(wide_matmul.run)(WidePlan(len(x), 4, (64,), 1, WideConfig(1, 1)), x, [weight]))
     together = multiply(x)
     np.testing.assert_array_equal(multiply(x[-9:]), together[-9:])
@@ -305,7 +305,7 @@ def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module,
     # More steps than slots of either ring, so that every slot is filled again.
     plan = WidePlan(9, 72, (64,), 1, WideConfig(1, 2))
     assert plan.steps > 2 * plan.slots and plan.groups > 2 * PARAMETER_SLOTS * PARAMETER_GROUPS
-    x, weight = test_matmul_gpu.activations(9, 72 * 128, False), test_matmul_gpu.random_weight(64, 72 * 128, 0)
+    x, weight = matmul_problems.activations(9, 72 * 128, False), matmul_problems.random_weight(64, 72 * 128, 0)
     done = getattr(module, function)
 
     def left_out(*args):
@@ -324,8 +324,8 @@ def test_a_missing_order_of_the_matmul_of_many_rows_is_seen(monkeypatch, module,
 
 
 def int8_problem(rows: int, inputs: int, outputs: tuple[int, ...], outliers: bool = False) -> tuple[jax.Array, list[Int8Weight]]:
-    weights = [test_matmul_gpu.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
-    return test_matmul_gpu.activations(rows, inputs, outliers), weights
+    weights = [matmul_problems.int8_weight(out, inputs, i) for i, out in enumerate(outputs)]
+    return matmul_problems.activations(rows, inputs, outliers), weights
 
 
 @pytest.mark.parametrize(
@@ -345,8 +345,8 @@ def test_int8_matmul(rows, inputs, outputs, cluster, clusters, wide, outliers):
     x, weights = int8_problem(rows, inputs, outputs, outliers)
     y = at_once(int8_matmul.run)(int8_matmul.Plan(rows, inputs, outputs, cluster, clusters, wide), x, weights)
     assert y.shape == (rows, sum(outputs)) and y.dtype == (jnp.float32 if wide else jnp.bfloat16)
-    for part, weight in zip(test_matmul_gpu.separate(y, weights), weights):
-        assert test_matmul_gpu.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
+    for part, weight in zip(matmul_problems.separate(y, weights), weights):
+        assert matmul_problems.relative_error(part, x, weight) <= (1e-5 if wide else 5e-3)
 
 
 def test_int8_codes_are_exact():
