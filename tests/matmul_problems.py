@@ -40,7 +40,7 @@ def separate(y: jax.Array, weights: Sequence[Weight]) -> list[np.ndarray]:
 
 @jax.jit  # or each operation would be compiled by itself
 def relative_error(y: jax.Array, x: jax.Array, weight: Weight) -> jax.Array:
-    """Of outputs for x, by the norm: from what float32 gives with the weights as they are read."""
+    """The norm of the difference between y and the product in float32, with the weight as it is read, by the norm of that product."""
     if isinstance(weight, Int4Weight):
         full = dequantize_weight(weight, jnp.float32)
     elif isinstance(weight, Int8Weight):

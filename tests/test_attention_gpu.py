@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_problems import Case, all_listed, random_lists, random_problem, with_garbage, with_others_spoilt
-from gpus import skip_or_fail
+from gpus import needs_gpu, skip_or_fail
 from paging import in_pages
 
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 # Rows of a batch: nothing quantized, one group, more groups than a program reads at once, full capacity.
 long = functools.partial(Case, capacity=40, groups=(0, 1, 17, 40, 40, 2))

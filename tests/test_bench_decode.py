@@ -683,7 +683,10 @@ def test_a_simulation_says_so(run, monkeypatch, tmp_path, caplog):
         ),
         (["--arch", "tiny", "--simulate-ratio", 0.5, "--simulate-ratio", 0.6], ["--simulate-ratio", "2 times for 1 contexts"]),
         (["--arch", "tiny", "--context", 0], ["--context"]),
-        (["--arch", "tiny", "--context", 64, "--context", 1 << 20], ["--context 1048576, with 640 new ones", "1,048,576 positions"]),
+        (
+            ["--arch", "tiny", "--context", 64, "--context", 1 << 20],
+            ["--context of 1048576 tokens and 640 new ones", "model's 1048576 positions"],
+        ),
         (["--arch", "tiny", "--layers", 3], ["3 layers of tiny should be from 1 to 2"]),
         (["--arch", "tiny", "--layers", 1, "--transformers"], ["--layers goes with --arch"]),
         (["--model", "x", "--layers", 1], ["--layers goes with --arch"]),

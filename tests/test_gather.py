@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import gpu
 from simulated_gpu import launch
 from simulated_ptx import at_once, simulate
 
@@ -64,8 +65,7 @@ def test_by_the_kernel(monkeypatch, B, K, S, H, n, dtype):
     np.testing.assert_array_equal(mosaic_gpu.gather_tokens(store, positions, fetched), expected(store, positions))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@gpu
 def test_on_a_gpu():
     store, positions = problem(3, 4, 500, 128, 64, jnp.bfloat16)
     in_host = jax.device_put(store, IN_HOST)

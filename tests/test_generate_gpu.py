@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import needs_gpu
 from models import target_logits
 
 from pallas_kernels import append_attend, attention, flush, rope_append
@@ -13,7 +14,7 @@ from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.generate import generate
 from qspec_jax.training import corpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 NEW_TOKENS = 300
 # In bfloat16 the two best logits of a near-tie are no further apart. TIES: the share of tokens that may be the second of one.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import needs_gpu
 from jaxtyping import Array, Float
 from runs import random_model
 
@@ -22,7 +23,7 @@ from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 # Compiled, for JAX would compile each operation by itself, which takes longer.
 WIDE = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree))
@@ -80,7 +81,7 @@ def test_equals_float32(implementation, bits, T, heads, kv_heads, head_dim, grou
 
 @jax.jit
 def exactly(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> Array:
-    """By the reference, in float32."""
+    """What the reference reads, in float32."""
     return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
 
 
@@ -92,7 +93,8 @@ def _in_bfloat16(layer: TokenCodesLayer) -> list[Array]:
 
 @jax.jit
 def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced | None = None) -> Array:
-    """In float32, what is read of keys and values that have passed through bfloat16, as they would from a cache in it."""
+    """What the reference reads, in float32, where keys and values have passed through bfloat16, as they would in a cache of that dtype.
+    held: those of the codes."""
     size, rows = layer.keys.tokens, layer.buffer.keys.shape[2]
     if replaced is not None:
         put = jax.vmap(jax.vmap(lambda held, at, new: held.at[at].set(new, mode="drop")))

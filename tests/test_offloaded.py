@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
+from gpus import gpu
 from runs import prepared, random_model, random_prompts, run_rounds
 
 from qspec_jax import host
@@ -336,8 +337,7 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
         assert any(id(x) in descends for x in wait.invars)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@gpu
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
@@ -374,8 +374,7 @@ def test_host_memory_of_a_gpu(cache, draft):
             np.testing.assert_array_equal(here, there)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@gpu
 @pytest.mark.parametrize(
     ("cache", "draft", "dtype"),
     # Fetched tokens enter sums in programs of their own, which round in other places: in bfloat16 a choice between two tokens turns on it.

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import needs_gpu
 
 from qspec_jax.models import prompts
 from qspec_jax.models.prompts import attend_prompt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 @pytest.mark.parametrize("all_heads", [True, False])

@@ -46,6 +46,7 @@ from qspec_jax.cli.options import (
     show,
 )
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.requests import check_positions
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
 from qspec_jax.drafts.registry import NONE, parse_draft
@@ -296,9 +297,7 @@ def bench_decode(
     if plot:
         plots.check(plot, output)
     shape = huggingface.load_config(model) if arch is None else architecture(arch, layers)
-    if max(contexts) + max_new_tokens > shape.max_length:
-        positions = f"{max_new_tokens} new ones, should be at most the model's {shape.max_length:,} positions"
-        raise InputError(f"--context {max(contexts)}, with {positions}")
+    check_positions("model", shape.max_length, "--context", max(contexts), max_new_tokens)
     for method in methods:
         CacheConfig.parse(method.cache).check(shape)
     if arch is not None and not transformers:  # that is to come before jax takes the GPU's memory

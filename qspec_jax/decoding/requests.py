@@ -87,7 +87,7 @@ def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig
 def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
     """Raises InputError where so many tokens and new ones do not fit the model's positions. what: how the message calls them."""
     most, short = model.config.max_length, model.config.short_length
-    _check_positions("model", most, what, tokens, new)
+    check_positions("model", most, what, tokens, new)
     # The last new token is never fed back.
     if short is not None and tokens <= short < tokens + new - 1:
         raise InputError(
@@ -106,10 +106,12 @@ def check_draft_room(draft: Draft | None, what: str, tokens: int, new: int) -> N
     """Raises InputError where so many tokens and new ones do not fit the positions of the draft's own model. what: how the message calls
     them."""
     if draft is not None and draft.max_length is not None:
-        _check_positions("draft", draft.max_length, what, tokens, new)
+        check_positions("draft", draft.max_length, what, tokens, new)
 
 
-def _check_positions(whose: str, most: int, what: str, tokens: int, new: int) -> None:
+def check_positions(whose: str, most: int, what: str, tokens: int, new: int) -> None:
+    """Raises InputError where so many tokens and new ones are more than `most` positions. whose: the positions', and what: how the message
+    calls the tokens."""
     if tokens + new > most:
         room = most - tokens
         advice = f"ask for at most {room} new tokens" if room > 0 else f"shorten it to at most {max(1, most - new)} tokens"
