@@ -193,7 +193,8 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
     if draft is not None:
         masses = seen_by_accepted(verdict.masses, kept)
         put_to_target, taken = (jnp.where(running, number, 0) for number in (proposal.eligible, accepted))
-        result = RoundResult(block, count, put_to_target, taken, flushed, masses, verdict.logits.argmax(-1))
+        likeliest = verdict.logits.argmax(-1) if draft.guesses else None
+        result = RoundResult(block, count, put_to_target, taken, flushed, masses, likeliest)
         draft_state = draft.commit(state.draft, result, cache)
     # Drafts behind an accepted EOS count neither as drafted nor as accepted.
     drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)

@@ -68,13 +68,22 @@ class Proposal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundResult:
-    """What came of a round.
+    """The outcome of a round, as far as a draft may know it.
 
-    tokens[b, :count[b]] were emitted: the accepted drafts and the target's own token after them, up to what ends a row; none in a row that
-    had ended before. drafted: how many drafts were put to the target. accepted: how many of them it took. flushed: 1 where a group left the
-    buffer. masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first is
-    the pending token; 0 for queries that were rejected. Empty where the draft does not observe. likeliest: the verifying model's argmax
-    after the pending token and after each draft; what stands behind a rejected one rests on it.
+    The noise of the positions after the first rejected draft is drawn again in the next round, so nothing in here may depend on drafts
+    after that one: see `__post_init__`.
+
+    Attributes:
+        tokens: the first count[b] were emitted: the accepted drafts and the target's own token after them, up to what ends a row.
+        count: emitted tokens; 0 in a row that had ended before.
+        drafted: the drafts that were judged: those that the target accepted, and the first that it rejected, if there is one. A larger
+            number given to the constructor, such as all that were drafted, is cut to that.
+        accepted: the drafts that the target accepted.
+        flushed: 1 where a group left the buffer.
+        masses: for each layer the attention mass that each group of the cache got from the round's query tokens, of which the first is the
+            pending token; 0 for queries that were rejected. Empty where the draft does not observe.
+        likeliest: the verifying model's argmax after the pending token and after each proposed one, for a draft that `guesses`; None for
+            every other, since what follows a rejected draft depends on it.
     """
 
     tokens: Int[Array, "B gamma+1"]
@@ -84,6 +93,9 @@ class RoundResult:
     flushed: Int[Array, "B"]
     masses: tuple[Float[Array, "B K T C"], ...] = ()
     likeliest: Int[Array, "B gamma+1"] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "drafted", jnp.minimum(self.drafted, self.accepted + 1))
 
 
 class Round(Protocol):
@@ -147,7 +159,8 @@ class Draft(abc.ABC):
     wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
     them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes. proposes: for
     cost estimates (`qspec plan`); None for one that they know nothing of. verifies: whether the draft itself verifies what another drafts
-    for it.
+    for it. guesses: whether its tokens are never accepted and depend on no random draw, so that `commit` may know what follows them
+    (`RoundResult.likeliest`).
     """
 
     observes: ClassVar[bool] = False
@@ -156,6 +169,7 @@ class Draft(abc.ABC):
     max_length: ClassVar[int | None] = None
     proposes: ClassVar[Proposes | None] = None
     verifies: ClassVar[bool] = False
+    guesses: ClassVar[bool] = False
 
     def with_choice(self, choose: Callable[["Draft"], Skipped]) -> Self:
         """The draft with what it leaves to be chosen by the prompts (`skip=auto`), which this function does for a part that steps the

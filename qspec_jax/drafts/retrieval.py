@@ -36,7 +36,7 @@ ROLLING = 0.8  # how much of the acceptance of earlier rounds stays in its rolli
 class RetrievalState:
     """own: the tokens that were copied, and in its ring those that came since. queries: for each layer those of the last pending token, or
     of the prompt's last token. budget: of each row, in tokens; most: that of any. since: tokens emitted since the choice was made.
-    accepted: rolling average, over rounds with drafts, of the share of them that was accepted; 1 after each choice."""
+    accepted: rolling average, over rounds with drafts, of the share of the judged ones that was accepted; 1 after each choice."""
 
     own: CompactCache
     queries: tuple[Float[Array, "B N H"], ...]
@@ -172,7 +172,7 @@ class RetrievalSettings(CompactSettings):
     budget: chosen chunks and recent tokens together; for the other shared ones see `CompactSettings`. chunk: tokens of a chunk. generated:
     of the tokens emitted since the choice the most recent so many are read; it matters only where it is less than rebuild. rebuild: the
     choice is made again after so many tokens; 0: not by their number. least_accepted: it is made again where the rolling average of the
-    share of drafts that are accepted is less; 0: never.
+    share of judged drafts that are accepted is less; 0: never.
     """
 
     budget: float = 4096

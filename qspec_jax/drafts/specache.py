@@ -46,6 +46,8 @@ class SpeCacheDraft(Draft):
 
     step: ViewedModel
 
+    guesses = True
+
     def begin(self, prompt):
         if not isinstance(prompt.cache, SpeCache):
             raise InputError("draft specache guesses for the cache of that name; give --cache specache")

@@ -266,7 +266,7 @@ def _walk(
         cache, flushed = cache.commit(round.lengths, moved, wait_for=[verdict.own_token, *masses])
         drafted, taken = jnp.where(active, proposal.eligible, 0), moved - active
         seen = seen_by_accepted(masses, moved)
-        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen, logits.argmax(-1))
+        result = RoundResult(block_at(real, state.emitted), moved, drafted, taken, flushed, seen)
         counts = state.counts.with_round(active, proposal.eligible, accepted, flushed)
         emitted = state.emitted + moved
         state = dataclasses.replace(
