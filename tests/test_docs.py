@@ -225,7 +225,7 @@ def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
     names = {}
     exec(compile(code, "add-a-draft.md", "exec"), names)
     assert names["out"].token_ids == names["alone"].token_ids
-    assert all(row["num_accepted_draft_tokens"] > 0 and row["flushes"] > 0 for row in names["out"].stats.rows)
+    assert all(row.num_accepted_draft_tokens > 0 and row.flushes > 0 for row in names["out"].stats.rows)
     # Where it has nothing to propose, the other draft of `combine` does.
     model = random_model(jnp.float32, num_hidden_layers=1)
     config = names["GenerationConfig"](max_new_tokens=24, group_size=8, ignore_eos=True)

@@ -301,7 +301,7 @@ def test_groups_of_128_and_600_new_tokens(shallow):
     target = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8"))
     out = generate(model, prompts, config=config)
     assert out.token_ids == target.token_ids
-    assert min(row["flushes"] for row in out.stats.rows) >= 4
+    assert min(row.flushes for row in out.stats.rows) >= 4
     assert 0 < out.stats.draft_acceptance_rate < 1
 
 
@@ -391,11 +391,11 @@ def test_each_row_ends_by_itself(model, targets):
 def test_statistics_add_up(model):
     out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC)
     for row in out.stats.rows:
-        assert row["num_accepted_draft_tokens"] + row["num_spec_steps"] + 1 == row["new_tokens"] == QUANTSPEC.max_new_tokens
-        assert sum(row["acceptance_histogram"]) == row["num_spec_steps"]
-        assert sum(a * count for a, count in enumerate(row["acceptance_histogram"])) == row["num_accepted_draft_tokens"]
-        assert row["num_draft_tokens"] <= 4 * row["num_spec_steps"]
-    assert out.stats.new_tokens == sum(row["new_tokens"] for row in out.stats.rows)
+        assert row.num_accepted_draft_tokens + row.num_spec_steps + 1 == row.new_tokens == QUANTSPEC.max_new_tokens
+        assert sum(row.acceptance_histogram) == row.num_spec_steps
+        assert sum(a * count for a, count in enumerate(row.acceptance_histogram)) == row.num_accepted_draft_tokens
+        assert row.num_draft_tokens <= 4 * row.num_spec_steps
+    assert out.stats.new_tokens == sum(row.new_tokens for row in out.stats.rows)
     assert out.stats.mean_acceptance_length == 1 + out.stats.num_accepted_draft_tokens / out.stats.num_spec_steps
 
 
@@ -407,9 +407,9 @@ def test_drafts_behind_an_eos_do_not_count(model, targets):
     # Three times the same, for which test_a_draft_that_is_the_target_is_always_accepted has compiled the loop.
     stats = generate(model, prompts_of([9] * 3), config=config, draft=quantspec(model, weight_bits=16, cache="int8")).stats
     for row in stats.rows:
-        assert row["new_tokens"] == at + 1
-        assert row["draft_acceptance_rate"] == 1.0
-        assert row["num_accepted_draft_tokens"] + row["num_spec_steps"] in (at, at + 1)
+        assert row.new_tokens == at + 1
+        assert row.draft_acceptance_rate == 1.0
+        assert row.num_accepted_draft_tokens + row.num_spec_steps in (at, at + 1)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

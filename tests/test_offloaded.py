@@ -415,7 +415,7 @@ def test_batches(monkeypatch):
                 for i, (prompt, count) in enumerate(zip(prompts, new))
             ]
             found = {result.index: result for result in run_batch(model, requests, batch_size=rows)}
-            return [(found[i].token_ids, found[i].stats["num_accepted_draft_tokens"]) for i in range(len(prompts))]
+            return [(found[i].token_ids, found[i].stats.num_accepted_draft_tokens) for i in range(len(prompts))]
 
         for caches, draft, settings in (
             (("int8", "int8:lower=host,resident=0.5"), "quantspec:weight_bits=16", dict(temperature=0.8)),

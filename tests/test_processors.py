@@ -108,11 +108,11 @@ def draft(model):
     return quantspec(model)
 
 
-@pytest.mark.parametrize("method", ["quantspec", "autoregressive"])
+@pytest.mark.parametrize("name", ["quantspec", "none"])
 @pytest.mark.parametrize("options", [OF_MODEL, SCHEDULES["both"] | {"repetition_penalty": 1.4}], ids=["processors", "schedules"])
 @pytest.mark.slow
-def test_greedy_tokens_are_the_targets(options, method, model, draft):
-    config = dataclasses.replace(CONFIG, method=method, cache="int8", **options)
+def test_greedy_tokens_are_the_targets(options, name, model, draft):
+    config, draft = dataclasses.replace(CONFIG, draft=name, cache="int8", **options), None if name == "none" else draft
     if config.min_new_tokens:
         free = dataclasses.replace(config, min_new_tokens=0, ignore_eos=True)
         likely = generate(model, PROMPTS, config=free, draft=draft).token_ids
@@ -130,6 +130,7 @@ def test_greedy_tokens_are_the_targets(options, method, model, draft):
 @pytest.mark.slow
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
+    draft = draft if config.speculative else None
     out = generate(model, PROMPTS, config=config, draft=draft, key=jax.random.key(4))
     logits = target_logits(model, PROMPTS, out.token_ids, group_size=G, scheme="int8_first")
     for tokens, rows, chances, top in zip(out.token_ids, logits, out.logprobs, out.top_logprobs):
@@ -148,7 +149,7 @@ def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
     model = random_model(jnp.float32)
     config = dataclasses.replace(CONFIG, max_new_tokens=50, group_size=group_size, output_logprobs=True, temperature=1.0)
-    out = generate(model, PROMPTS, config=config)
+    out = generate(model, PROMPTS, config=config, key=jax.random.key(0))
     width = config.num_speculative_tokens + 1
     expected = token_logprobs(model, PROMPTS, out.token_ids, config.cache_config, width=width)
     np.testing.assert_allclose(out.logprobs, expected, atol=1e-5, rtol=0)

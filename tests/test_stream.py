@@ -93,6 +93,7 @@ def test_stop_strings(text, sizes, stop):
 
 CONFIG = GenerationConfig(max_new_tokens=40, group_size=8, ignore_eos=True, num_speculative_tokens=3, temperature=0.7)
 PROMPT = "def main():"
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +108,10 @@ def draft(model):
 
 @pytest.mark.slow
 def test_pieces_are_what_comes_at_once(model, draft):
-    whole = generate(model, [PROMPT], config=CONFIG, tokenizer=TOKENIZER, draft=draft)
+    whole = generate(model, [PROMPT], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
     counts = lambda pieces: [sum(getattr(piece, name) for piece in pieces) for name in ("drafted", "accepted", "flushes")]
     for rounds in (1, 3):
-        run = stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
+        run = stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
         assert run.generation is None
         pieces = list(run)
         assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids[0]
@@ -119,22 +120,22 @@ def test_pieces_are_what_comes_at_once(model, draft):
         assert counts(pieces) == [stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.flushes]
         assert len(pieces) == 1 + -(-stats.num_spec_steps // rounds) and len(pieces[0].token_ids) == 1
         assert dataclasses.replace(run.generation, stats=None) == dataclasses.replace(whole, stats=None)
-    silent = list(stream(model, TOKENIZER(PROMPT)["input_ids"], config=CONFIG, draft=draft))
+    silent = list(stream(model, TOKENIZER(PROMPT)["input_ids"], config=CONFIG, key=KEY, draft=draft))
     assert [token for piece in silent for token in piece.token_ids] == whole.token_ids[0] and not any(piece.text for piece in silent)
 
 
 @pytest.mark.slow
 def test_stop_strings_in_generate_and_stream(model, draft):
-    whole = generate(model, [PROMPT, "import"], config=CONFIG, tokenizer=TOKENIZER, draft=draft)
+    whole = generate(model, [PROMPT, "import"], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
     stop = whole.text[0][20:22]
     config = dataclasses.replace(CONFIG, stop=(stop, "never said"))
-    out = generate(model, [PROMPT, "import"], config=config, tokenizer=TOKENIZER, draft=draft)
+    out = generate(model, [PROMPT, "import"], config=config, key=KEY, tokenizer=TOKENIZER, draft=draft)
     for text, before, ids, all_ids, reason in zip(out.text, whole.text, out.token_ids, whole.token_ids, out.finish_reason):
         cut = first_stop(before, (stop,))
         assert text == before[:cut] and ids == all_ids[: len(ids)] and reason == ("length" if cut is None else "stop")
         assert cut is None or (stop in TOKENIZER.decode(ids) and stop not in TOKENIZER.decode(ids[:-1]))
-    assert out.finish_reason[0] == "stop" and out.stats.rows[0]["num_spec_steps"] < whole.stats.rows[0]["num_spec_steps"]
-    pieces = list(stream(model, PROMPT, config=config, tokenizer=TOKENIZER, draft=draft))
+    assert out.finish_reason[0] == "stop" and out.stats.rows[0].num_spec_steps < whole.stats.rows[0].num_spec_steps
+    pieces = list(stream(model, PROMPT, config=config, key=KEY, tokenizer=TOKENIZER, draft=draft))
     assert "".join(piece.text for piece in pieces) == out.text[0]
     assert [token for piece in pieces for token in piece.token_ids] == out.token_ids[0]
 
@@ -149,20 +150,20 @@ def test_a_stop_string_before_an_unfinished_character():
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_rounds_that_are_none(rounds, model, draft):
     with pytest.raises(InputError, match=f"rounds {rounds}"):
-        stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
+        stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
 
 
 def test_a_special_token_is_no_stop_string(model, draft):
     special = TOKENIZER.all_special_tokens[0]
     with pytest.raises(InputError, match="stop at its id"):
-        generate(model, [PROMPT], config=dataclasses.replace(CONFIG, stop=(special,)), tokenizer=TOKENIZER, draft=draft)
+        generate(model, [PROMPT], config=dataclasses.replace(CONFIG, stop=(special,)), key=KEY, tokenizer=TOKENIZER, draft=draft)
 
 
 def test_ended_early_nothing_is_left(model, draft):
-    list(stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft))  # compiles
+    list(stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft))  # compiles
     gc.collect()
     before = len(jax.live_arrays())
-    run = stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft)
+    run = stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
     next(run)
     next(run)
     assert len(jax.live_arrays()) > before
@@ -175,7 +176,7 @@ def test_ended_early_nothing_is_left(model, draft):
 def test_left_by_break(model, draft):
     gc.collect()
     before = len(jax.live_arrays())
-    for piece in stream(model, PROMPT, config=CONFIG, tokenizer=TOKENIZER, draft=draft):
+    for piece in stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft):
         assert piece.token_ids
         break
     gc.collect()

@@ -71,7 +71,7 @@ def some_requests(draft: str) -> list[Request]:
 
 def rows_of(run) -> list[tuple[list[int], int, int]]:
     """Tokens of each row, and how many drafts there were for them and were accepted."""
-    of = lambda result: (result.token_ids, result.stats["num_draft_tokens"], result.stats["num_accepted_draft_tokens"])
+    of = lambda result: (result.token_ids, result.stats.num_draft_tokens, result.stats.num_accepted_draft_tokens)
     found = {result.index: of(result) for result in run}
     return [found[index] for index in range(len(found))]
 

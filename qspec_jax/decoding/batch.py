@@ -25,10 +25,10 @@ from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.caches.registry import CACHES
 from qspec_jax.decoding import capacity, data_parallel
 from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.generate import Row, summary
+from qspec_jax.decoding.generate import Row, RowStats, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
-from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, check_given, checked_prompts
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
@@ -62,7 +62,7 @@ class Result:
     token_ids: list[int]
     text: str | None
     finish_reason: str
-    stats: dict[str, Any]
+    stats: RowStats
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
@@ -163,6 +163,7 @@ def run_batch(
     for name in SHARED:
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
+    check_given(draft, configs[0])
     requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
     batch_size, lengths = batch_size and min(batch_size, len(requests)), [len(request.tokens) for request in requests]
     settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
@@ -570,8 +571,8 @@ class _Slots:
             stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
             self.stats.prompts += 1
             self.stats.new_tokens += new
-            self.stats.num_draft_tokens += stats["num_draft_tokens"]
-            self.stats.num_accepted_draft_tokens += stats["num_accepted_draft_tokens"]
+            self.stats.num_draft_tokens += stats.num_draft_tokens
+            self.stats.num_accepted_draft_tokens += stats.num_accepted_draft_tokens
             ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *row.logprobs()))
         self._lap("decode_s")
         yield from ended

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.decoding import config_values as values
 from qspec_jax.drafts.draft import needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, parse_draft
 from qspec_jax.errors import InputError
@@ -18,6 +19,21 @@ AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
 METHODS = {"quantspec": "quantspec", AUTOREGRESSIVE: NONE}
 SPECACHE = "specache"  # the name of both the draft and the cache of SpeCache, which is lossy
 GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
+# How each field is read. None is the default of any of them.
+READERS: dict[str, values.Reader] = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "min_new_tokens", "top_logprobs"), values.whole),
+    **dict.fromkeys(("num_speculative_tokens", "group_size"), values.optional(values.whole)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "min_draft_confidence"), values.number),
+    **dict.fromkeys(("adaptive", "ignore_eos", "output_logprobs"), values.flag),
+    **dict.fromkeys(("draft", "scheme"), values.text),
+    "draft_cost": values.optional(values.number),
+    "cache": values.optional(values.text),
+    "logit_bias": values.biases,
+    "banned_token_ids": values.ids,
+    "eos_token_ids": values.optional(values.ids),
+    "stop": values.texts,
+    "stop_token_ids": values.sequences,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +54,9 @@ class GenerationConfig:
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
     by token id, banned_token_ids) see `qspec_jax.decoding.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end a
     row; the first one and what follows are cut off its text. stop_token_ids: sequences of new tokens that end it, and stay.
+
+    A field may also be given as Hugging Face takes it: a single id or text in place of several, lists, numbers of numpy, and None for the
+    default (`qspec_jax.decoding.config_values`).
 
     output_logprobs: with the new tokens come the target's log-probabilities of them, before processors, temperature and filters; and
     those of the top_logprobs likeliest tokens in each place.
@@ -73,6 +92,11 @@ class GenerationConfig:
             if not ok:
                 raise InputError(what)
 
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                value = field.default_factory() if field.default is dataclasses.MISSING else field.default
+            object.__setattr__(self, field.name, READERS[field.name](field.name, value))
         if method is not None:  # the name of `draft` before version 0.2
             check(method in METHODS, f"method {method!r} should be {' or '.join(METHODS)}")
             object.__setattr__(self, "draft", METHODS[method])
@@ -87,8 +111,6 @@ class GenerationConfig:
         check(self.max_new_tokens >= 1, f"max_new_tokens {self.max_new_tokens} should be at least 1")
         gamma = self.num_speculative_tokens
         check(gamma is None or 0 <= gamma < 2**31, f"num_speculative_tokens (gamma) {gamma} should be 0 or more, and less than 2**31")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         check(0 <= self.temperature <= 1e6, f"temperature {self.temperature} should be from 0 to 1e6")
         check(0 <= self.top_k < 2**31, f"top_k {self.top_k} should be 0 (off) or more, and less than 2**31")
         check(0 < self.top_p <= 1, f"top_p {self.top_p} should be in (0, 1]")

@@ -39,7 +39,7 @@ from qspec_jax.decoding.programs import (
 from qspec_jax.decoding.residence import refused, residence
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs, freed, stopped
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.draft import Draft, check_made_for
 from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
@@ -89,6 +89,8 @@ class Engine:
             _check_cache(cache, model, draft if gamma else None)
         self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
+        if self.draft is not None:
+            check_made_for(self.draft, model)
         self.gamma = gamma = gamma if draft is not None else 0
         new = bucket(max_new_tokens)
         self.static = dict(cache=cache, capacity=bucket(prompt_tokens) + new, max_new_tokens=new, gamma=gamma, logprobs=logprobs)
@@ -294,6 +296,7 @@ class Engine:
 
     def rounds(self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1) -> DecodeState:
         """The state after rounds: at most so many, and until fewer than `least_running` rows run. The state given is used up."""
+        _check_unused(state)
         call = self.rounds_call(state, sampler, limits, most, least_running)
         executable = self._executable("rounds", call, None)
         self._unseen += most * (self.gamma + 1)
@@ -331,6 +334,7 @@ class Engine:
             for of_row, own in zip(table, pages):
                 of_row[: len(own)] = own
             table = jnp.asarray(table)
+        _check_unused(state)
         call = Call(REPLACE, (state, rows, jnp.array(slots), table))
         self._unseen = max(self._unseen, 1)  # their first tokens, whenever they were prefilled
         return self._executable("replace", call, len(slots))(*call.args)
@@ -352,6 +356,7 @@ class Engine:
 
     def begin_look(self, state: DecodeState, looked: Sequence[int]) -> Callable[[], News]:
         """Lets the device begin with what `look` needs, before other work that it may be given; calling what is returned waits for it."""
+        _check_unused(state)
         columns = state.tokens.shape[1]
         width = min(columns, rounded_up(min(self._unseen, columns)))
         starts = np.minimum(looked, columns - width)
@@ -380,6 +385,11 @@ class Engine:
             self._on_compile(seconds)
             self.compile_s += seconds
         return self._executables[name, shape]
+
+
+def _check_unused(state: DecodeState) -> None:
+    if state.tokens.is_deleted():
+        raise InputError("this state was used up when it was given to `rounds` or `replace`; go on from the one that was returned")
 
 
 def _part_shape(call: Call) -> Hashable:

@@ -14,9 +14,10 @@ from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import check_draft_length, checked_prompts
-from qspec_jax.decoding.sampling import make_sampler, prompt_keys
+from qspec_jax.decoding.requests import check_draft_length, check_given, checked_prompts
+from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState, Logprobs
 from qspec_jax.decoding.text import RowText, text_of
@@ -29,14 +30,20 @@ FINISH_REASONS = {state.EOS: "eos", state.LENGTH: "length", state.STOP: "stop"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
-    """What a call to generate did: totals over the prompts, and the same counts for each prompt in `rows`.
+class RowStats:
+    """Counts of one row, or of several together.
 
-    num_spec_steps: draft/verify rounds. draft_acceptance_rate: accepted / drafted tokens (the token that the target adds to
-    each round not counted); null where nothing was drafted. mean_acceptance_length: 1 + accepted / rounds, tokens per round.
-    acceptance_histogram[a]: rounds that accepted a drafts. Seconds: compile_s apart from prefill_s and decode_s;
-    tokens_per_second is of decode_s alone, all rows together. cache_bytes: what the KV cache has allocated, on all devices together and in
-    host memory; host_cache_bytes: in host memory.
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens that were generated.
+        num_spec_steps: draft/verify rounds; 0 without a draft.
+        num_draft_tokens: tokens that were drafted.
+        num_accepted_draft_tokens: drafts that the target accepted.
+        draft_acceptance_rate: accepted / drafted tokens (the token that the target adds to each round not counted); None where nothing was
+            drafted.
+        mean_acceptance_length: 1 + accepted / rounds, tokens per round; None without rounds of a draft.
+        acceptance_histogram: [a] counts the rounds that accepted a drafts.
+        flushes: groups that left the buffer.
     """
 
     prompt_tokens: int
@@ -48,6 +55,23 @@ class Stats:
     mean_acceptance_length: float | None
     acceptance_histogram: list[int]
     flushes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats(RowStats):
+    """Totals of a call to generate, over its prompts.
+
+    Attributes:
+        compile_s: seconds of compiling, apart from the two that follow.
+        prefill_s: seconds of reading the prompts.
+        decode_s: seconds of the rounds.
+        tokens_per_second: of decode_s alone, all rows together.
+        peak_memory_bytes: of the first device; None where it does not say.
+        cache_bytes: what the KV cache has allocated, on all devices together and in host memory.
+        host_cache_bytes: the part of it in host memory.
+        rows: the counts of each prompt.
+    """
+
     compile_s: float
     prefill_s: float
     decode_s: float
@@ -55,7 +79,7 @@ class Stats:
     peak_memory_bytes: int | None
     cache_bytes: int
     host_cache_bytes: int
-    rows: list[dict[str, Any]]
+    rows: list[RowStats]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +118,35 @@ def generate(
     key: Key[Array, ""] | None = None,
     tokenizer: Any = None,
     draft: Draft | None = None,
+    sampler: Sampler | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     rounds_per_update: int = 1,
 ) -> Generation:
     """Continues each prompt; the prompts are one batch, of any lengths.
 
-    prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: by default the one
-    that the config names, or that "auto" chooses, is made here; for many calls name one and make it once, with
-    `drafts.make_draft(config.draft, model)`. on_tokens is called with
-    the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every one where there are stop strings.
-
     The output is exactly that of the target with the config's cache (in exact arithmetic): greedy, its very tokens; sampled, its
-    distribution. Raises InputError for an empty prompt, a token id outside the vocabulary, prompts that are too long, and stop strings
-    without a tokenizer.
+    distribution.
+
+    Args:
+        model: the target.
+        prompts: texts (then a tokenizer is needed) or lists of token ids.
+        config: what to generate and how; None: the defaults.
+        key: `jax.random.key(seed)`, from which all draws come; needed where there are any, and of any generator of JAX (see
+            `qspec_jax.decoding.keys`).
+        tokenizer: for texts and stop strings.
+        draft: None: the one that the config names, or that "auto" chooses, is made here. For many calls make it once, with
+            `drafts.make_draft("quantspec", model)`.
+        sampler: how tokens are chosen, in place of the config's temperature and filters: a `qspec_jax.decoding.sampling.Sampler`.
+        on_tokens: called with the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every one
+            where there are stop strings.
+        rounds_per_update: see on_tokens.
+
+    Raises:
+        InputError: for an empty prompt, a token id outside the vocabulary, prompts that are too long, stop strings without a tokenizer,
+            draws without a key, and a draft that was made for another model or beside draft "none".
     """
     rounds = rounds_per_update if on_tokens else state.UNLIMITED
-    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft, rounds)
+    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft, sampler, rounds)
     for look in run.looks():
         if on_tokens:
             on_tokens([new for new, _ in look])
@@ -150,6 +187,7 @@ def stream(
     key: Key[Array, ""] | None = None,
     tokenizer: Any = None,
     draft: Draft | None = None,
+    sampler: Sampler | None = None,
     rounds_per_piece: int = 1,
 ) -> Stream:
     """As `generate`, of one prompt, in pieces: one after prefill, and one after every `rounds_per_piece` rounds, with stop strings after
@@ -157,7 +195,7 @@ def stream(
 
     Their texts never split a character, hold no part of a stop string, and are together the whole text; "" without a tokenizer.
     """
-    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, rounds_per_piece, follow=True))
+    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, sampler, rounds_per_piece, follow=True))
 
 
 class Row:
@@ -216,12 +254,17 @@ class _Run:
         key: Key[Array, ""] | None,
         tokenizer,
         draft: Draft | None,
+        sampler: Sampler | None,
         rounds_per_look: int,
         *,
         follow: bool = False,
     ):
         if rounds_per_look < 1:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
+        if key is None and (config.temperature or sampler is not None):
+            draws = "a sampler of your own draws" if sampler is not None else f"temperature {config.temperature:g} draws tokens at random"
+            raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")
+        check_given(draft, config)
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
         self.prompts = checked_prompts(model, prompts, config, tokenizer)
@@ -234,8 +277,8 @@ class _Run:
         self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=int(self.n.max()))
         configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
         check_draft_length(self.engine.draft, self.prompts, configs)
-        self.keys = prompt_keys(jax.random.key(0) if key is None else key, len(self.prompts))
-        self.sampler, self.limits = make_sampler(config), make_limits(model, *configs)
+        self.keys = prompt_keys(key_of(0) if key is None else key, len(self.prompts))
+        self.sampler, self.limits = sampler or make_sampler(config), make_limits(model, *configs)
 
     def looks(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""
@@ -286,7 +329,7 @@ class _Run:
         columns = (self.n, new, counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
         memory = jax.local_devices()[0].memory_stats() or {}
         return Stats(
-            **of(*(column.sum(0) for column in columns)),
+            **vars(of(*(column.sum(0) for column in columns))),
             compile_s=self.engine.compile_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
@@ -299,9 +342,9 @@ class _Run:
         )
 
 
-def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> dict[str, Any]:
-    """The counts of a row, or of several together, by the names of `Stats`."""
-    return dict(
+def summary(prompt_tokens, new_tokens, rounds, drafted, accepted, histogram, flushes, *, speculative: bool) -> RowStats:
+    """The counts of a row, or of several together."""
+    return RowStats(
         prompt_tokens=int(prompt_tokens),
         new_tokens=int(new_tokens),
         num_spec_steps=int(rounds) if speculative else 0,

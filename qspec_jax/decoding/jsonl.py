@@ -323,7 +323,7 @@ def as_wrong(line: Line) -> dict:
 def as_line(line: Line, result: Result) -> dict:
     """A result as it is written; without anything that depends on how fast the machine is, or on what else runs."""
     own = {} if line.id is None else {"id": line.id}
-    of_result = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason", "stats")}
+    of_result = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")} | {"stats": vars(result.stats)}
     if result.logprobs is not None:
         of_result |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
     return {"line": line.number} | own | of_result

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxtyping import Array, Key
 
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.keys import as_threefry
 from qspec_jax.decoding.limits import eos_ids
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
@@ -17,11 +18,17 @@ from qspec_jax.models.llama import Llama
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, its settings, and the key of its random draws."""
+    """A prompt, its settings, and the key of its random draws; of any generator of JAX, it becomes one of threefry.
+
+    Raises InputError for what is no key.
+    """
 
     tokens: Sequence[int]
     config: GenerationConfig
     key: Key[Array, ""]
+
+    def __post_init__(self):
+        object.__setattr__(self, "key", as_threefry(self.key))
 
 
 class CheckedTokens(list):
@@ -40,7 +47,7 @@ def checked_prompts(
         raise InputError("stop strings need a tokenizer")
     if isinstance(prompts, list) and prompts and all(getattr(row, "checked_for", None) == (model.config, config) for row in prompts):
         return prompts
-    if isinstance(prompts, str) or not len(prompts):
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise InputError("prompts should be a list with at least one prompt")
     rows = []
     for i, prompt in enumerate(prompts):
@@ -94,6 +101,16 @@ def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
             f"{what} of {tokens} tokens and {new} new ones cross the {short} tokens behind which the model turns to its long RoPE factors, "
             f"which is not supported; ask for at most {short - tokens + 1} new tokens, or give a prompt of more than {short}"
         )
+
+
+def check_given(draft: Draft | None, config: GenerationConfig) -> None:
+    """Raises InputError for a draft that is given beside a config that asks for none, and for what is no draft."""
+    if draft is None:
+        return
+    if not isinstance(draft, Draft):
+        raise InputError(f"draft should be what make_draft makes, not {draft!r}; a draft's name belongs in GenerationConfig(draft=...)")
+    if not config.speculative:
+        raise InputError(f"draft {config.draft!r} decodes without a draft, and one is given; leave it out, or name it in the config")
 
 
 def check_draft_length(draft: Draft | None, prompts: Sequence[Sequence[int]], configs: Sequence[GenerationConfig]) -> None:

@@ -1,6 +1,7 @@
 """From logits to tokens: greedy or sampled, and the acceptance of drafts that keeps the target's distribution.
 
-Random draws depend on (seed, prompt index, position, purpose) alone, so a row's tokens do not change with its neighbours.
+Random draws depend on (seed, prompt index, position, purpose) alone (`qspec_jax.decoding.keys`), so a row's tokens do not change with its
+neighbours.
 """
 
 import dataclasses
@@ -11,17 +12,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
+from qspec_jax.errors import InputError
 
 DRAFT, ACCEPT, TARGET = range(3)  # the purpose of a draw
 
 
 def prompt_keys(key: Key[Array, ""], prompts: int) -> Key[Array, "B"]:
-    """A key per prompt index."""
+    """A key per prompt index, of threefry. Raises InputError as `as_threefry`."""
+    key = as_threefry(key)
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(prompts))
 
 
 def draw_keys(keys: Key[Array, "B"], positions: Int[Array, "*B"], purpose: int) -> Key[Array, "*B"]:
-    """The key of each row's draw for the token at a position [B] or [B, T]."""
+    """The key of each row's draw for the token at a position [B] or [B, T]. Raises InputError for keys of another generator."""
+    if jax.random.key_impl(keys) != IMPLEMENTATION:
+        raise InputError(f"row keys should be of {IMPLEMENTATION}, as prompt_keys makes them, not of {jax.random.key_impl(keys)}")
     fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
     if positions.ndim == 2:
         fold = jax.vmap(fold, (None, 0))

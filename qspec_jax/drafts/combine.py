@@ -55,6 +55,9 @@ class CombinedDraft(Draft):
     def chosen(self):
         return self.first.chosen() + self.second.chosen()
 
+    def made_for(self):
+        return self.first.made_for() + self.second.made_for()
+
     def begin(self, prompt):
         return tuple(draft.begin(_asked(prompt, draft.prompt_queries)) for draft in (self.first, self.second))
 

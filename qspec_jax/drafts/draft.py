@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.views import DenseView, HeldKeys, View
 from qspec_jax.caches.cache import AppendedCache, Cache, Gives
+from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import Skipped
 from qspec_jax.models.viewed import Step, ViewedModel
@@ -180,6 +181,10 @@ class Draft(abc.ABC):
         """What `with_choice` has chosen, as texts, by which a run is known."""
         return ()
 
+    def made_for(self) -> tuple[tuple[str, int], ...]:
+        """What the draft needs of the target that it was made for: names of fields of its config, and their values."""
+        return ()
+
     def begin(self, prompt: Prompt) -> State:
         """The state after prefill."""
         return ()
@@ -245,6 +250,10 @@ class ModelDraft(Draft):
     oracle: ClassVar[bool] = False
     proposes = Proposes.ALL
 
+    def made_for(self):
+        names = ("vocab_size",) if self.own_model else ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
+        return tuple((name, getattr(self.step.model.checkpoint_config, name)) for name in names)
+
     @abc.abstractmethod
     def reads(self, layer: int, quantized: int, buffered: int, group_size: int) -> Reads:
         """What a step reads of a layer, for cost estimates (`qspec plan`).
@@ -299,6 +308,13 @@ class StepwiseDraft(ModelDraft):
     def propose(self, state, cache, round):
         proposal, stepped = propose_by_steps(self.step_in_round(state, cache), self.cache_of_steps(state, cache), round)
         return proposal, *self.after_steps(state, cache, stepped, round.eligible > 0)
+
+
+def check_made_for(draft: Draft, model: Llama) -> None:
+    """Raises InputError where a draft was made for another model than this target."""
+    for name, value in draft.made_for():
+        if value != (own := getattr(model.checkpoint_config, name)):
+            raise InputError(f"the draft was made for a model whose {name} is {value}, and that of this model is {own}; make one for it")
 
 
 def propose_by_steps(

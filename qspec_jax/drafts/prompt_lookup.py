@@ -33,6 +33,9 @@ class PromptLookupDraft(Draft):
 
     proposes = Proposes.ALL_OR_NONE
 
+    def made_for(self):
+        return (("vocab_size", self.vocab_size),)
+
     def begin(self, prompt):
         return History.begin(prompt)
 

@@ -48,6 +48,10 @@ class SpeCacheDraft(Draft):
 
     guesses = True
 
+    def made_for(self):
+        own = self.step.model.checkpoint_config
+        return (("vocab_size", own.vocab_size), ("num_layers", own.num_layers))
+
     def begin(self, prompt):
         if not isinstance(prompt.cache, SpeCache):
             raise InputError("draft specache guesses for the cache of that name; give --cache specache")

@@ -77,6 +77,9 @@ class TriForceDraft(Draft):
     def in_loop(self):
         return dataclasses.replace(self, small=self.small.in_loop(), middle=self.middle.in_loop())
 
+    def made_for(self):
+        return self.small.made_for() + self.middle.made_for()
+
     def begin(self, prompt):
         # A block that begins with the round's last draft, or behind it in a row that waits for others, is longer than the round.
         prompt = dataclasses.replace(prompt, gamma=prompt.gamma + self.gamma1)

@@ -259,7 +259,7 @@ def _walk(
         # Once more with the real tokens, whose keys and values are what the cache must hold, and whose queries the draft may observe.
         cache = cache.rollback(round.lengths)
         cache = cache if choice is None else WatchedCache(cache, choice)
-        logits, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
+        _, cache, masses = feed(target, block_at(real, state.emitted - 1), cache, round, observe=draft.observes)
         if choice is not None:
             covered += jnp.where(jnp.arange(width) < moved[:, None], cache.shares, 0).sum(1)
             cache = cache.cache

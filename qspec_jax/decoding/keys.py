@@ -1,0 +1,49 @@
+"""The keys of random draws: threefry, whatever generator JAX is set to.
+
+A row's draws depend on (seed, prompt index, position, purpose) alone. That holds for threefry; with the generators rbg and unsafe_rbg a
+batch of draws (`jax.vmap` over keys) comes from the first row's key, so neighbours would decide.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+from qspec_jax.errors import InputError
+
+IMPLEMENTATION = "threefry2x32"
+WORDS = 2  # of 32 bits in a key of it
+
+
+def key_of(seed: int) -> Key[Array, ""]:
+    """The key of a seed: `jax.random.key(seed)`, where JAX's own generator is threefry."""
+    return jax.random.key(seed, impl=IMPLEMENTATION)
+
+
+def as_threefry(key: Key[Array, ""]) -> Key[Array, ""]:
+    """A key of any generator as one of threefry; a key that was made of a seed becomes `key_of` that seed.
+
+    Args:
+        key: `jax.random.key(seed)` or `jax.random.PRNGKey(seed)`, or what fold_in or split made of it; one key, not several.
+
+    Raises:
+        InputError: for anything else.
+    """
+    wanted = "key should be one key of JAX, such as jax.random.key(0)"
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise InputError(f"{wanted}, not {key!r}")
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not (typed or key.dtype == np.uint32):
+        raise InputError(f"{wanted}, not an array of {key.dtype}")
+    words = jax.random.key_data(key) if typed else jnp.asarray(key)
+    if key.ndim != 0 if typed else key.shape not in ((WORDS,), (2 * WORDS,)):
+        raise InputError(f"{wanted}, not keys of shape {list(key.shape)}")
+    if typed and jax.random.key_impl(key) == IMPLEMENTATION:
+        return key
+    halves = words.reshape(-1, WORDS)
+    # rbg repeats the words of a seed's key; those of other keys all differ, and all count.
+    more = [half for half in halves[1:] if not (half == halves[0]).all()]
+    first = jax.random.wrap_key_data(halves[0], impl=IMPLEMENTATION)
+    return functools.reduce(jax.random.fold_in, (word for half in more for word in half), first)
