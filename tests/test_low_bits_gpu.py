@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import needs_gpu
+from gpus import needs_gpu, skip_or_fail
 from jaxtyping import Array, Float
 from runs import random_model
 
@@ -24,6 +24,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
+MISSING = {"triton": dispatch.no_triton, "mosaic_gpu": dispatch.no_mosaic_gpu}  # what says why each implementation cannot run here
 
 # Compiled, for JAX would compile each operation by itself, which takes longer.
 WIDE = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree))
@@ -69,6 +70,7 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
     ],
 )
 def test_equals_float32(implementation, bits, T, heads, kv_heads, head_dim, group, outliers):
+    skip_or_fail(implementation, MISSING[implementation]())
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
     expected = exactly(q, layer, lengths)
@@ -133,6 +135,7 @@ def attend_replaced(
 )
 def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, group, count, outliers):
     """In rows with fewer tokens than may be replaced, or none; other tokens of each KV head, and not all of them there."""
+    skip_or_fail(implementation, MISSING[implementation]())
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     r = np.random.default_rng(count)
     positions = np.full((len(QUANTIZED), kv_heads, count), -1, np.int32)

@@ -1,0 +1,126 @@
+"""Draft objects, samplers and states that are given to the library, and which of them do not fit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import random_model, random_prompts
+
+from qspec_jax import GenerationConfig, InputError, generate, stream
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.requests import Request
+from qspec_jax.decoding.sampling import Greedy, make_sampler, prompt_keys
+from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.triforce import TriForceDraft
+
+CONFIG = GenerationConfig(max_new_tokens=8, group_size=16, ignore_eos=True, draft="quantspec")
+PROMPTS = random_prompts([20])
+model_of = functools.cache(lambda **shape: random_model(jnp.float32, **{"num_hidden_layers": 1} | shape))
+
+
+def of_both(text):
+    """A draft of a text, and one that is made of another draft of the same model."""
+    return lambda model: make_draft(text, model)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        of_both("quantspec"),
+        of_both("sparse"),
+        of_both("streaming-llm"),
+        of_both("combine:prompt-lookup+quantspec"),
+        lambda model: TriForceDraft(make_draft("prompt-lookup", model), make_draft("quantspec", model)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [({"num_hidden_layers": 2}, "num_layers is 2"), ({"vocab_size": 80}, "vocab_size is 80"), ({"vocab_size": 48}, "vocab_size is 48")],
+)
+def test_a_draft_of_another_model_is_refused(made, shape, message):
+    draft = made(model_of(**shape))
+    for call in (lambda: generate(model_of(), PROMPTS, config=CONFIG, draft=draft), lambda: list(batch(draft))):
+        with pytest.raises(InputError, match=f"the draft was made for a model whose {message}, and that of this model is"):
+            call()
+
+
+@pytest.mark.parametrize("size", [48, 80])
+def test_a_lookup_in_another_vocabulary_is_refused(size):
+    with pytest.raises(InputError, match=f"vocab_size is {size}"):
+        generate(model_of(), PROMPTS, config=CONFIG, draft=make_draft("prompt-lookup", model_of(vocab_size=size)))
+
+
+def batch(made, **settings):
+    config = dataclasses.replace(CONFIG, **settings)
+    return run_batch(model_of(), [Request(prompt, config, jax.random.key(0)) for prompt in PROMPTS], draft=made)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda made, **s: generate(model_of(), PROMPTS, config=dataclasses.replace(CONFIG, **s), draft=made), batch]
+)
+def test_a_draft_beside_none_and_a_name_in_place_of_a_draft_are_refused(call):
+    with pytest.raises(InputError, match="draft 'none' decodes without a draft, and one is given"):
+        call(make_draft("quantspec", model_of()), draft="none")
+    with pytest.raises(InputError, match="draft should be what make_draft makes, not 'sparse'"):
+        call("sparse")
+
+
+@pytest.mark.parametrize("call", [lambda **s: generate(model_of(), PROMPTS, **s), lambda **s: stream(model_of(), PROMPTS[0], **s)])
+def test_draws_want_a_key(call):
+    with pytest.raises(InputError, match=r"temperature 0.5 draws tokens at random, so key should be given"):
+        call(config=dataclasses.replace(CONFIG, temperature=0.5))
+    with pytest.raises(InputError, match="a sampler of your own draws, so key should be given"):
+        call(config=CONFIG, sampler=Greedy())
+
+
+def test_prompts_may_come_from_a_generator():
+    assert generate(model_of(), (p for p in PROMPTS), config=CONFIG).token_ids == generate(model_of(), PROMPTS, config=CONFIG).token_ids
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LeastLikely(Greedy):
+    """A strategy of one's own."""
+
+    def choose(self, logits, keys, positions, purpose):
+        return super().choose(-logits, keys, positions, purpose)
+
+    def verify(self, logits, *more):
+        return super().verify(-logits, *more)
+
+
+def test_a_sampler_of_ones_own():
+    settings = dict(config=dataclasses.replace(CONFIG, draft="none", cache="int8"), key=jax.random.key(0))
+    own = generate(model_of(), PROMPTS, sampler=LeastLikely(), **settings)
+    (pieces,) = [list(stream(model_of(), PROMPTS[0], sampler=LeastLikely(), **settings))]
+    drafted = generate(model_of(), PROMPTS, sampler=LeastLikely(), config=CONFIG, key=jax.random.key(0))
+    assert own.token_ids == drafted.token_ids == [[token for piece in pieces for token in piece.token_ids]]
+    assert own.token_ids != generate(model_of(), PROMPTS, config=CONFIG).token_ids
+
+
+@pytest.mark.parametrize("how", ["rounds", "replace", "look"])
+def test_a_state_that_was_used_up_is_refused(how):
+    model, config = model_of(), dataclasses.replace(CONFIG, draft="none", cache="int8")
+    engine = Engine.for_configs(model, None, [config], prompt_tokens=20)
+    sampler, limits = make_sampler(config), make_limits(model, config)
+    state = engine.prefill(PROMPTS, sampler, prompt_keys(jax.random.key(0), 1), limits)
+    after = engine.rounds(state, sampler, limits, 1)
+    calls = {
+        "rounds": lambda: engine.rounds(state, sampler, limits, 1),
+        "replace": lambda: engine.replace(state, after, [0]),
+        "look": lambda: engine.look(state, [0]),
+    }
+    with pytest.raises(InputError, match="this state was used up when it was given to `rounds` or `replace`"):
+        calls[how]()
+    assert np.asarray(engine.rounds(after, sampler, limits).emitted) == 8
+
+
+def test_rows_of_stats_have_attributes():
+    out = generate(model_of(), [*PROMPTS, PROMPTS[0][:5]], config=CONFIG)
+    assert [row.new_tokens for row in out.stats.rows] == [8, 8] and [row.prompt_tokens for row in out.stats.rows] == [20, 5]
+    assert out.stats.num_spec_steps == sum(row.num_spec_steps for row in out.stats.rows)
