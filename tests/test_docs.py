@@ -11,7 +11,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import typer
 from runs import random_model
@@ -214,6 +216,19 @@ def test_the_readmes_python_runs(directory, capsys):
     names = {}
     exec(compile(code.replace(EMBEDDED, str(directory)), "README.md", "exec"), names)  # a model of one layer, which compiles faster
     assert names["out"].text[0] in capsys.readouterr().out
+
+
+def test_the_python_pages_code_runs(directory):
+    """All blocks of docs/python.md, one after the other."""
+    names = {}
+    for code in blocks(ROOT / "docs" / "python.md", "python"):
+        exec(compile(code.replace(EMBEDDED, str(directory)), "python.md", "exec"), names)
+    assert names["logprobs"].shape == (1, len(names["text"]) - 3)
+    np.testing.assert_allclose(names["full"], names["int8"], atol=0.1)
+    # The hidden states' logits are those that predict the text, and the loop's cache holds its tokens.
+    expected = jax.nn.log_softmax(names["logits"][0])[jnp.arange(2, len(names["text"]) - 1), jnp.array(names["text"][3:])]
+    np.testing.assert_allclose(expected, names["full"][0], atol=0.05)
+    assert names["cache"].lengths.total.tolist() == [len(names["text"]) + 4]
 
 
 def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
