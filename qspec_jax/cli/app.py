@@ -18,7 +18,7 @@ from qspec_jax.cli.generate import generate_command
 from qspec_jax.cli.info import info
 from qspec_jax.cli.plan import plan
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(evaluations, name="eval")
 app.add_typer(benchmarks, name="bench")
 app.add_typer(conversions)

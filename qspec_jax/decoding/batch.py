@@ -242,7 +242,7 @@ class _Slots:
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
-        self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs)))
+        self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs, tokenizer=tokenizer)))
         self.waiting = waiting
         self.waited = 0  # what has been prefilled while running rows have had no round, in tokens times layers
         self.newest: Array | None = None  # what comes of the prefill put into slots last, while the device may be at work on it

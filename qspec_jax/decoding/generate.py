@@ -278,7 +278,7 @@ class _Run:
         configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
         check_draft_length(self.engine.draft, self.prompts, configs)
         self.keys = prompt_keys(key_of(0) if key is None else key, len(self.prompts))
-        self.sampler, self.limits = sampler or make_sampler(config), make_limits(model, *configs)
+        self.sampler, self.limits = sampler or make_sampler(config), make_limits(model, *configs, tokenizer=tokenizer)
 
     def looks(self) -> Iterator[list[tuple[list[int], str]]]:
         """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from qspec_jax.checkpoints.vocabulary import padding_from
 from qspec_jax.decoding.compiled import rounded_up
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.processors import Processors, make_processors
@@ -23,6 +25,7 @@ class Limits:
     """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none).
 
     stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
+    padding_from: the first id that is padding of the vocabulary, of which nothing is drafted or generated; None: there is none.
     least_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
     adaptive.py. None stands where no row has such a setting.
     """
@@ -34,19 +37,22 @@ class Limits:
     processors: Processors | None = None
     least_confidence: Float[Array, "B"] | None = None
     draft_cost: Float[Array, "B"] | None = None
+    padding_from: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def asks_what_was_seen(self) -> bool:
         return self.processors is not None and self.processors.repetition_penalty is not None
 
     def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
-        """Logits as tokens are chosen from them; see `Processors`."""
+        """Logits as tokens are chosen from them: without padding of the vocabulary; and see `Processors`."""
+        if self.padding_from is not None:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < self.padding_from, logits, -jnp.inf)
         return logits if self.processors is None else self.processors(logits, new, since, self.eos_token_ids)
 
 
-def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
+def make_limits(model: Llama, *configs: GenerationConfig, tokenizer: Any = None) -> Limits:
     """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft whose
-    cost nobody gave costs `DRAFT_COST`."""
+    cost nobody gave costs `DRAFT_COST`. tokenizer: whose ids alone are generated; None: any of the vocabulary."""
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
     column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
     costs = [(DRAFT_COST if config.draft_cost is None else config.draft_cost) if config.adaptive else 0.0 for config in configs]
@@ -58,6 +64,7 @@ def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
         make_processors(*configs),
         column("min_draft_confidence", jnp.float32) if any(config.min_draft_confidence for config in configs) else None,
         jnp.array(costs, jnp.float32) if any(costs) else None,
+        None if tokenizer is None else padding_from(tokenizer, model.config.vocab_size),
     )
 
 

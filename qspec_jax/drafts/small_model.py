@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.formats.views import FULL_PRECISION
+from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.drafts.draft import ModelDraft, Reads, propose_by_steps
 from qspec_jax.drafts.history import History
 from qspec_jax.drafts.own_cache import OwnText, WholeText, Window
@@ -17,7 +18,7 @@ from qspec_jax.drafts.sink_window import tokens_of_sinks
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.viewed import ViewedModel
+from qspec_jax.models.viewed import Step, ViewedModel
 
 # Tokens that the model takes in at once where its cache lacks some: so few take hardly longer than one.
 BLOCK = 4
@@ -36,9 +37,9 @@ class SmallModelState:
     own: OwnText
     fed: Int[Array, "B"]
 
-    def caught_up(self, step: ViewedModel, eligible: Int[Array, "B"]) -> tuple[Float[Array, "B V"], OwnText]:
+    def caught_up(self, step: Step, model: Llama, eligible: Int[Array, "B"]) -> tuple[Float[Array, "B V"], OwnText]:
         """The model's logits after the pending token, and the text that it has read with all tokens up to that, in every row that may use
-        drafts.
+        drafts. step: of this model.
 
         It lacks the last draft where all were accepted, and more behind rounds in which the row used none, or another draft's.
         """
@@ -54,7 +55,7 @@ class SmallModelState:
             # A row that may use none waits. Else its neighbours would decide when it catches up, and in which blocks: its tokens would be
             # rounded otherwise than in another batch.
             count = jnp.where(eligible > 0, jnp.clip(at + 1, 0, BLOCK), 0)
-            return own.keep(step.model, fed, count, BLOCK), logits
+            return own.keep(model, fed, count, BLOCK), logits
 
         def behind(carry):
             return ((carry[0].read_so_far <= pending) & (eligible > 0)).any()
@@ -70,12 +71,13 @@ class SmallModelDraft(ModelDraft):
     """Single-token steps of a model over a cache of its own.
 
     `commit` keeps what the cache holds of a round's drafts as far as they were emitted, whoever proposed those. sinks, window: the tokens
-    that it reads; a window of 0 stands for the whole text.
+    that it reads; a window of 0 stands for the whole text. vocab_size: the target's, where the model's own is padded differently.
     """
 
     step: ViewedModel
     sinks: int = dataclasses.field(default=0, metadata={"static": True})
     window: int = dataclasses.field(default=0, metadata={"static": True})
+    vocab_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     own_cache = own_model = True
     first_pass = BLOCK
@@ -95,8 +97,24 @@ class SmallModelDraft(ModelDraft):
     def reads_of_prompt(self, prompt):
         return min(prompt, self.sinks + self.window) if self.window else prompt
 
+    def made_for(self):
+        return (("vocab_size", self.step.model.config.vocab_size if self.vocab_size is None else self.vocab_size),)
+
+    def in_own_vocabulary(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """The tokens, with the model's last in place of those that it does not have."""
+        return tokens if self.vocab_size is None else jnp.minimum(tokens, self.step.model.config.vocab_size - 1)
+
+    def in_targets_vocabulary(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AppendedCache):
+        """A step of the model, with logits of the target's tokens: -inf for those that the model does not have."""
+        logits, cache = self.step(self.in_own_vocabulary(tokens), positions, cache)
+        if self.vocab_size is not None:
+            more = max(0, self.vocab_size - logits.shape[-1])
+            logits = jnp.pad(logits[..., : self.vocab_size], ((0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
+        return logits, cache
+
     def begin(self, prompt):
         model, appended = self.step.model, max(prompt.gamma, BLOCK)
+        prompt = dataclasses.replace(prompt, tokens=self.in_own_vocabulary(prompt.tokens))
         if self.window:
             own = Window.begin(model, prompt, appended, sinks=self.sinks, window=self.window)
         else:
@@ -105,9 +123,9 @@ class SmallModelDraft(ModelDraft):
 
     def propose(self, state, cache, round):
         state = dataclasses.replace(state, history=state.history.written(0, round.pending[:, None]))
-        logits, own = state.caught_up(self.step, round.eligible)
+        logits, own = state.caught_up(self.in_targets_vocabulary, self.step.model, round.eligible)
         skipped = (own.read_so_far - own.position)[:, None]
-        step = lambda tokens, positions, cache: self.step(tokens, positions - skipped, cache)
+        step = lambda tokens, positions, cache: self.in_targets_vocabulary(tokens, positions - skipped, cache)
         proposal, fed = propose_by_steps(step, own.cache, round, first=logits)
         own = dataclasses.replace(own, cache=fed)
         # The last draft was not fed.
@@ -128,9 +146,9 @@ class SmallModelDraft(ModelDraft):
 class SmallModelSettings:
     """The settings of the draft.
 
-    model: its checkpoint directory, in Hugging Face format or converted, or ORG/NAME on the Hub; it has the target's vocabulary, and is
-    loaded in the target's dtype. reads: "text", all of it, or "window", the first `sinks` tokens and the last `window` ones, numbered
-    without a gap, so that the text may be longer than the model takes. weight_bits: 16 for its weights as they are, or 4.
+    model: its checkpoint directory, in Hugging Face format or converted, or ORG/NAME on the Hub; it has the target's vocabulary, but for
+    what pads it, and is loaded in the target's dtype. reads: "text", all of it, or "window", the first `sinks` tokens and the last `window`
+    ones, numbered without a gap, so that the text may be longer than the model takes. weight_bits: 16 for its weights as they are, or 4.
     """
 
     model: str = ""
@@ -158,12 +176,15 @@ class SmallModelSettings:
         return (self.model,)
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SmallModelDraft:
-        """The draft for a model. Raises InputError for a checkpoint that cannot be loaded, or has another vocabulary."""
+        """The draft for a model. Raises InputError for a checkpoint that cannot be loaded, or has another vocabulary; what pads it may
+        differ."""
         config = own_config(self.model, model)
         if self.reads == "window":
             self.check_window(config)
         step = ViewedModel(own_model(self.model, model, weight_bits=self.weight_bits), FULL_PRECISION)
-        return SmallModelDraft(step) if self.reads == "text" else SmallModelDraft(step, self.sinks, self.window)
+        reads = dict(sinks=self.sinks, window=self.window) if self.reads == "window" else {}
+        target = model.checkpoint_config.vocab_size
+        return SmallModelDraft(step, **reads, vocab_size=None if target == config.vocab_size else target)
 
     def check_window(self, config: LlamaConfig) -> None:
         """Raises InputError where a window of a text is nothing that a model with this config could read."""

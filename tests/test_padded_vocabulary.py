@@ -1,0 +1,100 @@
+"""A vocabulary that is padded beyond the tokenizer's ids: padding is neither drafted nor generated, and a draft may be padded otherwise."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import hf_config, random_tensors, write_checkpoint
+
+from qspec_jax import GenerationConfig, InputError, demo, generate
+from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.vocabulary import padding_from
+from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.requests import Request
+from qspec_jax.drafts import make_draft
+
+IDS, PADDED = 4096, 4160  # of the embedded model's tokenizer, and of the target
+TOKENIZER = load_tokenizer(demo.MODEL)
+PROMPT = "import os\n"
+GREEDY = GenerationConfig(max_new_tokens=12, group_size=16, ignore_eos=True, draft="quantspec", cache="int8")
+CONFIGS = {"greedy": GREEDY, "sampled": dataclasses.replace(GREEDY, temperature=1.0)}
+
+
+def checkpoint(folder, vocab_size, *, loud=False):
+    """A model of one layer whose first IDS rows of embedding and head are the same for every vocabulary. loud: the likeliest token is
+    always one of two that pad the vocabulary."""
+    config = hf_config(vocab_size=PADDED + 64, num_hidden_layers=1)
+    tensors = random_tensors(config)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:vocab_size].copy()
+    if loud:
+        tensors["lm_head.weight"][-1] = -100 * tensors["lm_head.weight"][-2]
+        tensors["lm_head.weight"][-2] *= 100
+    return write_checkpoint(folder, config | {"vocab_size": vocab_size}, tensors=tensors, tokenizer=demo.MODEL)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = lambda name, *args, **settings: checkpoint(tmp_path_factory.mktemp("model") / name, *args, **settings)
+    return {"loud": made("loud", PADDED, loud=True), **{size: made(str(size), size) for size in (IDS - 1, IDS, PADDED, PADDED + 64)}}
+
+
+@pytest.fixture(scope="module")
+def loud(folders):
+    return load_model(folders["loud"])
+
+
+def test_where_padding_begins():
+    assert padding_from(TOKENIZER, PADDED) == IDS and padding_from(TOKENIZER, IDS) is padding_from(None, PADDED) is None
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("draft", ["none", "quantspec", "prompt-lookup"])
+def test_padding_is_never_generated(config, draft, loud):
+    config = dataclasses.replace(config, draft=draft)
+    settings = dict(config=config, key=jax.random.key(0))
+    found = generate(loud, [PROMPT], tokenizer=TOKENIZER, **settings).token_ids[0]
+    assert max(found) < IDS
+    (result,) = run_batch(
+        loud, [Request(TOKENIZER(PROMPT)["input_ids"], config, jax.random.fold_in(settings["key"], 0))], tokenizer=TOKENIZER
+    )
+    assert result.token_ids == found
+    # Without a tokenizer nothing says what is padding.
+    assert min(generate(loud, [TOKENIZER(PROMPT)["input_ids"]], **settings).token_ids[0]) >= IDS
+
+
+@pytest.mark.parametrize("size", [IDS, PADDED + 64])
+@pytest.mark.parametrize("reads", ["text", "window,sinks=2,window=30"])
+def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
+    """It is the target but for the padding, so that every draft is accepted."""
+    target = load_model(folders[PADDED])
+    draft = make_draft(f"small-model:model={folders[size]},reads={reads}", target, directory=folders[PADDED])
+    config = dataclasses.replace(GREEDY, cache="full", draft=f"small-model:model={folders[size]}")
+    out = generate(target, [PROMPT], config=config, tokenizer=TOKENIZER, draft=draft)
+    assert (
+        out.token_ids
+        == generate(target, [PROMPT], config=dataclasses.replace(GREEDY, draft="none", cache="full"), tokenizer=TOKENIZER).token_ids
+    )
+    assert out.stats.draft_acceptance_rate == 1.0
+
+
+def test_drafts_of_another_padding_are_lossless_where_padding_is_loud(folders, loud):
+    config = dataclasses.replace(GREEDY, draft=f"small-model:model={folders[PADDED + 64]}")
+    expected = generate(loud, [PROMPT], config=dataclasses.replace(GREEDY, draft="none"), tokenizer=TOKENIZER).token_ids
+    assert generate(loud, [PROMPT], config=config, tokenizer=TOKENIZER).token_ids == expected
+
+
+def test_a_prompt_with_padding_is_read(folders):
+    """Ids that the draft does not have are read as its last one; the target decides."""
+    target = load_model(folders[PADDED])
+    prompt = [5, PADDED - 1, 7, PADDED - 2]
+    config = dataclasses.replace(GREEDY, draft=f"small-model:model={folders[IDS]}")
+    out = generate(target, [prompt], config=config)
+    assert out.token_ids == generate(target, [prompt], config=dataclasses.replace(GREEDY, draft="none")).token_ids
+    assert np.isfinite(out.stats.draft_acceptance_rate)
+
+
+def test_a_vocabulary_without_all_ids_is_refused(folders):
+    with pytest.raises(InputError, match=f"a vocabulary of {IDS - 1} tokens; a draft needs the target's, of {PADDED}$"):
+        make_draft(f"small-model:model={folders[IDS - 1]}", load_model(folders[PADDED]))
