@@ -36,7 +36,7 @@ class _Setting:
     sampled: bool = True
 
 
-SETTINGS = {
+SAMPLING = {
     "temperature": _Setting(1.0, 1.0, lambda x: 0 < x <= MAX_TEMPERATURE, "a number above 0 and at most 1e6 where do_sample is true"),
     "top_k": _Setting(
         50, 0, lambda x: x == int(x) and -1 <= x <= MAX_TOP_K, "a whole number, at least 1 and less than 2**31, or 0 for off"
@@ -101,7 +101,7 @@ class StoredDefaults:
         if not isinstance(sampled, bool | None):
             raise self._refused("do_sample", sampled, "true or false", said)
         taken: dict[str, float | int] = {}
-        for name, setting in SETTINGS.items():
+        for name, setting in SAMPLING.items():
             if setting.sampled and not sampled:
                 taken[name] = 0.0 if name == "temperature" else setting.off
                 continue
