@@ -406,12 +406,20 @@ def with_error(rate: float | None, error: float | None) -> str:
 
 
 def in_words(found: Acceptance) -> str:
-    """The figures of one measurement that a line has room for."""
+    """The figures of a measurement that a line has room for.
+
+    Args:
+        found: the measurement.
+    """
     return f"accepted / drafted {formatted(found.acceptance_rate, '.3f')}, {found.mean_acceptance_length:.2f} tokens a round"
 
 
 def errors_of(errors: Sequence[float | None]) -> list[float] | None:
-    """Lengths of error bars; None, which draws none, where there is nothing to compute one from, as with a single text."""
+    """Lengths of error bars; None, which draws none, where there is nothing to compute one from, as with a single text.
+
+    Args:
+        errors: the standard errors of a line's points.
+    """
     return None if None in errors else list(errors)
 
 
