@@ -24,6 +24,8 @@ except ImportError:  # Windows has no such locks
 STANDARD = Path("-")  # standard input, or standard output, in place of a file
 UNFINISHED, UNLOCKED = "UNFINISHED", "UNLOCKED"  # markers in a folder of something that is being written
 SUFFIX = ".unfinished"  # of such a folder's name
+PARTIAL = ".partial"  # of the name of a file beside an output, with what is finished of it
+UNFINISHED_REPORT = "unfinished_report"  # the key of the first line of such a file, where it keeps the rows of a report
 OLD = "old"  # a folder in that one: what stood in the place of a directory
 half_written: set[Path] = set()  # such folders of this process; by them `qspec_jax.cli.process` knows that they are being removed
 
@@ -109,6 +111,60 @@ def output_to(path: Path | None) -> Iterator[Callable[[str], object]]:
         yield text.write
         with whole_file(path) as draft:
             draft.write_text(text.getvalue(), encoding="utf-8", errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def rows_kept(output: Path | None, about: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that keeps a finished row of a report until the whole report is in its file, in JSON Lines in OUTPUT.partial.
+
+    The first line says what the rows are of. The file goes when the block ends, and stays where an exception or a signal ends it before;
+    the next run with the same output replaces it with its own first row.
+
+    Args:
+        output: where the report will be; beside standard output, a pipe or a device nothing is kept.
+        about: what the rows are of.
+
+    Raises:
+        InputError: where the file cannot be written, and, before any work, for a file of that name that no unfinished report has left.
+    """
+    if output is None or not is_replaced(output):
+        yield lambda row: None
+        return
+    place = real(output)
+    path, lines = place.with_name(place.name + PARTIAL), contextlib.ExitStack()
+    with writing(path):
+        if os.path.lexists(path) and not _is_partial(path):
+            raise InputError(f"{path}: not what an unfinished report has left; move it away, or choose another output")
+        check_writable(path)
+    file = None
+
+    def keep(row: dict[str, Any]) -> None:
+        nonlocal file
+        with writing(path):
+            if file is None:
+                file = lines.enter_context(path.open("w", encoding="utf-8"))
+                file.write(to_json({UNFINISHED_REPORT: about}) + "\n")
+            file.write(to_json(row) + "\n")
+            file.flush()
+
+    with lines:
+        yield keep
+    if file is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_partial(path: Path) -> bool:
+    """Whether a file is one of `rows_kept`."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        header = json.loads(first)
+    except ValueError:
+        return not first
+    return isinstance(header, dict) and header.keys() == {UNFINISHED_REPORT}
 
 
 def _check_standard_output() -> None:

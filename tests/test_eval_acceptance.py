@@ -275,6 +275,78 @@ def test_plot(tmp_path, monkeypatch):
     assert [line.get_label() for line in tokens.lines] == [f"quantspec, temperature {temperature:g}, {mode}" for temperature, mode in lines]
 
 
+ROWS = [acceptance.Acceptance(0.25 * i, 1.5, None, i, 4, 2, 8, 0.0) for i in range(1, 5)]
+SHORT = ["--context", 20, "--max-new-tokens", 4, "--mode", "teacher-forced", "--gamma", "1,2", "--no-calibrate"]  # rows at two temperatures
+
+
+def test_rows_are_said_and_kept_as_they_come(run, directory, file, tmp_path, monkeypatch):
+    """Each before the next is measured; a run that is ended leaves them, and one that is not leaves its report alone."""
+    output, partial, seen = tmp_path / "report.json", tmp_path / "report.json.partial", []
+    output.write_text("an older report")
+
+    def measured(runs, ended_after=4):
+        for row in ROWS[:ended_after]:
+            seen.append(partial.read_text().splitlines() if partial.exists() else [])
+            yield row
+        if ended_after < 4:
+            raise KeyboardInterrupt
+
+    base = ["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--seed", 3, "--output", output]
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: measured(runs, 3))
+    code, out, err = run(*base)
+    assert (code, out, output.read_text()) == (130, "", "an older report")
+    assert [line.split(": ")[2] for line in err.splitlines()] == [
+        f"accepted / drafted {rate:.3f}, 1.50 tokens a round" for rate in (0.25, 0.5, 0.75)
+    ]
+    assert "quantspec, 20 tokens, gamma 2, temperature 0, teacher-forced" in err.splitlines()[2]
+    assert [len(lines) for lines in seen] == [0, 2, 3]
+    header, *rows = map(json.loads, partial.read_text().splitlines())
+    about = {"model": str(directory), "dtype": "float32", "seed": 3, "scheme": "int8_first", "group_size": 64, "calibration": False}
+    assert header == {"unfinished_report": about}
+    assert [(row["gamma"], row["temperature"], row["acceptance_rate"]) for row in rows] == [(1, 0, 0.25), (1, 1, 0.5), (2, 0, 0.75)]
+
+    seen.clear()
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", measured)
+    code, out, err = run(*base, "--json")
+    assert (code, out, err) == (0, "", "") and not partial.exists()
+    assert [len(lines) for lines in seen] == [4, 2, 3, 4]  # what the first run left is there until there is something newer
+    report = json.loads(output.read_text())
+    assert report["results"][:3] == rows and len(report["results"]) == 4 and about.items() <= report.items()
+    assert run(*base[:-2], "--json")[1].startswith("{") and list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("content", ['{"run": {"prompts": "0"}}\n', "notes\n", "[1]\n", '{"unfinished_report": {}, "more": 1}\n'])
+def test_what_no_report_has_left_stays(fails, directory, file, tmp_path, monkeypatch, content):
+    """Such as the journal of a `batch` with the same output."""
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: pytest.fail("a draft was measured"))
+    partial = tmp_path / "out.partial"
+    partial.write_text(content)
+    fails(["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--output", tmp_path / "out"], partial, "move it away")
+    assert partial.read_text() == content
+
+
+@pytest.mark.parametrize("output", ["no such folder/out", "x" * 250])
+def test_rows_that_cannot_be_kept_are_found_before_any(fails, directory, file, tmp_path, monkeypatch, output):
+    """A name may have room for itself and none for the ending of the file beside it."""
+    monkeypatch.setattr(acceptance, "teacher_forced_in_turn", lambda runs: pytest.fail("a draft was measured"))
+    fails(["eval", "acceptance", "--model", directory, "--file", file, *SHORT, "--output", tmp_path / output], "cannot be written")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_single_text_has_no_error(tmp_path):
+    """Neither a sign nor a bar of length 0 is shown where there is nothing to compute an error from."""
+    row = {"draft": "sparse", "context": 64, "gamma": 4, "temperature": 0.0, "mode": "teacher-forced", "acceptance_rate": 0.5}
+    row |= {"mean_acceptance_length": 2.0, "drafted": 8, "repeated_ngrams": 0.0, "step_bytes": 1e6, "conditional_rate": 0.5}
+    for error, shown in ((None, False), (0.01, True)):
+        rows = [row | {"conditional_error": error}, row | {"conditional_error": error, "step_bytes": 2e6}]
+        report = acceptance.AcceptanceReport(1, [], rows)
+        console = Console(width=TABLE_WIDTH, file=io.StringIO())
+        console.print(acceptance.table(report))
+        assert ("+-" in console.file.getvalue()) == shown
+        (drawn,) = acceptance.plot_by_bytes(report).axes[0].containers
+        assert drawn.has_yerr == shown
+
+
 def test_the_target_as_its_own_draft(run, directory, file, tmp_path):
     """Whatever is counted is accepted. A text that is too short is named, in one line and in the JSON."""
     short, again = tmp_path / "short.txt", tmp_path / "again.txt"

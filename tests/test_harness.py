@@ -36,6 +36,12 @@ def first_layer(shallow):
     return dict(model=load_model(shallow, dtype="float32"), tokenizer=load_tokenizer(shallow))
 
 
+@pytest.fixture(scope="module")
+def loaded_tiny(model, tokenizer):
+    """A random model of one layer, where any answer will do."""
+    return dict(model=model, tokenizer=tokenizer)
+
+
 def of(loaded, **settings) -> QspecLM:
     return QspecLM(demo.MODEL, progress=False, **loaded, **settings)
 
@@ -126,6 +132,143 @@ def test_windows_and_generation(first_layer):
     assert upper.config.draft == "none" and len(upper.generate_until(requests)) == 3
     with pytest.raises(InputError, match="max_gen_toks 64 should be less than max_length, 64"):
         lm.generate_until([asked("x", {"until": [], "max_gen_toks": 64})])
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "left"),
+    [
+        ("import o", "s\n", 1),  # the last token of the context is part of the next one
+        ("x = f(", "))", 3),
+        ("impo", "rt os", 0),  # all of them are: what is read first is what a text without a context is read after
+        ("   ", "return x", 0),  # blanks belong to the continuation
+        ("for i in", " range(3):", 3),  # nothing merges
+    ],
+)
+def test_tokens_that_merge_are_scored(first_layer, context, continuation, left):
+    """The tokens of both texts together, after those that the context alone begins with as well."""
+    lm = of(first_layer, cache="full")
+    whole = lm.tok_encode(context + continuation)
+    pair = whole[:left] or [lm.prefix_token_id], whole[left:]
+    assert lm._encode_pair(context, continuation) == pair and (left == 0 or lm.tok_encode(context.rstrip())[:left] == whole[:left])
+    ((found, _),) = lm.loglikelihood([asked(context, continuation)])
+    by_hand = perplexity.token_logprobs(lm.model, [pair[0]], [pair[1]], perplexity.cache_view("full").cache).sum()
+    assert found == pytest.approx(by_hand, abs=1e-4) and found < -0.1
+
+
+@pytest.mark.parametrize(("context", "continuation"), [("x = 1", ""), ("", ""), ("", "<|endoftext|>")])
+def test_nothing_to_score_is_no_best_score(first_layer, context, continuation):
+    lm = of(first_layer)
+    with pytest.raises(InputError, match=r"the continuation .* has no token of its own to score"):
+        lm.loglikelihood([asked("x = ", "1\n"), asked(context, continuation)])
+    with pytest.raises(InputError, match=r"the continuation .* has no token of its own to score"):
+        lm._loglikelihood_tokens([((context, continuation), [1], [])])
+
+
+def test_tokenizers_that_strip_a_continuation(first_layer):
+    """A continuation of which the tokenizer keeps nothing."""
+    lm = of(first_layer)
+    lm.tok_encode = lambda text, **_: list(map(ord, text.strip()))
+    with pytest.raises(InputError, match=r"the continuation '\\n' after 'a b' has no token of its own"):
+        lm.loglikelihood([asked("a b", "\n")])
+
+
+# What the model hf of lm_eval 0.4.13 gives the processors of transformers 5.24, by what a task says and what generation_config.json does.
+@pytest.mark.parametrize(
+    ("stored", "said", "taken"),
+    [
+        ({}, {}, {}),
+        ({}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 50}),
+        ({}, {"temperature": 0.7, "do_sample": True}, {"temperature": 0.7, "top_k": 50}),
+        ({}, {"temperature": 0.7, "do_sample": False}, {}),
+        ({}, {"temperature": 0.0, "top_p": 0.5}, {}),
+        ({}, {"temperature": 0.7, "top_k": 0}, {"temperature": 0.7}),
+        ({}, {"temperature": 1, "top_k": None, "top_p": 0.8}, {"temperature": 1.0, "top_p": 0.8}),
+        ({}, {"temperature": 0.5, "min_p": 0.2, "top_k": -1}, {"temperature": 0.5, "min_p": 0.2}),
+        ({}, {"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9}),
+        ({"top_k": 20, "min_p": 0.1}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 20, "min_p": 0.1}),
+        ({"repetition_penalty": 1.1}, {"do_sample": False}, {"repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": None}, {}),
+        # These two alone hf refuses, as it gives `generate` a temperature of 0.
+        ({}, {"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        ({"temperature": 0.6, "top_k": 0}, {"do_sample": True}, {"temperature": 0.6}),
+    ],
+)
+def test_settings_of_a_task_are_those_of_transformers(loaded_tiny, tmp_path, stored, said, taken):
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    config = QspecLM(tmp_path, progress=False, **loaded_tiny)._request(0, "x", {"until": "\n", "max_gen_toks": 4} | said).config
+    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: getattr(config, name) for name in off} == off | taken
+
+
+def test_the_settings_taken_are_logged_once(loaded_tiny, tmp_path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.95}))
+    lm = QspecLM(tmp_path, progress=False, **loaded_tiny)
+    harness._tell_once.cache_clear()
+    for text in ("x", "y"):
+        lm._request(0, text, {"until": [], "max_gen_toks": 4, "temperature": 0.25})
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation: sampled, temperature 0.25 (of the task), top_k 50 (transformers' default), top_p 0.95 (of generation_config.json)"
+    ]
+    caplog.clear()
+    lm._request(0, "x", {"until": [], "max_gen_toks": 4, "do_sample": True})
+    assert "lm_eval's hf refuses" in caplog.records[0].getMessage() and caplog.records[0].levelname == "WARNING"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"do_sample": True, "temperature": 0.0}, "temperature 0.0 should be a number above 0"),
+        ({"temperature": "warm"}, "temperature 'warm' should be a number"),
+        ({"temperature": 0.5, "top_k": "ten"}, "top_k 'ten' should be a whole number"),
+        ({"do_sample": "no"}, "do_sample 'no' should be true or false"),
+        ({"until": 5}, "until 5 should be a string or a list of strings"),
+        ({"until": [None]}, "should be a string or a list of strings"),
+        ({"max_gen_toks": "many"}, "max_gen_toks should be a whole number"),
+    ],
+)
+def test_settings_of_a_task_that_are_refused(loaded_tiny, said, words):
+    with pytest.raises(InputError, match=words):
+        QspecLM("no directory", progress=False, **loaded_tiny)._request(0, "x", {"until": [], "max_gen_toks": 4} | said)
+
+
+def test_tokenizers_without_bos_and_eos(loaded_tiny):
+    """Whatever has a context is answered as with them; what would be read after one of them is refused."""
+    lm, without = of(loaded_tiny, max_gen_toks=4), of(loaded_tiny, max_gen_toks=4)
+    without.tokenizer = load_tokenizer(demo.MODEL)
+    without.tokenizer.bos_token = without.tokenizer.eos_token = None
+    assert without.eot_token_id is None
+    pair, prompt = asked("def f(x):\n    return", " x\n"), asked("import", {"until": ["\n"]})
+    assert without.loglikelihood([pair]) == lm.loglikelihood([pair])
+    assert without.generate_until([prompt]) == lm.generate_until([prompt])
+    words = "its tokenizer has neither BOS nor EOS"
+    for ask, request in (
+        (without.loglikelihood, asked("", "import os")),
+        (without.loglikelihood, asked("impo", "rt")),
+        (without.loglikelihood_rolling, asked("import os\n")),
+        (without.generate_until, asked("", {"until": ["\n"]})),
+    ):
+        with pytest.raises(InputError, match=words):
+            ask([request])
+
+
+def test_git_says_nothing_outside_a_repository(loaded_tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "one.jsonl").write_text(json.dumps({"code": "import", "word": " os"}) + "\n")
+    task = (TASKS / "qspec_last.yaml").read_text().replace("qspec_last", "outside").replace("tests/harness_tasks/last.jsonl", "one.jsonl")
+    (tmp_path / "outside.yaml").write_text(task)
+    index = TaskIndex.build
+    monkeypatch.setattr(
+        "lm_eval.tasks.manager.TaskIndex",
+        lambda: SimpleNamespace(build=lambda paths: index([path for path in paths if path == tmp_path])),
+    )
+    report = harness.run(of(loaded_tiny), ["outside"], include_path=[tmp_path])
+    assert [row.metric for row in report.results] == ["perplexity", "acc"] and "git" not in capfd.readouterr().err
+    # One sample has no standard error.
+    assert [row.error for row in report.results] == [None, None]
 
 
 def test_templates(first_layer):

@@ -165,6 +165,16 @@ def test_who_knows_the_answers_scores_one(model, tokenizer, texts, monkeypatch):
     assert all((row.same_tokens, row.relative) == (None, None) for row in run(methods[2:]))
 
 
+def test_a_single_sample_has_no_error(run, directory, files, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    base = ["eval", "tasks", *files, "--model", directory, "--length", 64, "--max-new-tokens", 16, "--task", "continuation"]
+    code, out, _ = run(*base, "--cache", "full", "--samples", 1, "--plot", tmp_path / "one.png")
+    assert code == 0 and "continuation" in out and "±" not in out
+    assert [bars.errorbar for bars in figures[0].axes[0].containers] == [None]
+    assert json.loads(run(*base, "--cache", "full", "--samples", 1, "--json")[1])["results"][0]["standard_error"] is None
+
+
 def test_the_command(run, directory, files, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "save", lambda figure, path: (figures.append(figure), figure.savefig(path)))

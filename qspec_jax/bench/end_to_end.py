@@ -207,13 +207,14 @@ def table(report: EndToEndReport) -> Group:
         figures += [number(row.acceptance_ratio, ".3f"), f"{row.repeated_ngrams:.1%}", walked, given]
         grid.add_row(*name, *figures, f"{row.prefill_s:.2f}", f"{row.compile_s:.1f}", f"{row.cache_bytes / 1e9:.2f}")
     counts = {walk.context: walk.texts for walk in report.teacher_forced}
+    errors = ", +- its standard error over texts" if any(n > 1 for n in counts.values()) else ""
     notes = [
         f"Batch 1, {report.max_new_tokens} new tokens after each of",
         ", ".join(f"{n} texts of {context:,} tokens" for context, n in counts.items()) + ";",
         "drafts calibrated on the prompts." if report.calibrated else "drafts rounded to nearest.",
         "speed-up: over autoregressive decoding with a cache in the model's own precision. accepted: of the drafts, free-running;",
         "repeated: the share of that text's 8-grams which stood in it before. teacher-forced: accepted of the drafts along real text;",
-        "given those before: the chance that a draft is accepted there once those before it are, +- its standard error over texts.",
+        f"given those before: the chance that a draft is accepted there once those before it are{errors}.",
     ]
     failed = dict.fromkeys(row.note for row in [*report.rows, *report.teacher_forced] if row.status != "measured")
     return Group(head, grid, *(Text(f"failed: {note}") for note in failed), Text("\n" + " ".join(notes), "dim"))

@@ -49,7 +49,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, answers, needle, perplexity, quantizers
 from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
-from qspec_jax.files import output_to, read_text
+from qspec_jax.files import output_to, read_text, rows_kept
 from qspec_jax.models.llama import Llama
 from qspec_jax.provenance import this_run
 from qspec_jax.training import corpus
@@ -118,12 +118,13 @@ def acceptance_command(
     calibrate: Calibrate = True,
     seed: Seed = 0,
     dtype: DtypeOption = None,
+    output: Output = None,
     plot: Plot = None,
     as_json: Json = False,
 ):
     """Share of drafts that the target accepts, teacher-forced and free-running: against gamma, or of several drafts by what each reads."""
     if plot:
-        plots.check(plot, None)
+        plots.check(plot, output)
     asked = _with_budgets(draft or [GenerationConfig.draft], budget or [])
     chosen_drafts = _chosen_drafts(asked, draft_bits, draft_planes, sensitive_layers)
     gammas, heats, sizes = number_list("--gamma", num_speculative_tokens, int), temperature or [0.0, 1.0], context or [4096]
@@ -173,53 +174,55 @@ def acceptance_command(
             acceptance.check_draft(network, made, prompts, max(configs, key=lambda config: config.num_speculative_tokens))
     del made
     total = sum(len(chosen_drafts) * len(configs) * len(modes) for _, _, configs in runs)
-    with tqdm(total=total, unit="run", leave=False, disable=True if as_json else None) as bar:
-        for walk, prompts, configs in runs:
-            if calibrate and walk is not walks[0]:
-                for name in with_int4:  # before others like them take as much memory
-                    del drafts[name]
-                drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
-            key = jax.random.key(seed)
-            of_gamma = {config.num_speculative_tokens: config for config in configs}
-            chosen = {
-                (name, gamma): for_prompts(network, draft, [config], prompts)
-                for name, draft in drafts.items()
-                for gamma, config in of_gamma.items()
-            }
-            asked = list(itertools.product(chosen_drafts, configs, modes))
-            forced = [(name, config) for name, config, kind in asked if kind == Mode.teacher_forced]
-            runs_of = ((network, chosen[name, config.num_speculative_tokens], walk.texts, config, key) for name, config in forced)
-            measured_in_turn = acceptance.teacher_forced_in_turn(runs_of)
-            for name, config, kind in asked:
-                gamma, heat = config.num_speculative_tokens, config.temperature
-                bar.set_description(f"{name}, {walk.context} tokens, gamma {gamma}, temperature {heat:g}, {kind}")
-                if kind == Mode.teacher_forced:
-                    measured = next(measured_in_turn)
-                else:
-                    measured = acceptance.free_running(network, chosen[name, gamma], prompts, config, key)
-                bar.update()
-                of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
-                read = step_bytes(chosen[name, gamma], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
-                share = cache_share(chosen[name, gamma], config.cache_config, walk.context + 1)
-                raised = raised_groups(chosen[name, gamma], config.cache_config, walk.context + 1)
-                reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}
-                of_walk = reads | {"texts": len(prompts), "right": walk.right}
-                results.append(of_run | dataclasses.asdict(measured) | of_walk)
-            measured_in_turn.close()  # which lets go of drafts before others take as much memory
-            del chosen
-    report = acceptance.AcceptanceReport(
-        len(walks[0].texts),
-        walks[0].skipped,
-        results,
-        **this_run(),
-        model=str(model or "the embedded model"),
-        dtype=network.dtype.name,
-        seed=seed,
-        scheme=scheme,
-        group_size=CacheConfig(**cache).group_size_for(network.config.head_dim),
-        calibration=calibrate,
-    )
-    show(report, acceptance.table, None, sys.stdout.write, as_json=as_json)
+    about = {"model": str(model or "the embedded model"), "dtype": network.dtype.name, "seed": seed, "scheme": scheme}
+    about |= {"group_size": CacheConfig(**cache).group_size_for(network.config.head_dim), "calibration": calibrate}
+    with rows_kept(output, about) as keep, output_to(output) as write:
+        with tqdm(total=total, unit="run", leave=False, disable=True if as_json else None) as bar:
+            for walk, prompts, configs in runs:
+                if calibrate and walk is not walks[0]:
+                    for name in with_int4:  # before others like them take as much memory
+                        del drafts[name]
+                    drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
+                key = jax.random.key(seed)
+                of_gamma = {config.num_speculative_tokens: config for config in configs}
+                chosen = {
+                    (name, gamma): for_prompts(network, draft, [config], prompts)
+                    for name, draft in drafts.items()
+                    for gamma, config in of_gamma.items()
+                }
+                asked = list(itertools.product(chosen_drafts, configs, modes))
+                forced = [(name, config) for name, config, kind in asked if kind == Mode.teacher_forced]
+                runs_of = ((network, chosen[name, config.num_speculative_tokens], walk.texts, config, key) for name, config in forced)
+                measured_in_turn = acceptance.teacher_forced_in_turn(runs_of)
+                for name, config, kind in asked:
+                    gamma, heat = config.num_speculative_tokens, config.temperature
+                    title = f"{name}, {walk.context:,} tokens, gamma {gamma}, temperature {heat:g}, {kind}"
+                    bar.set_description(title)
+                    if kind == Mode.teacher_forced:
+                        measured = next(measured_in_turn)
+                    else:
+                        measured = acceptance.free_running(network, chosen[name, gamma], prompts, config, key)
+                    bar.update()
+                    of_run = {"draft": name, "context": walk.context, "gamma": gamma, "temperature": heat, "mode": kind.value}
+                    read = step_bytes(chosen[name, gamma], config.cache_config, walk.context + 1, most_item_bytes=ITEM_BYTES)
+                    share = cache_share(chosen[name, gamma], config.cache_config, walk.context + 1)
+                    raised = raised_groups(chosen[name, gamma], config.cache_config, walk.context + 1)
+                    reads = {"step_bytes": read, "cache_share": share, "raised_groups": raised}
+                    of_walk = reads | {"texts": len(prompts), "right": walk.right}
+                    results.append(of_run | dataclasses.asdict(measured) | of_walk)
+                    keep(results[-1])
+                    if not as_json:
+                        bar.write(f"qspec: {title}: {acceptance.in_words(measured)}", file=sys.stderr)
+                measured_in_turn.close()  # which lets go of drafts before others take as much memory
+                del chosen
+        report = acceptance.AcceptanceReport(
+            len(walks[0].texts),
+            walks[0].skipped,
+            results,
+            **this_run(),
+            **about,
+        )
+        show(report, acceptance.table, output, write, as_json=as_json)
     if plot:
         acceptance.plot(report, plot)
 

@@ -20,7 +20,7 @@ from qspec_jax.decoding.requests import Request, check_draft_room, checked_promp
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError, one_line, with_type, writing
-from qspec_jax.files import check_writable, is_replaced, output_to, real, to_json
+from qspec_jax.files import PARTIAL, check_writable, is_replaced, output_to, real, to_json
 from qspec_jax.models.llama import Llama
 
 PROMPTS = ("prompt", "token_ids", "messages")
@@ -216,7 +216,7 @@ class Journal:
                 raise InputError(f"{output}: is a folder; OUTPUT should be a file")
             self._check_not_there(overwrite)
             check_writable(place)  # only written at the end, so it fails here
-        self.path = place.with_name(place.name + ".partial")
+        self.path = place.with_name(place.name + PARTIAL)
         with writing(self.path):
             self._file = self._locked()
             try:

@@ -352,9 +352,11 @@ def table(report: AcceptanceReport) -> Table:
         title="Acceptance",
         box=None,  # whose lines would leave no room for the names of drafts
         padding=(0, 2, 0, 0),
-        caption="+-: standard error over texts. covered: share of the target's attention on what a draft reads.\n"
+        caption="covered: share of the target's attention on what a draft reads.\n"
         "of the cache: keys and values that a draft reads, as a share of the bytes of a whole upper plane and buffer.",
     )
+    if any(row.get("conditional_error") is not None for row in report.results):
+        grid.caption = f"+-: standard error over texts. {grid.caption}"
     columns = (
         "draft",
         "context",
@@ -403,6 +405,24 @@ def with_error(rate: float | None, error: float | None) -> str:
     return formatted(rate, ".3f") + ("" if error is None else f" +- {error:.3f}")
 
 
+def in_words(found: Acceptance) -> str:
+    """The figures of a measurement that a line has room for.
+
+    Args:
+        found: the measurement.
+    """
+    return f"accepted / drafted {formatted(found.acceptance_rate, '.3f')}, {found.mean_acceptance_length:.2f} tokens a round"
+
+
+def errors_of(errors: Sequence[float | None]) -> list[float] | None:
+    """Lengths of error bars; None, which draws none, where there is nothing to compute one from, as with a single text.
+
+    Args:
+        errors: the standard errors of a line's points.
+    """
+    return None if None in errors else list(errors)
+
+
 def formatted(value: float | None, form: str) -> str:
     """A number for a table; a dash where there is none."""
     return "-" if value is None else format(value, form)
@@ -435,7 +455,7 @@ def plot_by_bytes(report: AcceptanceReport) -> Any:
                 axes.axhline(row["conditional_rate"], linestyle=":", **(style | dict(marker="")))
             if read := sorted((row for row in rows if row["step_bytes"] is not None), key=lambda row: row["step_bytes"]):
                 points = [[row["step_bytes"] / 1e6 for row in read], [row["conditional_rate"] for row in read]]
-                axes.errorbar(*points, yerr=[row["conditional_error"] or 0 for row in read], capsize=3, **style)
+                axes.errorbar(*points, yerr=errors_of([row["conditional_error"] for row in read]), capsize=3, **style)
         axes.set(xlabel="read by a draft (MB)", title=f"context of {panel[0]:,} tokens, temperature {panel[1]:g}")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("accepted, given those before")

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import subprocess
 import sys
 import traceback
 import unittest.mock
@@ -25,7 +26,7 @@ import jax
 import jinja2
 import lm_eval
 from datasets.exceptions import DatasetsError
-from lm_eval import utils
+from lm_eval import evaluator, utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
@@ -36,6 +37,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from qspec_jax.checkpoints.generation_defaults import FILE, SAMPLING, StoredDefaults, stored_defaults
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
@@ -51,8 +53,6 @@ log = logging.getLogger(__name__)
 
 NAME = "qspec"
 WITHOUT_FORKS = {"DISABLE_MULTIPROC": "1"}  # as the harness calls it
-# What it calls our settings of sampling; anything else in a task's generation_kwargs is told once, and left out.
-SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a context, and of what continues it
 
 
@@ -65,7 +65,7 @@ class QspecLM(TemplateLM):
     where the target reads int4. batch_size: rows at a time. max_length: the most tokens that are read for one prediction; None: as many as
     the model takes. max_gen_toks: new tokens where a task does not say. add_bos_token: None leaves that to the tokenizer.
     chat_template_args: for the tokenizer's template. seed: of sampling. progress: bars on standard error. model, tokenizer: loaded already,
-    in place of `pretrained`.
+    in place of `pretrained`, of which only generation_config.json is then read, where that is a directory.
 
     Raises InputError for a setting that is out of range, and as `load_model`, `load_tokenizer` and `make_draft` do.
     """
@@ -117,6 +117,8 @@ class QspecLM(TemplateLM):
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
             config_and_dtype(checkpoint)  # which may be refused, before hours of work
         self._draft = None
+        here = model is None or Path(pretrained).is_dir()
+        self._stored = stored_defaults(pretrained) if here else StoredDefaults(None, {})
         special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         self._special = {token.content: id for id, token in special if token.special}
         self._special |= {text: self.tokenizer.convert_tokens_to_ids(text) for text in self.tokenizer.all_special_tokens}
@@ -124,12 +126,22 @@ class QspecLM(TemplateLM):
     # Tokens and templates -----------------------------------------------------------------------------------------------
 
     @property
-    def eot_token_id(self) -> int:
+    def eot_token_id(self) -> int | None:
+        """The tokenizer's EOS; None where it has none."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text: BOS, or EOS in a model that has none."""
+        """What is read before the first token of a text: BOS, or EOS in a model that has none. Raises InputError where there is neither."""
+        if (first := self._first_token) is None:
+            raise InputError(
+                f"{self.directory}: its tokenizer has neither BOS nor EOS, and a text without a context is read after one of them; name "
+                "bos_token or eos_token in tokenizer_config.json"
+            )
+        return first
+
+    @property
+    def _first_token(self) -> int | None:
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -139,7 +151,8 @@ class QspecLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         chosen = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+        first = self._first_token
+        if add_special_tokens is None and first is not None and has_bos_prefix(string, self.tokenizer.decode(first)):
             chosen = False  # as a chat template's text begins
         return self.tokenizer.encode(string, **({} if chosen is None else {"add_special_tokens": chosen}))
 
@@ -156,7 +169,32 @@ class QspecLM(TemplateLM):
 
     # Scores -------------------------------------------------------------------------------------------------------------
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of context and continuation together, cut after the longest beginning that they share with the context alone.
+
+        Blanks at the end of the context belong to the continuation, as lm_eval has it. Where the context's tokens are a beginning of the
+        whole, this is `TemplateLM`'s pair. Where its last ones merge with the continuation, the merged token is scored; lm_eval cuts by
+        number there, and leaves out what no token of the continuation is left for.
+        """
+        kept = context.rstrip()
+        whole, alone = self.tok_encode(context + continuation), self.tok_encode(kept)
+        shared = next((i for i, (token, other) in enumerate(zip(whole, alone)) if token != other), min(len(whole), len(alone)))
+        if shared < len(alone):
+            _tell_once(
+                "where the end of a context merges with its continuation into one token, that is scored too; lm_eval's hf leaves it out"
+            )
+        return whole[:shared] or [self.prefix_token_id], whole[shared:]
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        for context, continuation in (request.args for request in requests):
+            if not context and not self.tok_encode(continuation, add_special_tokens=False):
+                raise _nothing_to_score(context, continuation)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+        for key, _, continuation in requests:
+            if not continuation:
+                raise _nothing_to_score(*key or ("", ""))
         pairs, keys = [self._window(tuple(context), tuple(continuation)) for _, context, continuation in requests], defaultdict(list)
         for (key, *_), pair in zip(requests, pairs):
             keys[pair].append(key)
@@ -201,10 +239,10 @@ class QspecLM(TemplateLM):
         return context[-room:]
 
     def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> Iterator[tuple[Pair, tuple[float, bool]]]:
-        """Each different pair as it comes, with its continuation's log-likelihood, and whether that is what greedy decoding gives."""
+        """Each different pair as it comes, with its continuation's log-likelihood, and whether that is what greedy decoding gives. No
+        continuation is empty."""
         view = cache_view(self.read)
-        yield from ((pair, (0.0, True)) for pair in dict.fromkeys(pairs) if not pair[1])
-        waiting = {pair: None for pair in pairs if pair[1]}
+        waiting = dict.fromkeys(pairs)
         with self._bar("log-likelihoods", len(waiting), quiet) as bar:
             for batch in batches_of(waiting, self.batch_size):
                 yield from zip(batch, self._scores_of(batch, view))
@@ -248,14 +286,15 @@ class QspecLM(TemplateLM):
         return [texts[i] for i in range(len(asked))]
 
     def _request(self, index: int, context: str, settings: dict) -> Request:
-        """What a task asks for: its settings are those of transformers, see `normalize_gen_kwargs`."""
-        wanted = dict(normalize_gen_kwargs(settings | {"until": _as_list(settings.get("until"))}, self.max_gen_toks))
-        until, new = wanted.pop("until"), wanted.pop("max_gen_toks")
-        wanted.pop("do_sample", None)
-        sampling = {name: kind(wanted.pop(name)) for name, kind in SAMPLING.items() if wanted.get(name) is not None}
-        if not sampling.get("temperature"):  # greedy, for which the others filter nothing
-            sampling = {name: value for name, value in sampling.items() if name == "repetition_penalty"}
-        sampling |= {"top_k": max(0, sampling["top_k"])} if "top_k" in sampling else {}  # -1 is off, elsewhere
+        """What a task asks for, with the settings that the model `hf` of lm_eval would decode it with: see `_sampling`."""
+        until = _as_list(settings.get("until"))
+        try:
+            wanted = dict(normalize_gen_kwargs(settings | {"until": until, "do_sample": False, "temperature": 0.0}, self.max_gen_toks))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"generation_kwargs {settings}: max_gen_toks should be a whole number ({one_line(error)})") from None
+        sampling, new = self._sampling(settings), wanted.pop("max_gen_toks")
+        for name in ("until", "do_sample", *SAMPLING):
+            wanted.pop(name, None)
         if wanted:
             _tell_once(f"generation settings that are ignored: {', '.join(sorted(wanted))}")
         if new >= self.max_length:
@@ -273,6 +312,32 @@ class QspecLM(TemplateLM):
         )
         tokens = self._cut(self.tok_encode(context), self.max_length - new) or [self.prefix_token_id]
         return Request(tokens, config, jax.random.fold_in(jax.random.key(self.seed), index))
+
+    def _sampling(self, settings: Mapping[str, Any]) -> dict[str, float | int]:
+        """The sampling settings of a task, as fields of `GenerationConfig`.
+
+        do_sample and temperature are read as lm_eval 0.4.13's `hf` reads them: a temperature above 0 samples unless do_sample is false,
+        and without one decoding is greedy unless do_sample is true. The rest is what `generate` of transformers takes: the task's own
+        settings, then those of generation_config.json, then transformers' defaults, with a top_k of 50. `hf` gives `generate` a
+        temperature of 0 where a task says `do_sample: true` alone, which that refuses; here the temperature is the checkpoint's, or 1.
+        """
+        said = {name: settings[name] for name in SAMPLING if name in settings}
+        temperature, sampled = said.get("temperature"), settings.get("do_sample")
+        if temperature is None:
+            said.pop("temperature", None)
+        if sampled is None:
+            sampled = temperature not in (None, 0)
+        taken = self._stored.with_said(said | {"do_sample": sampled})
+        if sampled and temperature is None:
+            _tell_once(
+                f"do_sample is true and the task names no temperature, which lm_eval's hf refuses: it is {taken['temperature']:g} here"
+            )
+        used = [name for name, setting in SAMPLING.items() if sampled or not setting.sampled]
+        shown = [name for name in used if name == "temperature" or taken[name] != SAMPLING[name].off]
+        source = lambda name: "of the task" if name in said else f"of {FILE}" if name in self._stored.values else "transformers' default"
+        each = [f"{name} {taken[name]:g} ({source(name)})" for name in shown]
+        _tell_once(", ".join(["generation: sampled" if sampled else "generation: greedy", *each]), logging.INFO)
+        return taken
 
 
 def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
@@ -294,13 +359,35 @@ def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
 
 
 def _as_list(until: Any) -> list[str]:
-    """The stop strings of a task, without empty ones."""
-    return list(filter(None, [until] if isinstance(until, str) else until or []))
+    """The stop strings of a task, without empty ones. Raises InputError for anything else."""
+    found = [until] if isinstance(until, str) else until or []
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+        raise InputError(f"until {until!r} should be a string or a list of strings")
+    return list(filter(None, found))
+
+
+def _nothing_to_score(context: str, continuation: str) -> InputError:
+    end = f"{'...' if len(context) > 40 else ''}{context[-40:]}"
+    return InputError(
+        f"the continuation {continuation!r} after {end!r} has no token of its own to score; each choice and target needs some text"
+    )
 
 
 @functools.cache
-def _tell_once(what: str) -> None:
-    log.warning(what)
+def _tell_once(what: str, level: int = logging.WARNING) -> None:
+    log.log(level, "%s", what)
+
+
+def _commit() -> str | None:
+    """The commit of the repository that this runs in; None without one. lm_eval's own way lets git's complaint through."""
+    with contextlib.suppress(OSError):
+        found = subprocess.run(["git", "describe", "--always"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return found.stdout.strip() or None
+    return None
+
+
+def _asks_git_quietly() -> contextlib.AbstractContextManager:
+    return unittest.mock.patch.object(evaluator, "get_git_commit_hash", _commit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,6 +468,7 @@ def _quiet(progress: bool | None) -> Iterator[None]:
     shown = sys.stderr.isatty() if progress is None else progress
     with contextlib.ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, WITHOUT_FORKS))
+        stack.enter_context(_asks_git_quietly())
         stack.enter_context(contextlib.redirect_stdout(sys.stderr if shown else io.StringIO()))
         if not shown:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
@@ -444,7 +532,8 @@ def main() -> None:
 
     os.environ |= WITHOUT_FORKS
     try:
-        cli_evaluate()
+        with _asks_git_quietly():
+            cli_evaluate()
     except InputError as error:
         sys.exit(f"error: {error}")
 

@@ -104,9 +104,9 @@ class TaskScore:
     """What a method came to in a task.
 
     score, standard_error: mean over the samples, each from 0 to 1; of completion the edit similarity of the first line, of continuation
-    ROUGE-L, of retrieval whether the line is right. exact_match: the share of answers that are the text's own. same_tokens: the share of
-    samples for which the method gives the tokens that the first one with a full cache does; relative: its score divided by that one's.
-    Both are None where there is no such method, and relative where its score is 0.
+    ROUGE-L, of retrieval whether the line is right; a single sample has no standard error. exact_match: the share of answers that are the
+    text's own. same_tokens: the share of samples for which the method gives the tokens that the first one with a full cache does; relative:
+    its score divided by that one's. Both are None where there is no such method, and relative where its score is 0.
     """
 
     method: str
@@ -114,7 +114,7 @@ class TaskScore:
     task: str
     samples: int
     score: float
-    standard_error: float
+    standard_error: float | None
     exact_match: float
     same_tokens: float | None
     relative: float | None
@@ -209,7 +209,7 @@ def run(
         mine = [i for i, sample in enumerate(asked) if sample.task == task]
         figures, exact = zip(*(scores[method][i] for i in mine))
         mean, same, relative = statistics.fmean(figures), None, None
-        error = statistics.stdev(figures) / math.sqrt(len(mine)) if len(mine) > 1 else 0.0
+        error = statistics.stdev(figures) / math.sqrt(len(mine)) if len(mine) > 1 else None
         if full is not None:
             same = statistics.fmean(answers[method][i].token_ids == answers[full][i].token_ids for i in mine)
             of_full = statistics.fmean(scores[full][i][0] for i in mine)
@@ -226,7 +226,8 @@ def table(report: TasksReport) -> Group:
     means = {name: statistics.fmean(row.score for row in rows) for name, rows in methods.items()}
     full = next((means[name] for name, rows in methods.items() if rows[0].cache == FULL), None)
     for name, rows in methods.items():
-        cells = [f"{100 * row.score:.1f} ± {100 * row.standard_error:.1f}" for row in rows]
+        error = lambda row: "" if row.standard_error is None else f" ± {100 * row.standard_error:.1f}"
+        cells = [f"{100 * row.score:.1f}{error(row)}" for row in rows]
         exact = "".join(f"{100 * row.exact_match:.1f}" for row in rows if row.task == COMPLETION)
         same = "" if full is None else f"{statistics.fmean(row.same_tokens for row in rows):.1%}"
         grid.add_row(name, *cells, exact, f"{100 * means[name]:.1f}", f"{means[name] / full:.1%}" if full else "", same)
@@ -235,7 +236,8 @@ def table(report: TasksReport) -> Group:
     new = f"up to {count(asked.max_new_tokens, 'new token')}"
     prompts = f"\n{count(asked.samples, 'prompt')} of {asked.length:,} tokens a task, from {count(report.texts, 'text')}; {new}."
     scores = "completion: edit similarity of the next line, and how often it is exact; continuation: ROUGE-L; retrieval: the line is exact."
-    notes = prompts, scores, "A small model scores low; what counts is how the caches compare. ±: standard errors."
+    notes = prompts, scores, "A small model scores low; what counts is how the caches compare."
+    notes = (*notes, "±: standard errors.") if asked.samples > 1 else notes
     return Group(heading("Tasks on held-out text", report), grid, *(Text(note, "dim") for note in notes))
 
 
@@ -253,8 +255,8 @@ def plot(report: TasksReport, path: Path) -> None:
     axes, width = figure.subplots(), 0.8 / len(methods)
     for number, (label, rows) in enumerate(methods.items()):
         places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(rows))]
-        heights, errors = ([100 * getattr(row, name) for row in rows] for name in ("score", "standard_error"))
-        axes.bar(places, heights, width, yerr=errors, capsize=2, label=label)
+        errors = None if report.settings.samples == 1 else [100 * row.standard_error for row in rows]
+        axes.bar(places, [100 * row.score for row in rows], width, yerr=errors, capsize=2, label=label)
     axes.set_xticks(range(len(rows)), [row.task for row in rows])
     axes.set(ylabel="score", title=f"{report.model}: prompts of {report.settings.length:,} tokens")
     axes.grid(axis="y", alpha=0.3)
