@@ -114,10 +114,14 @@ def test_messages_go_through_the_chat_template(model, directory, tmp_path):
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     source = tmp_path / "in.jsonl"
-    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [3]}')
+    tokenizer.chat_template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + tokenizer.chat_template
+    said = [{"role": "user", "content": "hi"}], [3], [{"role": "tool", "content": "x"}]
+    source.write_text("\n".join(json.dumps({"messages": messages}) for messages in said))
     config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    good, bad = read_lines(source.read_bytes(), model, tokenizer, config, 0)
-    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"] and "do not fit the chat template" in bad.error
+    good, bad, unfit = read_lines(source.read_bytes(), model, tokenizer, config, 0)
+    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"]
+    assert bad.error == "messages should be a list of objects with role and content, and message 0 is 3"
+    assert "do not fit the chat template (TemplateError: no tools)" in unfit.error
 
 
 def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):

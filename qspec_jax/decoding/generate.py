@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Key
 
 from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
+from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
@@ -88,7 +89,7 @@ class Piece:
 
 def generate(
     model: Llama,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
@@ -99,10 +100,10 @@ def generate(
 ) -> Generation:
     """Continues each prompt; the prompts are one batch, of any lengths.
 
-    prompts: texts (then a tokenizer is needed) or lists of token ids. key: `jax.random.key(seed)`, for sampling. draft: by default the one
-    that the config names, or that "auto" chooses, is made here; for many calls name one and make it once, with
-    `drafts.make_draft(config.draft, model)`. on_tokens is called with
-    the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every one where there are stop strings.
+    prompts: texts, conversations for the chat template, which are lists of messages (both need a tokenizer), or lists of token ids. key:
+    `jax.random.key(seed)`, for sampling. draft: by default the one that the config names, or that "auto" chooses, is made here; for many
+    calls name one and make it once, with `drafts.make_draft(config.draft, model)`. on_tokens is called with the new tokens of each prompt
+    after prefill and after every `rounds_per_update` rounds; after every one where there are stop strings.
 
     The output is exactly that of the target with the config's cache (in exact arithmetic): greedy, its very tokens; sampled, its
     distribution. Raises InputError for an empty prompt, a token id outside the vocabulary, prompts that are too long, and stop strings
@@ -144,7 +145,7 @@ class Stream:
 
 def stream(
     model: Llama,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
@@ -224,7 +225,7 @@ class _Run:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
-        self.prompts = checked_prompts(model, prompts, config, tokenizer)
+        self.prompts = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
