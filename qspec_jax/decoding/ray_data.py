@@ -31,7 +31,7 @@ LOCAL = "local"  # in place of an address: a cluster of this machine alone, whic
 # Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
 RESTARTS = 16
 BATCHES = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
-LINE, ID, REQUEST, RESULT = "line", "id", "request", "result"  # columns. REQUEST: the JSON of a line, in place of a column for each key
+LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSON of a line, in place of a column for each key
 
 
 class Predictor:
@@ -73,9 +73,7 @@ class Predictor:
         self.reader = LineReader(self.model, self.tokenizer, config, seed, self.draft, columns)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        columns = {name: list(map(_plain, values)) for name, values in rows.items()}
-        if ID in columns:
-            columns[ID] = _whole_again(columns[ID])
+        columns = {name: _whole_again(list(map(_plain, values))) for name, values in rows.items()}
         lines = [self._line(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         outputs: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
         todo = [i for i, line in enumerate(lines) if not line.error]
@@ -138,7 +136,10 @@ def _plain(value: Any) -> Any:
 
 
 def _whole_again(values: list[Any]) -> list[Any]:
-    """Numbers of a column in which some are missing, which makes whole ones floats: as whole numbers, where all are whole."""
+    """Values of a column, or of a key of its objects, with whole numbers that are floats only because the value is missing elsewhere."""
+    if keys := dict.fromkeys(key for value in values if isinstance(value, dict) for key in value):
+        parts = {key: _whole_again([value.get(key) if isinstance(value, dict) else None for value in values]) for key in keys}
+        return [{key: parts[key][i] for key in value} if isinstance(value, dict) else value for i, value in enumerate(values)]
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values) and all(isinstance(number, float) and number.is_integer() for number in numbers):
         return [None if value is None else int(value) for value in values]
