@@ -78,6 +78,7 @@ def test_no_none_reaches_a_template():
         ([user([part("a"), {"type": "input_audio"}])], "part of type 'input_audio'"),
         ([user([{"type": "text"}])], "a text part without a text"),
         ([user([3])], "what is no object"),
+        ([user("a"), user([part("\udcff")])], "messages have half of a character (a surrogate)"),
     ],
 )
 def test_what_is_no_conversation_of_texts(messages, words):

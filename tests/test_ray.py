@@ -146,6 +146,8 @@ def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
     ]
     assert found["text"][3] == expected[3]["response"]["body"]["choices"][0]["text"] and found["finish_reason"][3] == "length"
     held = predictor({"prompt": ["a"], "id": [b"bytes"]})
+    numbered = predictor({"prompt": ["a", "b"], "line": ["x", "0"]})
+    assert numbered["error"][0] == "line should be a whole number from 1, not 'x'" and numbered["line"] == [None, None]
     assert "a column cannot be read (Object of type bytes" in held["error"][0]
     assert "unknown key 'level'" in ray_data.Predictor(str(directory), config)({"prompt": ["a"], "level": [1]})["error"][0]
 

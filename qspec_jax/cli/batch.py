@@ -67,7 +67,9 @@ def batch(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own. - is standard input."
+            metavar="INPUT",
+            help="A JSON object on each line, with a prompt and perhaps settings of its own, or as in OpenAI's batch files. Equal lines "
+            "with one seed are one sample. - is standard input.",
         ),
     ],
     output: Annotated[

@@ -1,6 +1,7 @@
 """Chat messages as token ids, by a tokenizer's chat template, and prompts that look as if they should have been messages."""
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ def chat_tokens(tokenizer: Any, messages: Any) -> list[int]:
         raise InputError("messages is a list of conversations, and should be one conversation: give each of them a prompt of its own")
     template = _template(tokenizer)
     turns = [_message(i, message, template) for i, message in enumerate(messages)]
+    try:
+        json.dumps(turns, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise InputError("messages have half of a character (a surrogate); they should be text in UTF-8") from None
     try:
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     except Exception as error:  # of the template, which is the checkpoint's

@@ -33,12 +33,12 @@ PROMPTS = ("prompt", "token_ids", "messages")
 
 
 def _whole(name: str, value: Any) -> int:
-    if not _is_whole(value):
+    if not is_whole(value):
         raise InputError(f"{name} should be a whole number, not {value!r:.40}")
     return int(value)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     """Whether a value is a whole number; 16.0 is one, as data frames write a column of whole numbers in which some are missing."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
@@ -66,7 +66,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(map(_is_whole, value)):
+    if not isinstance(value, list) or not all(map(is_whole, value)):
         raise InputError(f"{name} should be a list of whole numbers, which are token ids")
     return tuple(map(int, value))
 
@@ -295,7 +295,7 @@ def _finite(digits: str) -> float:
 
 
 def _own_key(seed: Any) -> jax.Array:
-    if not _is_whole(seed) or not 0 <= seed < 2**32:
+    if not is_whole(seed) or not 0 <= seed < 2**32:
         raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r:.40}")
     return jax.random.fold_in(jax.random.key(int(seed)), 0)
 

@@ -21,7 +21,7 @@ import numpy as np
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, kept
+from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -94,6 +94,8 @@ class Predictor:
 
     def _line(self, row: dict[str, Any]) -> Line:
         number, said = row.pop(LINE, None), row.pop(REQUEST, None)
+        if number is not None and not (is_whole(number) and number > 0):
+            return Line(None, error=f"line should be a whole number from 1, not {number!r:.40}")
         number = None if number is None else int(number)
         try:
             said = json.dumps({name: value for name, value in row.items() if value is not None}) if said is None else said
