@@ -1,9 +1,11 @@
 """The journal of a batch beside hostile neighbours: what lies in its place, what comes there meanwhile, outputs that nothing replaces."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -206,6 +208,46 @@ def test_a_full_disk_while_the_first_line_is_written(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"out\.partial: cannot be written \(No space left on device\)"):
         Journal(tmp_path / "out", RUN, overwrite=False)
     assert names(tmp_path) == []
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """The system refuses to write more to a file, as where the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("where", ["journal", "output"])
+def test_a_full_disk_loses_nothing(where, tmp_path):
+    """Wherever it is full, the message says that the same command goes on, and it does."""
+    out, path = tmp_path / "out", tmp_path / "out.partial"
+    journal = Journal(out, RUN, overwrite=False)
+    journal.add({"line": 1, "text": "a" * 1000})
+    goes_on = rf"\(File too large\); the same command, with the same input, goes on from {path}"
+    with files_of_at_most(path.stat().st_size + 10 if where == "journal" else 100):
+        with pytest.raises(InputError, match=goes_on):
+            if where == "journal":
+                journal.add({"line": 2, "text": "b" * 1000})
+            journal.finish()
+        journal.close()
+    assert names(tmp_path) == ["out.partial"]
+    again = Journal(out, RUN, overwrite=False)
+    assert list(again.done) == [1]
+    again.add({"line": 2})
+    again.finish()
+    assert names(tmp_path) == ["out"] and [json.loads(line)["line"] for line in out.read_text().splitlines()] == [1, 2]
+
+
+def test_a_full_device_has_nothing_to_go_on_from():
+    journal = Journal(Path("/dev/full"), RUN, overwrite=False)
+    journal.add({"line": 1})
+    with pytest.raises(InputError, match=r"^/dev/full: cannot be written \(No space left on device\)$"):
+        journal.finish()
+    journal.close()
 
 
 @pytest.mark.parametrize("found", [0, 1])

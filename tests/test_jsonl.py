@@ -22,7 +22,7 @@ from qspec_jax.checkpoints.loading import load_tokenizer
 from qspec_jax.cli.batch import TOLD, of_checkpoint
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import DEPENDS_ON, Journal, read_lines
+from qspec_jax.decoding.jsonl import DEPENDS_ON, KEYS, Columns, Journal, Line, as_wrong, read_lines
 from qspec_jax.errors import InputError
 
 CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
@@ -110,14 +110,106 @@ def test_a_seed_makes_a_line_its_own(model, tokenizer, tmp_path):
     assert one == three != two and four == jax.random.fold_in(jax.random.key(0), 3)
 
 
+WHOLE = {
+    "max_new_tokens": (7.0, 7),
+    "min_new_tokens": (3.0, 3),
+    "top_k": (4.0, 4),
+    "top_logprobs": (2.0, 2),
+    "banned_token_ids": ([8.0, 9], [8, 9]),
+    "stop_token_ids": ([[1.0, 2.0]], [[1, 2]]),
+    "seed": (5.0, 5),
+    "token_ids": ([5.0, 6], [5, 6]),
+    "logit_bias": ({"5": 1, "6": None}, {"5": 1.0}),
+}
+
+REFUSED = Columns()
+
+
+def read(model, tokenizer, *said: dict, columns: Columns = REFUSED, **settings) -> list[Line]:
+    config = dataclasses.replace(CONFIG, max_new_tokens=9, **settings)
+    return read_lines("\n".join(map(json.dumps, said)).encode(), model, tokenizer, config, 0, columns=columns)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_as_data_frames_write_them(name, model, tokenizer):
+    prompt = {} if name == "token_ids" else {"token_ids": [5, 6]}
+    found, expected = (read(model, tokenizer, prompt | {name: value})[0] for value in WHOLE[name])
+    assert found.request == expected.request and found.error is None
+    assert all(type(token) is int for token in found.request.tokens)
+    if name != "logit_bias":
+        broken = json.loads(json.dumps({name: WHOLE[name][0]}).replace(".0", ".5"))
+        (line,) = read(model, tokenizer, prompt | broken)
+        assert name in line.error and "whole number" in line.error
+
+
+def test_null_is_as_an_absent_key(model, tokenizer):
+    absent = dict.fromkeys(KEYS)
+    bare, nulls = (read(model, tokenizer, more | {"token_ids": [5, 6]}, temperature=0.5, top_k=3)[0] for more in ({}, absent))
+    assert nulls == bare and nulls.request
+    assert "has none" in read(model, tokenizer, absent)[0].error
+    assert read(model, tokenizer, {"token_ids": [5], "top_k": -1}, top_k=3)[0].request.config.top_k == 0
+    assert "top_k" in read(model, tokenizer, {"token_ids": [5], "top_k": -2})[0].error
+
+
+def test_columns_of_a_data_set(model, tokenizer, caplog):
+    said = [{"prompt": "x", "answer": {"n": None}, "level": 3.0, "seed": 1}, {"prompt": 3, "answer": None}, {"prompt": "x", "lvel": 1}]
+    refused = read(model, tokenizer, *said)
+    assert all(word in refused[0].error for word in ("unknown key 'answer'", "--ignore-columns", "--pass-columns NAME,..."))
+    some = read(model, tokenizer, *said, columns=Columns(passed=("answer", "level", "seed")))
+    assert some[0].error is None and some[0].passed == {"answer": {"n": None}, "level": 3.0, "seed": 1}
+    assert as_wrong(some[1]) == {"line": 2, "answer": None, "error": "prompt should be a text"} and "unknown key 'lvel'" in some[2].error
+    assert not caplog.messages
+    all_taken = read(model, tokenizer, *said[:1], said[2], columns=Columns(ignore=True, passed=("nowhere",)))
+    assert [line.error for line in all_taken] == [None, None]
+    assert caplog.messages == [
+        "no line has the key 'nowhere', which should be passed through",
+        "keys that are ignored: answer, level, lvel",
+    ]
+    for taken in ("text", "line", "id"):
+        with pytest.raises(InputError, match=f"column '{taken}' cannot be passed through: the output has a key of that name"):
+            Columns(passed=("level", taken))
+
+
+def test_columns_and_lines_of_openai_in_a_file(run, fails, directory, tmp_path, monkeypatch):
+    """Beside lines of our own, and over a restart; what is passed through belongs to the run."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "import", "max_tokens": 5}
+    said = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, "level": 1},
+        {"prompt": "import", "max_new_tokens": 5, "level": 2},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body | {"n": 3}, "level": 3},
+    ]
+    source.write_text("\n".join(map(json.dumps, said)))
+    asked = command(directory, source, out, "--on-error", "skip", "--pass-columns", "level", "--batch-size", 1)
+    add = Journal.add
+    ends = lambda journal, result: add(journal, result) or (signal.raise_signal(signal.SIGINT) if result["line"] == 1 else None)
+    monkeypatch.setattr(Journal, "add", ends)
+    assert run(*asked)[0] == 130
+    monkeypatch.undo()
+    fails([*asked, "--ignore-columns"], "is of a run with other settings")
+    code, report, _ = run(*asked)
+    assert code == 0 and json.loads(report)["done_before"] == 1 and json.loads(report)["wrong"] == 1
+    first, own, wrong = map(json.loads, out.read_text().splitlines())
+    answer = first["response"]["body"]
+    assert answer["choices"][0]["text"] == own["text"] and answer["usage"]["completion_tokens"] == 5 == len(own["token_ids"])
+    assert (first["custom_id"], wrong["custom_id"], first["error"]) == ("a", "c", None) and "n 3" in wrong["error"]["message"]
+    assert [each["level"] for each in (first, own, wrong)] == [1, 2, 3] and "line" not in first
+    fails([*asked, "--overwrite", "--pass-columns", "stats"], "--pass-columns: column 'stats' cannot be passed through")
+    fails([*asked, "--overwrite", "--pass-columns", "a,"], "--pass-columns 'level,a,' should be names with commas between them")
+
+
 def test_messages_go_through_the_chat_template(model, directory, tmp_path):
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     source = tmp_path / "in.jsonl"
-    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n{"messages": [3]}')
+    tokenizer.chat_template = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + tokenizer.chat_template
+    said = [{"role": "user", "content": "hi"}], [3], [{"role": "tool", "content": "x"}]
+    source.write_text("\n".join(json.dumps({"messages": messages}) for messages in said))
     config = dataclasses.replace(CONFIG, max_new_tokens=9)
-    good, bad = read_lines(source.read_bytes(), model, tokenizer, config, 0)
-    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"] and "do not fit the chat template" in bad.error
+    good, bad, unfit = read_lines(source.read_bytes(), model, tokenizer, config, 0)
+    assert good.request.tokens == tokenizer("user: hi\nassistant:")["input_ids"]
+    assert bad.error == "messages should be a list of objects with role and content, and message 0 is 3"
+    assert "do not fit the chat template (TemplateError: no tools)" in unfit.error
 
 
 def test_lines_that_are_wrong(run, fails, directory, tmp_path, caplog):

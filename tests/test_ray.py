@@ -11,12 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import sharing
+from ray.data import block
 
 from qspec_jax.decoding import ray_data
+from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.jsonl import Columns, as_line, read_lines
 from qspec_jax.errors import InputError
+from qspec_jax.files import to_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,12 +44,14 @@ def lines(tmp_path_factory) -> Path:
     said[3] |= {"id": "a", "seed": 7, "temperature": 1.0}
     said[4] |= {"top_logprobs": 2, "output_logprobs": True}
     said[5] = {"prompt": 3}
+    body = {"prompt": "import os", "max_tokens": 5, "logprobs": 1}
+    said[6] = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body, "from": "a set"}
     path.write_text("".join(json.dumps(line) + "\n" for line in said))
     return path
 
 
 def command(source: Path, output: Path, model: Path, *flags: object) -> list[str]:
-    settings = ["--model", model, "--dtype", "float32", "--batch-size", 2, "--on-error", "skip", *flags]
+    settings = ["--model", model, "--dtype", "float32", "--batch-size", 2, "--on-error", "skip", "--pass-columns", "from", *flags]
     return [sys.executable, "-m", "qspec_jax.cli", "batch", *map(str, (source, output, *settings))]
 
 
@@ -107,6 +114,42 @@ def test_a_predictor_of_columns(directory):
     alone = predictor({name: values[1:3][::-1] for name, values in columns.items()})
     assert found["line"] == [None, 5, None, None]
     assert alone["text"] == found["text"][1:3][::-1]
+
+
+def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
+    """As Arrow and Ray hand over what a file says, with what rows lack filled by None and NaN."""
+    body = {"prompt": [5, 6], "max_tokens": 3, "logit_bias": {"7": 1}}
+    said = [
+        {"prompt": "import", "stop_token_ids": [[1, 2], [3]], "logit_bias": {"5": 2.0}, "id": {"a": 1, "of": {"b": 1}}, "level": 3},
+        {"prompt": "import", "logit_bias": {"9": 100}, "id": {"c": 1.5}, "banned_token_ids": [9], "answer": "x"},
+        {"token_ids": [1, 2], "stop": ["x", "y"], "min_new_tokens": 2, "id": {"of": {"d": "e"}}},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body, "level": 4},
+        {"prompt": "import", "temperature": 1.0, "level": 5},
+        {"custom_id": "d", "method": "POST", "url": "/v1/completions", "body": body | {"temperature": 1, "seed": 3, "n": 2}},
+    ]
+    config = GenerationConfig(max_new_tokens=4, draft="none")
+    columns = Columns(ignore=True, passed=("level",))
+    names = dict.fromkeys(name for row in said for name in row)
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in said])
+    rows = block.BlockAccessor.for_block(table).to_numpy()
+    predictor = ray_data.Predictor(str(directory), config, ignore_columns=True, pass_columns=["level"])
+    found = predictor(rows)
+    lines = read_lines("\n".join(map(json.dumps, said)).encode(), model, tokenizer, config, 0, columns=columns)
+    results = {result.index: result for result in run_batch(model, [line.request for line in lines[:4]], tokenizer=tokenizer)}
+    expected = [as_line(line, results[i], tokenizer) for i, line in enumerate(lines[:4])]
+    for output in expected:
+        output.update({"line": None} if "line" in output else {})
+    assert found["result"][:4] == list(map(to_json, expected)) and found["level"] is rows["level"]
+    assert found["error"] == [None] * 4 + [
+        "a sampled row should have a seed, or its number as line",
+        "n 2 is not supported; it should be 1, or left out",
+    ]
+    assert found["text"][3] == expected[3]["response"]["body"]["choices"][0]["text"] and found["finish_reason"][3] == "length"
+    held = predictor({"prompt": ["a"], "id": [b"bytes"]})
+    numbered = predictor({"prompt": ["a", "b"], "line": ["x", "0"]})
+    assert numbered["error"][0] == "line should be a whole number from 1, not 'x'" and numbered["line"] == [None, None]
+    assert "a column cannot be read (Object of type bytes" in held["error"][0]
+    assert "unknown key 'level'" in ray_data.Predictor(str(directory), config)({"prompt": ["a"], "level": [1]})["error"][0]
 
 
 def test_what_does_not_go_with_ray(fails, directory, tmp_path):

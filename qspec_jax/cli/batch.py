@@ -39,7 +39,7 @@ from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
-from qspec_jax.decoding.jsonl import Journal, Line, as_line, as_wrong, read_lines, run_hashes
+from qspec_jax.decoding.jsonl import Columns, Journal, Line, as_line, as_wrong, error_of, kept, read_lines, run_hashes, written
 from qspec_jax.decoding.ray_data import connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
@@ -67,7 +67,9 @@ def batch(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="INPUT", help="A JSON object on each line, with a prompt and perhaps settings of its own. - is standard input."
+            metavar="INPUT",
+            help="A JSON object on each line, with a prompt and perhaps settings of its own, or as in OpenAI's batch files. Equal lines "
+            "with one seed are one sample. - is standard input.",
         ),
     ],
     output: Annotated[
@@ -94,6 +96,13 @@ def batch(
         int | None, typer.Option(min=1, help="With --ray, how many processes: one for each GPU of the cluster, or one, if not given.")
     ] = None,
     on_error: Annotated[OnError, typer.Option(help="A line that is wrong: say so in its place, or stop before any work.")] = OnError.stop,
+    ignore_columns: Annotated[
+        bool, typer.Option("--ignore-columns", help="Leave out keys that are not a line's, as a data set's own columns.")
+    ] = False,
+    pass_columns: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help="Copy these keys of a line to its OUTPUT, unchanged; may be given several times."),
+    ] = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     refill: Annotated[bool, typer.Option(help="Give a slot that is free to the next prompt at once, not when all are.")] = True,
@@ -102,6 +111,7 @@ def batch(
 ):
     """Continue the prompts of a file, a batch that stays full. Started again after it was killed, it goes on where it was."""
     rows_at_once = _rows(batch_size)
+    columns = _columns(ignore_columns, pass_columns or [])
     if distributed:
         if ray is not None or tensor_parallel > 1:
             raise InputError("--distributed divides the model over all devices; it goes with neither --ray nor --tensor-parallel")
@@ -110,7 +120,7 @@ def batch(
     if as_json and output == STANDARD:
         raise InputError("--json prints its object on standard output, where the results would be; give OUTPUT a file, or leave --json out")
     if distributed:
-        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error)
+        join_others("batch", config, seed, dtype, rows_at_once, refill, on_error, columns)
     quiet = as_json or not processes.is_first()
     if ray is None:
         on = devices_of(devices)
@@ -139,7 +149,7 @@ def batch(
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
     draft = None if chosen or ray else processes.all_or_none(lambda: _made(config, network, model))
-    lines = read_lines(content, network, tokenizer, config, seed, draft)
+    lines = read_lines(content, network, tokenizer, config, seed, draft, columns)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
         more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
@@ -158,7 +168,7 @@ def batch(
             draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
         configs = with_costs(network, configs, lengths, draft)
     lines = _with_configs(lines, configs)
-    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name}
+    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name, "columns": dataclasses.asdict(columns)}
     costs = [each.draft_cost for each in configs] if config.adaptive else None
     of_run = (json.dumps(settings, sort_keys=True), costs, draft and draft.chosen())
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
@@ -179,7 +189,7 @@ def batch(
         log.warning("%s: %d more lines are wrong; OUTPUT says why", name, len(wrong) - TOLD)
     for line in wrong:
         if line.number not in journal.done:
-            journal.add(as_wrong(line))
+            journal.add(kept(line.number, as_wrong(line)))
     if found := len(journal.done) - len(wrong):
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
     todo = [line for line in lines if line.number not in journal.done]
@@ -191,7 +201,7 @@ def batch(
     process.endings.append(interrupted)
     try:
         if ray:
-            settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed)
+            settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             seconds = _through_ray(
                 todo, content, stored_at.resolve(), config, journal, settings, stops=on_error is OnError.stop, quiet=as_json
             )
@@ -262,6 +272,17 @@ def _rows(text: str) -> int | None:
     return int(text)
 
 
+def _columns(ignore: bool, passed: list[str]) -> Columns:
+    """What --ignore-columns and --pass-columns say. Raises InputError for a name that is empty or that the output has itself."""
+    names = tuple(dict.fromkeys(name for text in passed for name in text.split(",")))
+    if "" in names:
+        raise InputError(f"--pass-columns {','.join(passed)!r} should be names with commas between them")
+    try:
+        return Columns(ignore, names)
+    except InputError as error:
+        raise InputError(f"--pass-columns: {error}") from None
+
+
 def _drafts(config: GenerationConfig) -> bool:
     return config.speculative and config.num_speculative_tokens != 0
 
@@ -328,8 +349,8 @@ def _through_ray(
     numbered = [(line.number, raw[line.number - 1].decode("utf-8-sig")) for line in todo]
     with tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None) as bar:
         for result in through_actors(numbered, directory, config, **settings):
-            if stops and "error" in result:
-                raise InputError(f"line {result['line']}: {result['error']}")
+            if stops and (error := error_of(written(result))):
+                raise InputError(f"line {result['line']}: {error}")
             journal.add(result)
             bar.update()
     return time.monotonic() - began
@@ -354,7 +375,8 @@ def _run(
     bar = tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None)
     with bar, contextlib.closing(results):  # closed also where a result cannot be kept
         for result in results:
-            journal.add(as_line(todo[result.index], result))
+            line = todo[result.index]
+            journal.add(kept(line.number, as_line(line, result, tokenizer)))
             bar.set_postfix_str(_speed(results.stats))
             bar.update()
     return results.stats

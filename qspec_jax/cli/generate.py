@@ -35,6 +35,7 @@ from qspec_jax.cli.options import (
     written_by_first,
 )
 from qspec_jax.decoding import diagnosis, processes
+from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
@@ -60,6 +61,10 @@ def generate_command(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take each prompt as a user's message, through the checkpoint's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="With --chat, the system message before each prompt.")] = None,
     seed: Seed = 0,
     dtype: DtypeOption = None,
     devices: DevicesOfModel = None,
@@ -83,11 +88,13 @@ def generate_command(
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
+    if system is not None and not chat:
+        raise InputError("--system is for --chat, which takes each prompt as a user's message")
     if distributed and (calibrate or devices):
         why = "calibrates nothing; leave --calibrate" if calibrate else "takes all devices of all processes; leave --devices"
         raise InputError(f"--distributed {why} out")
     if distributed:
-        join_others("generate", config, seed, dtype, stream, as_json)
+        join_others("generate", config, seed, dtype, stream, as_json, chat, system)
     prompts = processes.from_first(lambda: _prompts(prompt or [], prompt_file or []))
     if not prompts:
         raise InputError("a prompt is needed: --prompt TEXT, --prompt-file FILE, or standard input")
@@ -99,7 +106,10 @@ def generate_command(
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config]))
-        tokens = checked_prompts(network, prompts, config, tokenizer)
+        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
+        hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
+        if hint := next(filter(None, hints), None):
+            log.warning("%s", hint)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
         if calibrate and not config.speculative:
             log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
@@ -136,6 +146,13 @@ def _prompts(given: list[str], files: list[Path]) -> list[str]:
         finally:
             waits.cancel()
     return prompts
+
+
+def _messages(prompts: list[str], system: str | None, tokenizer: Any) -> list[list[int]]:
+    """The token ids of prompts as users' messages. Raises InputError where there is no chat template."""
+    check_template(tokenizer, "--chat needs")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return with_chats([[*first, {"role": "user", "content": prompt}] for prompt in prompts], tokenizer)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Key
 
 from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
+from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.keys import key_of
@@ -112,7 +113,7 @@ class Piece:
 
 def generate(
     model: Llama,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
@@ -129,11 +130,11 @@ def generate(
 
     Args:
         model: the target.
-        prompts: texts (then a tokenizer is needed) or lists of token ids.
+        prompts: texts, conversations for the chat template, which are lists of messages (both need a tokenizer), or lists of token ids.
         config: what to generate and how; None: the defaults.
         key: `jax.random.key(seed)`, from which all draws come; needed where there are any, and of any generator of JAX (see
             `qspec_jax.decoding.keys`).
-        tokenizer: for texts and stop strings.
+        tokenizer: for texts, conversations and stop strings; ids that it does not have are then not generated.
         draft: None: the one that the config names, or that "auto" chooses, is made here. For many calls make it once, with
             `drafts.make_draft("quantspec", model)`.
         sampler: how tokens are chosen, in place of the config's temperature and filters: a `qspec_jax.decoding.sampling.Sampler`.
@@ -181,7 +182,7 @@ class Stream:
 
 def stream(
     model: Llama,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
@@ -267,7 +268,7 @@ class _Run:
         check_given(draft, config)
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
-        self.prompts = checked_prompts(model, prompts, config, tokenizer)
+        self.prompts = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
         self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]

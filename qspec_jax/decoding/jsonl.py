@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import stat
@@ -15,21 +16,31 @@ from typing import Any, BinaryIO
 import jax
 
 from qspec_jax.decoding.batch import Result
+from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
+from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError, one_line, with_type, writing
+from qspec_jax.errors import InputError, one_line, writing
 from qspec_jax.files import PARTIAL, check_writable, is_replaced, output_to, real, to_json
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "token_ids", "messages")
 
 
 def _whole(name: str, value: Any) -> int:
-    if type(value) is not int:
-        raise InputError(f"{name} should be a whole number, not {value!r}")
-    return value
+    if not is_whole(value):
+        raise InputError(f"{name} should be a whole number, not {value!r:.40}")
+    return int(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; 16.0 is one, as data frames write a column of whole numbers in which some are missing."""
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def _number(name: str, value: Any) -> float:
@@ -55,9 +66,9 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise InputError(f"{name} should be a list of token ids")
-    return tuple(value)
+    if not isinstance(value, list) or not all(map(is_whole, value)):
+        raise InputError(f"{name} should be a list of whole numbers, which are token ids")
+    return tuple(map(int, value))
 
 
 def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
@@ -69,14 +80,19 @@ def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or not all(token.isdecimal() and len(token) < 11 for token in value):
         raise InputError(f"{name} should be an object with a number for each token id")
-    return {int(token): _number(name, bias) for token, bias in value.items()}
+    # Tables whose rows have different tokens give each row all of them, most with null.
+    return {int(token): _number(name, bias) for token, bias in value.items() if bias is not None}
+
+
+def _top_k(name: str, value: Any) -> int:
+    return 0 if value == -1 else _whole(name, value)  # -1 is off elsewhere
 
 
 # What a line may say of `GenerationConfig`, and how it is read.
 SETTINGS = {
     "max_new_tokens": _whole,
     "temperature": _number,
-    "top_k": _whole,
+    "top_k": _top_k,
     "top_p": _number,
     "min_p": _number,
     "repetition_penalty": _number,
@@ -89,59 +105,174 @@ SETTINGS = {
     "top_logprobs": _whole,
 }
 KEYS = (*PROMPTS, *SETTINGS, "seed", "id")
+# The keys of the output, which columns that are passed through cannot have.
+OUTPUT_KEYS = (
+    *("line", "id", "text", "token_ids", "finish_reason", "stats", "logprobs", "top_logprobs", "error"),
+    *("custom_id", "response", "result"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the input: its number, from 1 (None where nobody counts), its `id`, and the request in it, or what is wrong with it."""
+    """A line of the input.
+
+    Attributes:
+        number: from 1; None where there is none.
+        id: its `id`.
+        request: what it asks for; None where it is wrong.
+        error: what is wrong with it; None where nothing is.
+        passed: columns that its output has too, as they are.
+        call: what its output needs where it is a line of OpenAI's batch files; None for a line of our own.
+    """
 
     number: int | None
     id: Any = None
     request: Request | None = None
     error: str | None = None
+    passed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    call: Call | None = None
 
 
-def read_lines(content: bytes, model: Llama, tokenizer, config: GenerationConfig, seed: int, draft: Draft | None = None) -> list[Line]:
-    """Every line of a file's content but blank ones at its end; `config` is of what a line does not say, and `draft` is what the lines are
-    to be decoded with, whose own model may take fewer tokens.
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What becomes of keys that no line of ours has; they are refused where nothing is said.
+
+    Attributes:
+        ignore: whether they are left out.
+        passed: keys that the output has too, unchanged; those of our own may be among them.
+    """
+
+    ignore: bool = False
+    passed: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if taken := [name for name in self.passed if name in OUTPUT_KEYS]:
+            raise InputError(f"column {taken[0]!r} cannot be passed through: the output has a key of that name itself")
+
+
+def read_lines(
+    content: bytes,
+    model: Llama,
+    tokenizer: Any,
+    config: GenerationConfig,
+    seed: int,
+    draft: Draft | None = None,
+    columns: Columns = Columns(),
+) -> list[Line]:
+    """Every line of a file's content but blank ones at its end; see `LineReader`."""
+    reader = LineReader(model, tokenizer, config, seed, draft, columns)
+    lines = [reader.read(number, raw) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
+    if absent := [name for name in columns.passed if lines and name not in reader.seen]:
+        log.warning("no line has the key %r, which should be passed through", absent[0])
+    if reader.ignored:
+        log.warning("keys that are ignored: %s", ", ".join(sorted(reader.ignored)))
+    return lines
+
+
+class LineReader:
+    """Reads lines.
 
     A line is a JSON object with one of `prompt` (text), `token_ids` or `messages` (to the tokenizer's chat template), and perhaps settings
-    of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`. A line's draws are of its own seed, or of `seed` and its
-    number.
+    of its own (`SETTINGS`, as in `GenerationConfig`), a `seed` and an `id`; or one of OpenAI's batch files (see `openai_lines`). A key with
+    null is as one that is absent. A line's draws are of its own seed, or of the run's and its number.
+
+    Args:
+        model: what the prompts are for.
+        tokenizer: of texts and messages.
+        config: what a line does not say.
+        seed: the run's.
+        draft: what the lines are decoded with, whose own model may take fewer tokens.
+        columns: what becomes of keys that are unknown.
+
+    Attributes:
+        seen: the keys to be passed through that a line had.
+        ignored: the keys that were left out.
     """
-    key = jax.random.key(seed)
-    return [
-        read_line(number, raw, model, tokenizer, config, key, draft) for number, raw in enumerate(content.rstrip().splitlines(), start=1)
-    ]
 
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Any,
+        config: GenerationConfig,
+        seed: int,
+        draft: Draft | None = None,
+        columns: Columns = Columns(),
+    ):
+        self.model, self.tokenizer, self.config, self.draft, self.columns = model, tokenizer, config, draft, columns
+        self.key = jax.random.key(seed)
+        self.seen: set[str] = set()
+        self.ignored: set[str] = set()
+        self._hinted = False
 
-def read_line(number: int, raw: bytes, model: Llama, tokenizer, config: GenerationConfig, key: jax.Array, draft: Draft | None) -> Line:
-    """One line, by its number; see `read_lines`. key: of all lines' draws."""
-    name = None
-    try:
+    def read(self, number: int | None, raw: bytes) -> Line:
+        """One line. number: from 1; None where there is none, which a sampled line needs unless it has a seed."""
+        line, names = Line(number), {}
         try:
-            said = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once_each)
-        except UnicodeDecodeError as error:
-            raise InputError(f"not in UTF-8 (its byte {error.start + 1})") from None
-        except json.JSONDecodeError as error:
-            raise InputError("empty" if not raw.strip() else f"not JSON ({error.msg}, character {error.pos + 1})") from None
-        except RecursionError:
-            raise InputError("not JSON that can be read (brackets within brackets, too many)") from None
-        except ValueError as error:  # of the functions given, and of a whole number with thousands of digits
-            said = "a number has too many digits" if "int_max_str_digits" in str(error) else error
-            raise InputError(f"not JSON that can be read ({said})") from None
-        if not isinstance(said, dict):
-            raise InputError("should be a JSON object")
-        name = said.get("id")
-        if unknown := sorted(said.keys() - set(KEYS)):
-            raise InputError(f"unknown key {unknown[0]!r}; there are {', '.join(KEYS)}")
-        own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(key, number - 1)
-        settings = _config(said, config)
-        request = Request(checked_prompts(model, [_tokens(said, tokenizer)], settings, tokenizer)[0], settings, own)
-        check_draft_room(draft, "the prompt", len(request.tokens), settings.max_new_tokens)
-        return Line(number, name, request)
-    except InputError as error:
-        return Line(number, name, error=str(error).replace("prompt 0", "the prompt"))
+            said = _parsed(raw)
+            passed = {name: said[name] for name in self.columns.passed if name in said}
+            self.seen |= passed.keys()
+            line = dataclasses.replace(line, id=said.get("id"), passed=passed)
+            if is_openai(said, PROMPTS):
+                line = dataclasses.replace(line, id=None, call=Call.of(said))
+                self._check_keys(said, OPENAI_KEYS)
+                own, names = as_own(said, self.config)
+            else:
+                self._check_keys(said, KEYS)
+                own = {name: value for name, value in said.items() if name in KEYS and value is not None}
+            return dataclasses.replace(line, request=self._request(number, own))
+        except InputError as error:
+            return dataclasses.replace(line, error=in_openai_names(str(error).replace("prompt 0", "the prompt"), names))
+
+    def _check_keys(self, said: Mapping[str, Any], known: Sequence[str]) -> None:
+        unknown = sorted(said.keys() - {*known, *self.columns.passed})
+        if unknown and not self.columns.ignore:
+            raise InputError(
+                f"unknown key {unknown[0]!r}; there are {', '.join(known)}; --ignore-columns leaves other keys out, and --pass-columns "
+                "NAME,... copies them to the output"
+            )
+        self.ignored |= set(unknown)
+
+    def _request(self, number: int | None, said: Mapping[str, Any]) -> Request:
+        settings = dataclasses.replace(self.config, **{name: read(name, said[name]) for name, read in SETTINGS.items() if name in said})
+        if number is None and settings.temperature and "seed" not in said:
+            raise InputError("a sampled row should have a seed, or its number as line")
+        own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(self.key, (number or 1) - 1)
+        tokens = checked_prompts(self.model, [self._tokens(number, said)], settings, self.tokenizer)[0]
+        check_draft_room(self.draft, "the prompt", len(tokens), settings.max_new_tokens)
+        return Request(tokens, settings, own)
+
+    def _tokens(self, number: int | None, said: Mapping[str, Any]) -> Sequence[int]:
+        given = [name for name in PROMPTS if name in said]
+        if len(given) != 1:
+            raise InputError(f"should have one of {', '.join(PROMPTS)}, and has {' and '.join(given) or 'none'}")
+        prompt = said[given[0]]
+        if given == ["token_ids"]:
+            return _ids("token_ids", prompt)
+        if given == ["messages"]:
+            return chat_tokens(self.tokenizer, prompt)
+        if not isinstance(prompt, str):
+            raise InputError("prompt should be a text")
+        if not self._hinted and (hint := hint_at_chat(self.tokenizer, prompt, "messages in place of prompt go through it")):
+            self._hinted = True
+            log.warning("%s: %s", "a row" if number is None else f"line {number}", hint)
+        return encoded(self.tokenizer, prompt)
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once_each)
+    except UnicodeDecodeError as error:
+        raise InputError(f"not in UTF-8 (its byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        raise InputError("empty" if not raw.strip() else f"not JSON ({error.msg}, character {error.pos + 1})") from None
+    except RecursionError:
+        raise InputError("not JSON that can be read (brackets within brackets, too many)") from None
+    except ValueError as error:  # of the functions given, and of a whole number with thousands of digits
+        said = "a number has too many digits" if "int_max_str_digits" in str(error) else error
+        raise InputError(f"not JSON that can be read ({said})") from None
+    if not isinstance(said, dict):
+        raise InputError("should be a JSON object")
+    return said
 
 
 def _no_constant(name: str) -> None:
@@ -163,41 +294,16 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _tokens(said: Mapping[str, Any], tokenizer) -> list[int]:
-    given = [name for name in PROMPTS if name in said]
-    if len(given) != 1:
-        raise InputError(f"should have one of {', '.join(PROMPTS)}, and has {' and '.join(given) or 'none'}")
-    prompt = said[given[0]]
-    if given == ["prompt"]:
-        if not isinstance(prompt, str):
-            raise InputError("prompt should be a text")
-        return encoded(tokenizer, prompt)
-    if given == ["token_ids"]:
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise InputError("token_ids should be a list of whole numbers")
-        return prompt
-    if not tokenizer.chat_template:
-        raise InputError("messages need a tokenizer with a chat template; give prompt or token_ids")
-    try:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-    except Exception as error:  # of the template, which is the checkpoint's
-        raise InputError(f"messages do not fit the chat template ({with_type(error)})") from None
-
-
-def _config(said: Mapping[str, Any], config: GenerationConfig) -> GenerationConfig:
-    own = {name: read(name, said[name]) for name, read in SETTINGS.items() if name in said}
-    return dataclasses.replace(config, **own)
-
-
 def _own_key(seed: Any) -> jax.Array:
-    if type(seed) is not int or not 0 <= seed < 2**32:
-        raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r}")
-    return jax.random.fold_in(jax.random.key(seed), 0)
+    if not is_whole(seed) or not 0 <= seed < 2**32:
+        raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r:.40}")
+    return jax.random.fold_in(jax.random.key(int(seed)), 0)
 
 
 class Journal:
     """Results that are there already, in a file beside the output: a line each as they come, so that a run may be killed and go on.
 
+    A result is an object with its line's number as `line`, which is what is written to the output; see `kept` for one of another form.
     It is beside the file that a symbolic link leads to. A pipe or a device, which nothing can lie beside, has none: then `path` is None,
     and it is opened here, so that one that cannot be written is refused before the work.
     """
@@ -288,11 +394,14 @@ class Journal:
 
     def finish(self) -> None:
         """The output, in the order of the input, in place of the journal."""
-        if self.path:
-            self._write_result = self._result.enter_context(output_to(self.output))
-        with self._result:
-            for number in sorted(self.done):
-                self._write_result(to_json(self.done[number]) + "\n")
+        try:
+            if self.path:
+                self._write_result = self._result.enter_context(output_to(self.output))
+            with self._result:
+                for number in sorted(self.done):
+                    self._write_result(to_json(written(self.done[number])) + "\n")
+        except InputError as error:
+            raise InputError(f"{error}{self.goes_on}") from None
         if self._file:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -316,17 +425,43 @@ class Journal:
 
 
 def as_wrong(line: Line) -> dict:
-    """What is written of a line that is wrong."""
-    return {"line": line.number} | ({} if line.id is None else {"id": line.id}) | {"error": line.error}
+    """What the output says of a line that is wrong."""
+    if line.call:
+        return line.call.wrong(line.number, line.error) | line.passed
+    return {"line": line.number} | ({} if line.id is None else {"id": line.id}) | line.passed | {"error": line.error}
 
 
-def as_line(line: Line, result: Result) -> dict:
-    """A result as it is written; without anything that depends on how fast the machine is, or on what else runs."""
+def as_line(line: Line, result: Result, tokenizer: Any) -> dict:
+    """What the output says of a result; without anything that depends on how fast the machine is, or on what else runs.
+
+    Args:
+        line: what was asked for.
+        result: what came.
+        tokenizer: for what OpenAI's form says of tokens.
+    """
+    if line.call:
+        return line.call.output(line.number, result, len(line.request.tokens), tokenizer) | line.passed
     own = {} if line.id is None else {"id": line.id}
     of_result = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")} | {"stats": vars(result.stats)}
     if result.logprobs is not None:
         of_result |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
-    return {"line": line.number} | own | of_result
+    return {"line": line.number} | own | line.passed | of_result
+
+
+def kept(number: int, output: dict) -> dict:
+    """A line of the output as a `Journal` takes it: with its number, which OpenAI's form has no place for."""
+    return output if "line" in output else {"line": number, "output": output}
+
+
+def written(result: dict) -> dict:
+    """The line of the output that `kept` was given."""
+    return result["output"] if result.keys() == {"line", "output"} else result
+
+
+def error_of(output: dict) -> str | None:
+    """What a line of the output says is wrong."""
+    error = output.get("error")
+    return error["message"] if isinstance(error, dict) else error
 
 
 # What the results of a run depend on, and how a message calls what is not as it was.

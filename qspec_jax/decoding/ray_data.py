@@ -4,7 +4,6 @@ Ray starts an actor that has died again and gives it its lines anew. A line's re
 nothing comes out twice. Needs the extra `ray`.
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -20,9 +19,9 @@ import jax
 import numpy as np
 
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_line
+from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -38,41 +37,71 @@ LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSO
 class Predictor:
     """Continues prompts, for `ray.data.Dataset.map_batches`; an actor loads the checkpoint once.
 
-    directory: of the checkpoint, at the same place on every machine. config: what a row does not say. batch_size: rows decoded at a time;
-    None: as many as fit. seed: of sampled rows without one of their own. Raises InputError as `load_model` and `make_draft` do.
+    A row has the columns that a line of `qspec batch` has keys (`prompt`, `max_new_tokens`, ...; None is left out, within objects too), and
+    perhaps `line`, its number from 1. Sampled rows need `seed` or `line`, for their draws must not depend on what they are handed over
+    with. What comes out has `line`, `text`, `finish_reason`, `error` (None, or what is wrong with the row), `result`, the JSON that `qspec
+    batch` writes, and the columns that are passed through. Raises InputError as `load_model` and `make_draft` do.
 
-    A row has the columns that a line of `qspec batch` has keys (`prompt`, `max_new_tokens`, ...; None is left out), and perhaps `line`, its
-    number from 1. Sampled rows need `seed` or `line`, for their draws must not depend on what they are handed over with. What comes out has
-    `line`, `text`, `finish_reason`, `error` (None, or what is wrong with the row) and `result`, the JSON that `qspec batch` writes.
+    Args:
+        directory: of the checkpoint, at the same place on every machine.
+        config: what a row does not say.
+        batch_size: rows decoded at a time; None: those that fit.
+        dtype: to load as; as stored, if None.
+        seed: of sampled rows without one of their own.
+        ignore_columns: whether columns that are no keys of a line are left out. Otherwise a row that has one is wrong.
+        pass_columns: columns that come out as they are.
     """
 
     def __init__(
-        self, directory: str, config: GenerationConfig | None = None, *, batch_size: int | None = 8, dtype: str | None = None, seed: int = 0
+        self,
+        directory: str,
+        config: GenerationConfig | None = None,
+        *,
+        batch_size: int | None = 8,
+        dtype: str | None = None,
+        seed: int = 0,
+        ignore_columns: bool = False,
+        pass_columns: Sequence[str] = (),
     ):
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        self.config, self.batch_size, self.key = config or GenerationConfig(), batch_size, jax.random.key(seed)
+        config = config or GenerationConfig()
+        columns = Columns(ignore_columns, tuple(pass_columns))
+        self.batch_size, self.pass_columns = batch_size, columns.passed
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
-        self.draft = make_draft(self.config.draft, self.model, directory=directory) if self.config.num_speculative_tokens else None
+        self.draft = make_draft(config.draft, self.model, directory=directory) if config.num_speculative_tokens else None
+        self.reader = LineReader(self.model, self.tokenizer, config, seed, self.draft, columns)
 
-    def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, list]:
-        lines = [self._line(_told(dict(zip(rows, values, strict=True)))) for values in zip(*rows.values(), strict=True)]
-        found: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
+    def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        columns = {name: _whole_again(list(map(_plain, values))) for name, values in rows.items()}
+        lines = [self._line(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        outputs: list[dict[str, Any] | None] = [as_wrong(line) if line.error else None for line in lines]
         todo = [i for i, line in enumerate(lines) if not line.error]
+        results: list[Result | None] = [None] * len(lines)
         if todo:
             requests = [lines[i].request for i in todo]
             for result in run_batch(self.model, requests, batch_size=self.batch_size, draft=self.draft, tokenizer=self.tokenizer):
-                found[todo[result.index]] = as_line(lines[todo[result.index]], result)
-        columns = {name: [each.get(name) for each in found] for name in (LINE, "text", "finish_reason", "error")}
-        return columns | {RESULT: [to_json(each) for each in found]}
+                i = todo[result.index]
+                results[i], outputs[i] = result, as_line(lines[i], result, self.tokenizer)
+        found = {
+            LINE: [line.number for line in lines],
+            "text": [result and result.text for result in results],
+            "finish_reason": [result and result.finish_reason for result in results],
+            "error": [error_of(output) for output in outputs],
+            RESULT: list(map(to_json, outputs)),
+        }
+        return found | {name: rows[name] for name in self.pass_columns if name in rows}
 
     def _line(self, row: dict[str, Any]) -> Line:
         number, said = row.pop(LINE, None), row.pop(REQUEST, None)
-        said, of_columns = (json.dumps(row), True) if said is None else (said, False)
-        line = read_line(number or 1, said.encode(), self.model, self.tokenizer, self.config, self.key, self.draft)
-        if of_columns and number is None and line.request and line.request.config.temperature and "seed" not in row:
-            line = dataclasses.replace(line, request=None, error="a sampled row should have a seed, or its number as line")
-        return dataclasses.replace(line, number=number)
+        if number is not None and not (is_whole(number) and number > 0):
+            return Line(None, error=f"line should be a whole number from 1, not {number!r:.40}")
+        number = None if number is None else int(number)
+        try:
+            said = json.dumps({name: value for name, value in row.items() if value is not None}) if said is None else said
+        except TypeError as error:  # of values that JSON has no form for, such as bytes and times
+            return Line(number, error=f"a column cannot be read ({one_line(error)})")
+        return self.reader.read(number, said.encode())
 
 
 class _StartCounter:
@@ -97,16 +126,26 @@ class _CountedPredictor(Predictor):
         super().__init__(*settings, **more)
 
 
-def _told(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says, in plain Python. Ray hands over a column of whole numbers in which some are missing as float64 with NaN."""
-    found = {}
-    for name, value in row.items():
-        value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-        if isinstance(value, float) and (math.isnan(value) or value.is_integer()):
-            value = None if math.isnan(value) else int(value)
-        if value is not None:
-            found[name] = value
-    return found
+def _plain(value: Any) -> Any:
+    """A value of a column in plain Python. Ray has None in objects where other rows have a value, and NaN where a number is missing."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _whole_again(values: list[Any]) -> list[Any]:
+    """Values of a column, or of a key of its objects, with whole numbers that are floats only because the value is missing elsewhere."""
+    if keys := dict.fromkeys(key for value in values if isinstance(value, dict) for key in value):
+        parts = {key: _whole_again([value.get(key) if isinstance(value, dict) else None for value in values]) for key in keys}
+        return [{key: parts[key][i] for key in value} if isinstance(value, dict) else value for i, value in enumerate(values)]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values) and all(isinstance(number, float) and number.is_integer() for number in numbers):
+        return [None if value is None else int(value) for value in values]
+    return values
 
 
 def connect(address: str) -> None:
@@ -153,11 +192,21 @@ def through_actors(
     actors: int | None,
     dtype: str | None,
     seed: int,
+    columns: Columns,
 ) -> Iterator[dict[str, Any]]:
-    """What comes of these lines, numbers and JSON, on the cluster that `connect` found: as `as_line` has it, in any order. At the end it is
-    left.
+    """Results of lines on the cluster that `connect` found, which is left at the end: as a `Journal` takes them, in any order.
 
-    actors: how many; None: one for each GPU of the cluster, or one where it has none. Raises InputError for what fails on it.
+    Raises InputError for what fails on the cluster.
+
+    Args:
+        lines: their numbers and JSON.
+        directory: of the checkpoint.
+        config: what a line does not say.
+        batch_size: rows that an actor decodes at a time; None: those that fit.
+        actors: how many; None: one for each GPU of the cluster, or one where it has none.
+        dtype: to load as; as stored, if None.
+        seed: the run's.
+        columns: what becomes of keys that are unknown.
     """
     import ray
     import ray.data
@@ -176,13 +225,15 @@ def through_actors(
         found = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / block)).map_batches(
             _CountedPredictor,
             fn_constructor_args=(counter, actors + RESTARTS, str(directory), config),
-            fn_constructor_kwargs=dict(batch_size=batch_size, dtype=dtype, seed=seed),
+            fn_constructor_kwargs=dict(
+                batch_size=batch_size, dtype=dtype, seed=seed, ignore_columns=columns.ignore, pass_columns=columns.passed
+            ),
             batch_size=None,  # a block at a time: other sizes would join blocks, for fewer actors
             compute=ray.data.ActorPoolStrategy(size=actors),
             num_gpus=1 if gpus else 0,
         )
         for row in found.iter_rows():
-            yield json.loads(row[RESULT])
+            yield kept(row[LINE], json.loads(row[RESULT]))
     except ray.exceptions.RayError as error:
         raise InputError(f"--ray: {_cause(error)}") from None
     finally:
