@@ -3,7 +3,6 @@
 It is imported before all else and imports next to nothing itself: until `begin` has run, Ctrl-C shows a traceback.
 """
 
-import atexit
 import os
 import signal
 import sys
@@ -37,6 +36,8 @@ def version_of(package: str) -> str:
 def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
     _on_signals(_end)
+    import atexit
+
     atexit.register(_end_after_others)  # what is registered first is called last
     # Both are read once, when JAX starts. A text of a cache in host memory has one of these.
     if any(mark in argument for argument in sys.argv for mark in (":host", "=host")):
