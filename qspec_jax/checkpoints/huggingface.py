@@ -16,7 +16,7 @@ from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
 from qspec_jax.checkpoints.tensor_names import BASE, TABLES, canonical, places, tensor_shapes
 from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
-from qspec_jax.errors import InputError, one_line, reading
+from qspec_jax.errors import InputError, one_line, reading, warn_once
 from qspec_jax.files import read_json, refuse_pointer
 from qspec_jax.models.config import LlamaConfig, eos_token_ids, quantized_already, stated_dtype
 
@@ -197,9 +197,10 @@ class Source:
             self.tensors = found | self.tensors
         if self.files.passed_over:
             read = ", ".join(self.files.names) if self.files.index is None else self.files.index
-            log.warning("%s: %s is read, as transformers does, and %s passed over", self.directory, read, _some(self.files.passed_over))
+            others = _some(self.files.passed_over)
+            warn_once(log, f"{self.directory}: {read} is read, as transformers does, and {others} passed over")
         if (self.directory / "adapter_config.json").exists():
-            log.warning("%s: the model is read without the adapter that lies beside it (adapter_config.json)", self.directory)
+            warn_once(log, f"{self.directory}: the model is read without the adapter that lies beside it (adapter_config.json)")
 
     def _rename(self, expected: Set[str]) -> None:
         """Gives tensors the names that a whole model's have, where the model was saved without its head or has only the head of two tied

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from qspec_jax.errors import InputError, flat
+from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class _Reader:
             is_other = isinstance(model_type, str) and (names is None or names == [])
             return f"of model type {model_type}" if is_other else named or given
         if named not in (None, by_type):
-            log.warning("%s: read as %s, by its model_type, as transformers does, and not as %s", self.source, by_type, given)
+            warn_once(log, f"{self.source}: read as {by_type}, by its model_type, as transformers does, and not as {flat(given)}")
         return by_type if named or names is None or names == [] else given
 
     def error(self, what: str) -> InputError:
@@ -334,7 +334,7 @@ class _Reader:
             raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
         if unused := sorted(map(str, given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[rope_type]})):
             # As transformers; `finetuned` and the like are found in many files.
-            log.warning("%s: rope type %s does not use %s of the rope settings", self.source, rope_type, flat(", ".join(unused)))
+            warn_once(log, f"{self.source}: rope type {rope_type} does not use {flat(', '.join(unused))} of the rope settings")
         theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
         if rope_type == "default":
             return RopeConfig(rope_theta=theta)
