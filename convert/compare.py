@@ -56,7 +56,7 @@ def verify(source: str | Path, directory: str | Path, *, logits: bool | None = N
     if not converted.is_converted(directory):
         raise InputError(f"{directory}: not a converted checkpoint; `qspec convert` makes one")
     opened.check_contents()
-    manifest, config = converted.read_manifest(directory), load_config(directory)
+    manifest, config = converted.read_manifest(directory), load_config(directory, dtype=opened.config.dtype)
     dtype = jnp.dtype(manifest.dtype)
     if config != opened.config:
         raise InputError(f"{directory}: its config.json or generation_config.json is not that of {source}")

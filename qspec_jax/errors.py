@@ -1,6 +1,9 @@
-"""The one exception for a user's mistake, how messages show any other error, and which errors are of a device's full memory."""
+"""The one exception for a user's mistake, how messages show any other error, warnings that are given once, and which errors are of a
+device's full memory."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 
 MOST_CHARACTERS = 200
@@ -28,6 +31,17 @@ def one_line(error: BaseException) -> str:
 def with_type(error: BaseException) -> str:
     """`one_line` behind the name of the error's class, for errors of other packages, whose messages often say little without it."""
     return f"{type(error).__name__}: {one_line(error)}"
+
+
+@functools.cache
+def warn_once(log: logging.Logger, message: str) -> None:
+    """Logs a warning, the same one once in a process: a checkpoint is opened several times.
+
+    Args:
+        log: the logger of the module that warns.
+        message: the whole sentence.
+    """
+    log.warning("%s", message)
 
 
 def named(error: BaseException) -> str:

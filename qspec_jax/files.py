@@ -27,6 +27,7 @@ SUFFIX = ".unfinished"  # of such a folder's name
 PARTIAL = ".partial"  # of the name of a file beside an output, with what is finished of it
 UNFINISHED_REPORT = "unfinished_report"  # the key of the first line of such a file, where it keeps the rows of a report
 OLD = "old"  # a folder in that one: what stood in the place of a directory
+_POINTER = b"version https://git-lfs.github.com/spec/"
 half_written: set[Path] = set()  # such folders of this process; by them `qspec_jax.cli.process` knows that they are being removed
 
 
@@ -318,10 +319,27 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def is_pointer(content: bytes) -> bool:
+    """Whether a file's first bytes are those of a git-lfs pointer, which lies in a clone in place of a large file."""
+    return content.startswith(_POINTER)
+
+
+def refuse_pointer(path: Path, content: bytes) -> None:
+    """Raises InputError where what a file holds is a git-lfs pointer.
+
+    Args:
+        path: the file.
+        content: its first bytes at least.
+    """
+    if is_pointer(content):
+        raise InputError(f"{path}: is a git-lfs pointer and not the file itself; `git lfs pull` in its folder fetches that")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises InputError where it cannot be read, or is no object."""
     with reading(path):
         content = path.read_bytes()
+    refuse_pointer(path, content)
     try:
         value = json.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except (ValueError, RecursionError) as error:

@@ -134,6 +134,60 @@ def _cases() -> dict[str, dict[str, Any]]:
 CASES: dict[str, dict[str, Any]] = _cases()
 
 
+def variants() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Ways in which files say what a model is, all of which transformers reads: a config, and the same model's as the file has it."""
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def add(name: str, config: dict[str, Any], **changes: Any) -> None:
+        found[name] = config, {key: value for key, value in (config | changes).items() if value is not ...}
+
+    def spell(name: str, config: dict[str, Any]) -> None:
+        """One model with its RoPE in every spelling."""
+        old, rope = old_spelling(config), dict(config["rope_parameters"])
+        rope_type, theta = rope.pop("rope_type"), rope.pop("rope_theta")
+        found[f"{name} new"], found[f"{name} old"] = (config, config), (config, old)
+        add(f"{name} theta outside", config, rope_parameters={"rope_type": rope_type, **rope}, rope_theta=theta)
+        add(f"{name} whole theta", config, rope_parameters=config["rope_parameters"] | {"rope_theta": int(theta)})
+        if rope_type == "default":
+            add(f"{name} without rope", config, rope_parameters=..., rope_theta=theta)
+            return
+        scaling = {"rope_parameters": ..., "rope_theta": theta}
+        add(f"{name} type", config, **scaling, rope_scaling={"type": rope_type, **rope})
+        add(f"{name} both types", config, **scaling, rope_scaling={"type": rope_type, "rope_type": rope_type, **rope})
+        add(f"{name} null type", config, **scaling, rope_scaling={"type": None, "rope_type": rope_type, **rope})
+        add(f"{name} finetuned", config, **scaling, rope_scaling={"type": rope_type, "finetuned": True, **rope})
+        if "original_max_position_embeddings" in rope:
+            original = float(rope["original_max_position_embeddings"])
+            whole = {"original_max_position_embeddings": original}
+            add(f"{name} original with a point", config, rope_parameters=config["rope_parameters"] | whole)
+
+    for rope_type in ROPE_TYPES:
+        spell(f"llama {rope_type}", hf_config(**rope_settings(rope_type)))
+    for architecture in ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        spell(f"{MODEL_TYPES[architecture]} yarn", hf_config(architecture, **rope_settings("yarn")))
+    llama = hf_config(attention_bias=True, mlp_bias=True)
+    for name, names in {"absent": ..., "null": None, "empty": [], "base": ["LlamaModel"], "old": ["LLaMAForCausalLM"]}.items():
+        add(f"architectures {name}", llama, architectures=names)
+    for architecture, model_type in (MODEL_TYPES | OTHER_TYPES).items():
+        if model_type != "internlm3":
+            phi = {"head_dim": 16, "pad_token_id": None} if model_type in ("phi3", "smollm3") else {}
+            add(f"{model_type} by its type", hf_config(architecture, **phi), architectures=None)
+    add("hidden_act swish", llama, hidden_act="swish")
+    add("dtype null", llama, dtype=None)
+    add("dtype of old", llama, dtype=..., torch_dtype="float32")
+    add("tied", hf_config(tie_word_embeddings=True))
+    add("no head_dim", hf_config(head_dim=16), head_dim=...)
+    for name, ids in {"one": 5, "list": [5, 6, 7], "null": None, "of one": [0]}.items():
+        add(f"eos {name}", hf_config(eos_token_id=ids))
+    for model_type, change in {
+        "mistral": {"sliding_window": 128},
+        "qwen2": {"sliding_window": 16, "use_sliding_window": False},
+        "qwen3": {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+    }.items():
+        add(f"{model_type} window", hf_config({v: k for k, v in MODEL_TYPES.items()}[model_type], **change))
+    return found
+
+
 def known_to_transformers(config: dict[str, Any]) -> dict[str, Any]:
     """The same model under an architecture whose code transformers has."""
     if config["architectures"] != ["InternLM3ForCausalLM"]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from convert import convert, verify
 from qspec_jax.checkpoints.huggingface import Source, all_finite, load_config
+from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load, load_model, load_tokenizer
 from qspec_jax.checkpoints.tensor_names import places
+from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -250,7 +253,7 @@ SHARDS = [
     (_overwrite(INDEX, '{"weight_map": {"model.norm.weight": 3}}'), (INDEX, "weight_map")),
     *(
         (_outside(file), (INDEX, "files beside it", repr(file)))
-        for file in ("../x.safetensors", "/etc/passwd", "a/b", "..", ".", "a\\b", "", "\ud800")
+        for file in ("../x.safetensors", "/etc/passwd", "a/../b", "a//b", "a/", "./b", "..", ".", "a\\b", "", "\ud800")
     ),
     (_again(1.0), ("model.norm.weight is in both model-00001-of-00003.safetensors", "differs")),
     (
@@ -347,6 +350,245 @@ def test_no_such_directory(read, tmp_path):
     refused(tmp_path / "gone", "no such directory", read=read)
     (tmp_path / "weights").write_text("")
     refused(tmp_path / "weights", "weights: is a file", read=read)
+
+
+# Which files, which names ---------------------------------------------------------------------------------------------
+
+
+def _beside_shards(directory: Path) -> tuple[dict, dict]:
+    """A whole file beside shards of other weights with their index. Returns the tensors of the file and of the shards."""
+    write_checkpoint(directory, hf_config(), shards=3, seed=1)
+    write_checkpoint(directory, hf_config())
+    return random_tensors(hf_config()), random_tensors(hf_config(), seed=1)
+
+
+def test_a_whole_file_goes_before_an_index_with_a_warning(tmp_path, caplog):
+    whole, _ = _beside_shards(tmp_path)
+    weights = loaded(load_model(tmp_path))
+    assert all(np.array_equal(weights[name], whole[name]) for name in whole)
+    load_model(tmp_path)
+    assert (
+        caplog.text.count("model.safetensors is read") == 1 and INDEX in caplog.text and "model-00003-of-00003.safetensors" in caplog.text
+    )
+    before = of_checkpoint(tmp_path)
+    (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
+    (tmp_path / INDEX).write_text("{")
+    assert of_checkpoint(tmp_path) == before and load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert of_checkpoint(tmp_path) != before
+
+
+def test_an_index_that_names_the_whole_file_is_nothing_to_warn_of(tmp_path, caplog):
+    write_checkpoint(tmp_path, hf_config())
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(hf_config()), "model.safetensors")}))
+    load_model(tmp_path)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("named", [INDEX, "model-00001-of-00001.safetensors"])
+def test_the_config_may_name_the_weights(named, tmp_path):
+    whole, other = _beside_shards(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(transformers_weights=named)))
+    save_file(other, tmp_path / "model-00001-of-00001.safetensors")
+    weights = loaded(load_model(tmp_path))
+    assert all(np.array_equal(weights[name], other[name]) for name in whole)
+
+
+@pytest.mark.parametrize("named", ["../model.safetensors", "/model.safetensors", "pytorch_model.bin", 3, ""])
+def test_the_config_names_only_safetensors_in_the_directory(named, tmp_path):
+    refused(write_checkpoint(tmp_path, hf_config(transformers_weights=named)), "transformers_weights", repr(named))
+
+
+def test_shards_in_a_folder(tmp_path):
+    write_checkpoint(tmp_path, hf_config(), shards=2)
+    shard = "model-00002-of-00002.safetensors"
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / shard).rename(tmp_path / "deep" / "er" / shard)
+    move = lambda index: index["weight_map"].update({k: f"deep/er/{shard}" for k, v in index["weight_map"].items() if v == shard})
+    edit_json(tmp_path / INDEX, move)
+    assert loaded(load_model(tmp_path)).keys() == random_tensors(hf_config()).keys()
+    before = of_checkpoint(tmp_path)
+    os.utime(tmp_path / "deep" / "er" / shard, (1, 1))
+    assert of_checkpoint(tmp_path) != before
+
+
+@pytest.mark.parametrize("named", [{}, {"dtype": None}, {"dtype": None, "torch_dtype": None}], ids=str)
+@pytest.mark.parametrize(("stored", "read"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
+def test_without_a_dtype_it_is_that_of_the_tensors(stored, read, named, tmp_path):
+    for shards in (1, 2):
+        source = write_checkpoint(tmp_path / f"{shards}", hf_config(dtype=...) | named, dtype=stored, shards=shards)
+        assert load_model(source).dtype == read and load_config(source).dtype == stored
+        convert(source, tmp_path / f"out{shards}")
+        assert verify(source, tmp_path / f"out{shards}", logits=False).wrong == []
+        assert load_model(tmp_path / f"out{shards}").dtype == read and model_info(tmp_path / f"out{shards}").dtype == read
+    edit_json(source / INDEX, lambda index: index["metadata"].update(dtype="torch.float32"))
+    assert load_config(source).dtype == "float32"
+
+
+def test_without_a_dtype_and_without_weights_it_is_float32(tmp_path):
+    (write_checkpoint(tmp_path, hf_config(dtype=...), dtype="bfloat16") / "model.safetensors").unlink()
+    assert load_config(tmp_path).dtype == "float32"
+
+
+TIED = hf_config(tie_word_embeddings=True)
+
+
+def test_tied_with_the_head_alone(tmp_path):
+    tensors = random_tensors(TIED)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    for shards in (1, 2):
+        model = load_model(write_checkpoint(tmp_path / str(shards), TIED, tensors=tensors, shards=shards))
+        assert model.head is None and np.array_equal(model.weights()["embedding"], tensors["lm_head.weight"])
+    del tensors["lm_head.weight"]
+    refused(write_checkpoint(tmp_path / "neither", TIED, tensors=tensors), "missing model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
+@pytest.mark.parametrize("where", ["index", "shard"])
+def test_what_is_not_read_may_be_in_the_index_or_a_shard_alone(name, where, tmp_path):
+    write_checkpoint(tmp_path, TIED, shards=2)
+    shard = tmp_path / "model-00001-of-00002.safetensors"
+    if where == "index":
+        edit_json(tmp_path / INDEX, lambda index: index["weight_map"].update({name: shard.name}))
+    else:
+        extra = random_tensors(TIED)["model.embed_tokens.weight"] if name == "lm_head.weight" else np.ones(32, np.float32)
+        save_file(load_file(shard) | {name: extra}, shard)
+    assert loaded(load_model(tmp_path)).keys() == random_tensors(TIED).keys()
+
+
+@pytest.mark.parametrize("where", ["index", "shard"])
+def test_a_head_that_is_not_tied_is_in_both(where, tmp_path):
+    write_checkpoint(tmp_path, hf_config(), shards=2)
+    holder = json.loads((tmp_path / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    if where == "index":
+        save_file({k: v for k, v in load_file(tmp_path / holder).items() if k != "lm_head.weight"}, tmp_path / holder)
+    else:
+        edit_json(tmp_path / INDEX, lambda index: index["weight_map"].pop("lm_head.weight"))
+    refused(tmp_path, INDEX, "lm_head.weight")
+
+
+@pytest.mark.parametrize("architecture", [QWEN3, "Phi3ForCausalLM"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_model_that_was_saved_without_its_head(shards, architecture, tmp_path):
+    base = architecture.replace("ForCausalLM", "Model")
+    config = hf_config(architecture, tie_word_embeddings=True, architectures=[base], head_dim=16)
+    stored = random_tensors(config | {"architectures": [architecture]})
+    tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    weights = loaded(load_model(write_checkpoint(tmp_path / "tied", config, tensors=tensors, shards=shards)))
+    assert weights.keys() == stored.keys() and all(np.array_equal(weights[name], stored[name]) for name in stored)
+    untied = config | {"tie_word_embeddings": False}
+    directory = write_checkpoint(tmp_path / "untied", untied, tensors=tensors, shards=shards)
+    refused(directory, "missing lm_head.weight", "saved without its head")
+    whole = tensors | {"lm_head.weight": stored["model.embed_tokens.weight"]}
+    assert load_model(write_checkpoint(tmp_path / "whole", untied, tensors=whole, shards=shards)).head is not None
+
+
+def test_a_tensor_under_both_names_may_be_the_same(tmp_path):
+    tensors = random_tensors(hf_config())
+    write_checkpoint(tmp_path, hf_config(), tensors=tensors | {"norm.weight": tensors["model.norm.weight"]})
+    assert loaded(load_model(tmp_path)).keys() == tensors.keys()
+    write_checkpoint(tmp_path, hf_config(), tensors=tensors | {"norm.weight": tensors["model.norm.weight"] + 1})
+    refused(tmp_path, "model.norm.weight", "differs")
+
+
+# What is no checkpoint ------------------------------------------------------------------------------------------------
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 4976698672\n"
+
+
+def _only(name: str, content: bytes = b"x", *, keep: tuple[str, ...] = ("config.json",)) -> Edit:
+    """Another file in place of the weights, and of all that is not kept."""
+
+    def edit(directory: Path) -> None:
+        for path in directory.iterdir():
+            if path.name not in keep:
+                path.unlink()
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+
+    return edit
+
+
+def _renamed(rename: Callable[[str], str], dtype: str | None = None) -> Edit:
+    def edit(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        save_file({rename(k): v.astype(dtype or v.dtype) for k, v in tensors.items()}, directory / "model.safetensors")
+
+    return edit
+
+
+ADAPTER = json.dumps({"base_model_name_or_path": "org/base-7b"}).encode()
+NOTHING = ()
+NO_CHECKPOINT = [
+    (_overwrite("model.safetensors", POINTER), ("model.safetensors: is a git-lfs pointer", "git lfs pull")),
+    (_overwrite("config.json", POINTER), ("config.json: is a git-lfs pointer", "git lfs pull")),
+    (_overwrite("generation_config.json", POINTER), ("generation_config.json: is a git-lfs pointer",)),
+    (_only("adapter_config.json", ADAPTER, keep=NOTHING), ("config.json", "an adapter of org/base-7b", "merge it into its base model")),
+    (_only("adapter_model.bin"), ("model.safetensors: missing", "an adapter (adapter_model.bin)")),
+    (_only("consolidated.00.pth", keep=NOTHING), ("config.json", "(consolidated) layout", "consolidated.00.pth")),
+    (_only("consolidated-00001-of-00002.safetensors"), ("(consolidated) layout",)),
+    (_only("Model-Q4_K_M.GGUF", keep=NOTHING), ("config.json", "a model in GGUF", "Model-Q4_K_M.GGUF")),
+    (_only("sha256-0badcafe", b"GGUF\x03\0\0\0" + bytes(32)), ("model.safetensors: missing", "a model in GGUF", "sha256-0badcafe")),
+    (_only("model-00002-of-00004.safetensors"), ("shards without the index", "model.safetensors.index.json")),
+    (_only("model.fp16.safetensors"), ("safetensors under another name (model.fp16.safetensors)",)),
+    (_only("weights.00.pt"), ("pickled weights", "can run code")),
+    (_only("onnx/decoder_model.onnx"), ("a model in ONNX", "onnx/decoder_model.onnx")),
+    (_only("weights.npz"), ("a model of MLX",)),
+    (_only("tf_model.h5"), ("a model of TensorFlow",)),
+    (_only("flax_model-00001-of-00002.msgpack"), ("a model of Flax",)),
+    (_only("model_index.json", b"{}", keep=NOTHING), ("config.json", "a pipeline of diffusers")),
+    (_only("__0_0.distcp"), ("a training run's divided state",)),
+    (_only("checkpoint-500/config.json", keep=NOTHING), ("config.json", "there is a checkpoint in a folder of it, checkpoint-500")),
+    (_only("training_args.bin"), ("model.safetensors: missing",)),
+    (_renamed("base_model.model.{}".format), ("adapter of PEFT", "base_model.model.", "merge it")),
+    (_renamed(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")), ("adapter of PEFT", "base_layer")),
+    (_renamed(lambda name: name.replace("proj.weight", "proj.qweight")), ("quantized already", "qweight")),
+    (_renamed(lambda name: name.replace("up_proj.weight", "up_proj.weight_packed")), ("quantized already", "weight_packed")),
+    (_renamed(lambda name: name.replace("v_proj.weight", "v_proj.SCB")), ("quantized already", "v_proj.SCB")),
+    (_renamed(str, "int8"), ("quantized already", "proj.weight")),
+]
+
+
+@pytest.mark.parametrize(("edit", "named"), NO_CHECKPOINT, ids=lambda v: " ".join(v) if isinstance(v, tuple) else None)
+def test_what_is_no_checkpoint_is_called_what_it_is(edit, named, tmp_path):
+    directory = write_checkpoint(tmp_path, hf_config())
+    edit(directory)
+    assert len(refused(directory, *named)) < len(str(tmp_path)) + 400
+    assert of_checkpoint(directory)  # without a refusal of its own
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    directory = write_checkpoint(tmp_path / "models--org--name" / "snapshots" / "0123", hf_config())
+    (directory / "model.safetensors").unlink()
+    refused(directory, "it is a snapshot of org/name without weights")
+    refused(tmp_path / "models--org--name", "give org/name in its place")
+    (directory / "model.safetensors").symlink_to("../../blobs/gone")
+    refused(directory, "model.safetensors: missing", "a link to a file that is not there")
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("../../blobs/gone")
+    refused(directory, "config.json: cannot be read", "a link to a file that is not there")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("tiny.gguf", b"GGUF", "is a model in GGUF"),
+        ("blob", b"GGUF\x03\0\0\0", "is a model in GGUF"),
+        ("model.safetensors", POINTER.encode(), "is a git-lfs pointer"),
+        ("model.safetensors", bytes(16), "give the directory that it is in"),
+        ("notes.txt", b"", "is a file; the directory"),
+    ],
+)
+def test_a_file_in_place_of_a_directory(name, content, named, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    refused(tmp_path / name, named)
+
+
+def test_an_adapter_beside_a_model_is_not_applied(tmp_path, caplog):
+    write_checkpoint(tmp_path, hf_config())
+    (tmp_path / "adapter_config.json").write_bytes(ADAPTER)
+    load_model(tmp_path)
+    assert "without the adapter" in caplog.text and "adapter_config.json" in caplog.text
 
 
 # Config and tokenizer -------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import logging
 import math
 
 import pytest
-from checkpoints import MODEL_TYPES, hf_config, old_spelling, rope_settings
+from checkpoints import MODEL_TYPES, OTHER_TYPES, ROPE_TYPES, hf_config, old_spelling, rope_settings, variants
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
@@ -138,6 +139,66 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(architecture, change):
     LlamaConfig.from_hf(hf_config(architecture, sliding_window=16, **change))
 
 
+# What transformers reads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", variants())
+def test_variants_are_what_transformers_reads(name):
+    from transformers import CONFIG_MAPPING
+
+    model, written = variants()[name]
+    theirs, ours = CONFIG_MAPPING[model["model_type"]].from_dict(json.loads(json.dumps(written))), LlamaConfig.from_hf(written)
+    if not hasattr(theirs, "rope_parameters"):
+        pytest.skip("transformers 4 has no one spelling of RoPE")
+    rope = {key: value for key, value in theirs.rope_parameters.items() if value is not None}
+    assert (ours.rope.rope_type, ours.rope.rope_theta) == (rope["rope_type"], rope["rope_theta"])
+    if ours.rope.rope_type != "default":
+        given = {"factor", "low_freq_factor", "high_freq_factor", "truncate", "beta_fast", "beta_slow"} & rope.keys()
+        assert {key: getattr(ours.rope, key) for key in given} == {key: rope[key] for key in given}
+        assert ours.rope.original_max_position_embeddings == rope.get("original_max_position_embeddings", theirs.max_position_embeddings)
+        assert ours.rope.short_factor == tuple(rope.get("short_factor", ())) and ours.rope.long_factor == tuple(rope.get("long_factor", ()))
+    eos = theirs.eos_token_id
+    assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.num_kv_heads, ours.tie_word_embeddings) == (theirs.num_key_value_heads, theirs.tie_word_embeddings)
+    assert (ours.rms_norm_eps, ours.max_position_embeddings) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert ours.qkv_bias == (model["model_type"] == "qwen2" or getattr(theirs, "attention_bias", False))
+    assert ours.mlp_bias == (model["model_type"] in ("llama", "smollm3") and getattr(theirs, "mlp_bias", False))
+    assert ours == dataclasses.replace(LlamaConfig.from_hf(model), eos_token_ids=ours.eos_token_ids)
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES | OTHER_TYPES)
+@pytest.mark.parametrize("names", [..., None, [], "base"])
+def test_the_model_type_says_what_the_architectures_do_not(architecture, names):
+    names = [architecture.replace("ForCausalLM", "Model")] if names == "base" else names
+    expected = LlamaConfig.from_hf(hf_config(architecture))
+    assert LlamaConfig.from_hf(hf_config(architecture, architectures=names)) == expected
+    assert expected.architecture == architecture
+
+
+def test_the_model_type_goes_first(caplog):
+    read = LlamaConfig.from_hf(hf_config("LlamaForCausalLM", model_type="qwen3"), source="mixed.json")
+    assert read.architecture == QWEN3 and read.qk_norm
+    assert "mixed.json: read as Qwen3ForCausalLM" in caplog.text and "not as LlamaForCausalLM" in caplog.text
+    caplog.clear()
+    LlamaConfig.from_hf(hf_config(model_type=...))
+    LlamaConfig.from_hf(hf_config())
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("change", [{"dtype": ...}, {"dtype": None}, {"dtype": None, "torch_dtype": None}])
+def test_a_dtype_that_is_not_named_is_the_given_one(change):
+    assert LlamaConfig.from_hf(hf_config(**change), dtype="bfloat16").dtype == "bfloat16"
+    assert LlamaConfig.from_hf(hf_config(), dtype="bfloat16").dtype == "float32"
+
+
+@pytest.mark.parametrize("head_dim", [64, ...])
+def test_heads_that_do_not_divide_the_hidden_size(head_dim):
+    settings = dict(hidden_size=66, num_attention_heads=4, head_dim=head_dim)
+    refused(hf_config(**settings), "hidden_size 66 is not a multiple of num_attention_heads 4")
+    assert LlamaConfig.from_hf(hf_config(QWEN3, **settings)).head_dim == (64 if head_dim == 64 else 128)
+
+
 # Rope settings --------------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +260,11 @@ def test_max_length(settings, longest):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": ["Two\nLines"]}, "Two Lines"),
-        ({"architectures": None}, "(none)"),
-        ({"architectures": []}, "(none)"),
+        ({"architectures": None, "model_type": ...}, "(none)"),
+        ({"architectures": [], "model_type": None}, "(none)"),
+        ({"architectures": [], "model_type": "gpt_neox"}, "gpt_neox"),
+        ({"architectures": None, "model_type": "mixtral"}, "mixture of experts"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": "LlamaForCausalLM"}, "(none)"),
         ({"architectures": [["LlamaForCausalLM"]]}, "(none)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -304,6 +368,51 @@ def test_an_active_sliding_window_is_refused(architecture, change):
 @pytest.mark.parametrize("spelling", [dict, old_spelling])
 def test_refused_rope_settings(rope_type, change, named, spelling):
     refused(spelling(hf_config(**rope_settings(rope_type, **change))), named)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rope_type": None, "factor": 2.0}, "rope_type"),
+        ({"rope_type": None, "type": "yarn", "factor": 2.0}, "rope_type"),
+        ({"type": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, "type"),
+        ({"rope_type": None}, "rope_type"),
+    ],
+)
+def test_a_rope_type_of_null_is_refused(key, settings, named):
+    refused(hf_config(rope_parameters=...) | {key: settings}, f"{named} of the rope settings is null", "yarn")
+
+
+@pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ({"factor": 4.0}, "factor"),
+        ({"rope_type": "default", "mrope_section": [16, 8, 8]}, "mrope_section"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 16, "alpha": 2}, "alpha, beta_fast"),
+        ({"type": "dynamic", "factor": 2.0, "finetuned": True}, "finetuned"),
+    ],
+)
+def test_rope_settings_that_change_nothing_are_named(settings, unused, caplog):
+    read = LlamaConfig.from_hf(hf_config(rope_parameters=settings), source="own.json")
+    assert f"own.json: rope type {read.rope.rope_type} does not use {unused} of the rope settings" in caplog.text
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_rope_settings_that_are_used_are_not_named(rope_type, caplog):
+    with caplog.at_level(logging.INFO):
+        for spelling in (dict, old_spelling):
+            LlamaConfig.from_hf(spelling(hf_config(**rope_settings(rope_type))))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "longrope", "llama3"])
+def test_whole_numbers_with_a_point_among_rope_settings(rope_type):
+    settings = rope_settings(rope_type)
+    original = settings["rope_parameters"].pop("original_max_position_embeddings")
+    expected = LlamaConfig.from_hf(hf_config(**settings, original_max_position_embeddings=original))
+    found = LlamaConfig.from_hf(hf_config(**settings, original_max_position_embeddings=float(original)))
+    assert found == expected and type(found.rope.original_max_position_embeddings) is int
 
 
 def test_rope_settings_that_are_no_object():

@@ -175,6 +175,36 @@ def test_interrupted(when, source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+_INTERRUPTED_AT_THE_END = """
+import atexit, os, signal, sys
+from qspec_jax.cli import main, process
+class Late:  # is deleted as Python takes its modules apart
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+when = sys.argv.pop(1)
+begin = process.begin
+def began():
+    begin()
+    if when == "while functions of atexit are called":
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)
+process.begin = began
+if when == "while modules are taken apart":
+    process.late = Late()
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "code"), [("never", 0), ("while functions of atexit are called", 130), ("while modules are taken apart", 0)]
+)
+def test_interrupted_at_the_very_end(when, code, source, tmp_path):
+    """The exit code is that of Ctrl-C, or that of the work, which is done; and nothing is said of it."""
+    command = [sys.executable, "-c", _INTERRUPTED_AT_THE_END, when, "convert", str(source), str(tmp_path / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (code, "") and "tensors in float32" in ran.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"] and load_model(tmp_path / "out")
+
+
 def _convert_in_a_process(source: Path, out: Path) -> None:
     converted.BATCH_BYTES = 30_000
     # To compile it would take most of the time.

@@ -11,9 +11,12 @@ from checkpoints import hf_config, write_checkpoint
 from conversions import bits, files, refused
 
 from convert import convert, export, verify
+from pallas_kernels.formats.weights import Int4Weight
+from qspec_jax.checkpoints import converted
 from qspec_jax.checkpoints.converted import TARGET, restore
 from qspec_jax.checkpoints.info import model_info
 from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.drafts.int4 import stored_int4
 from qspec_jax.errors import InputError
 
 
@@ -139,3 +142,27 @@ def test_what_orbax_cannot_read_is_said_in_one_line(source, tmp_path):
     with pytest.raises(InputError, match="cannot be restored") as error:
         restore(out, TARGET, {"norm.weight": shape})  # one: of more, Orbax says the first error and closes its loop while the others come
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lost", ["head", "layers.1.up_proj.weight"])
+def test_a_weight_that_is_not_stored_is_named(lost, source, tmp_path, monkeypatch):
+    """As Orbax would give back the description of what it does not find, when it loads in part."""
+    out = tmp_path / "out"
+    kept = converted.as_tree
+    monkeypatch.setattr(converted, "as_tree", lambda weights: kept({path: w for path, w in weights.items() if path != lost}))
+    convert(source, out)
+    for reads in (load_model, lambda out: export(out, tmp_path / "back"), lambda out: verify(source, out)):
+        with pytest.raises(InputError, match=f"target: {lost} of it is not stored; copy it again, or convert again"):
+            reads(out)
+
+
+@pytest.mark.parametrize("part", ["codes", "scale"])
+def test_a_part_of_the_drafts_weight_that_is_not_stored_is_named(part, source, tmp_path, monkeypatch):
+    kept = converted._as_dict
+    without = lambda weight: {k: v for k, v in kept(weight).items() if k != part} if isinstance(weight, Int4Weight) else weight
+    with monkeypatch.context() as changed:
+        changed.setattr(converted, "_as_dict", without)
+        convert(source, tmp_path / "out", draft_bits=4)
+    model = load_model(tmp_path / "out")
+    with pytest.raises(InputError, match=r"draft: layers\.0\.\w+\.weight and \d+ more of it is not stored"):
+        stored_int4(tmp_path / "out", model)

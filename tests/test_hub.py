@@ -100,6 +100,18 @@ def test_a_name_is_converted_and_verified(server, tmp_path):
     assert qspec(tmp_path, "convert", "org/other", "again", **here).returncode == 0
 
 
+@pytest.mark.slow
+def test_weights_that_the_index_has_in_a_folder_are_fetched(server, tmp_path):
+    shard, index = "model-00002-of-00002.safetensors", server.folder / "model.safetensors.index.json"
+    (server.folder / "weights").mkdir()
+    (server.folder / shard).rename(server.folder / "weights" / shard)
+    (server.folder / "weights" / "other.safetensors").write_text("")
+    index.write_text(index.read_text().replace(shard, f"weights/{shard}"))
+    ran = qspec(tmp_path, "info", "org/name", "--json", HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
+    assert (ran.returncode, ran.stderr) == (0, "") and json.loads(ran.stdout)["num_layers"] == 2
+    assert f"weights/{shard}" in server.asked and not any("other" in name or "original" in name for name in server.asked)
+
+
 def test_without_a_network(tmp_path):
     for how in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         ran = qspec(tmp_path, "convert", "org/name", "out", **how)

@@ -156,6 +156,11 @@ def _restore(directory: Path, name: str, shapes: Mapping[str, Any], placement: P
     except Exception as error:  # whatever Orbax and TensorStore make of a broken checkpoint
         raise InputError(f"{directory / name}: cannot be restored ({with_type(error)})") from None
     whole = flatten_dict(found, sep=".", is_leaf=lambda path, _: ".".join(path) in shapes)
+    # Of what is not stored, loading in part gives back the description that it was asked for.
+    stored = lambda path: path in whole and all(isinstance(part, jax.Array) for part in jax.tree.leaves(whole[path]))
+    if lost := sorted(path for path in shapes if not stored(path)):
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise InputError(f"{directory / name}: {lost[0]}{more} of it is not stored; copy it again, or convert again")
     return {path: _as_weight(whole[path], shape) for path, shape in shapes.items()}
 
 

@@ -1,11 +1,14 @@
 """Checkpoints of the Hugging Face Hub, in its local cache. Config, tokenizer and safetensors are fetched; never code or pickles."""
 
 import functools
+import glob
 import logging
 import re
 import sys
 from pathlib import Path
 
+from qspec_jax.checkpoints.other_formats import describe_file
+from qspec_jax.checkpoints.weight_files import weight_files
 from qspec_jax.errors import InputError, one_line, reading, with_type
 
 log = logging.getLogger(__name__)
@@ -17,7 +20,7 @@ SMALL_FILES = (
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # further chat templates, as transformers stores them
 _FETCHED = ("*.safetensors", "*.safetensors.index.json", *SMALL_FILES)
-# Left out: another layout of the same weights, and all that is in folders.
+# Left out: another layout of the same weights, and all that is in folders and that no index names.
 _LEFT = ("consolidated*", "adapter*", "*/*")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
@@ -32,7 +35,7 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
         if directory.is_dir():
             return directory
         if directory.exists():
-            raise InputError(f"{checkpoint}: is a file; the directory of a Hugging Face checkpoint is needed")
+            raise InputError(f"{checkpoint}: {describe_file(directory)}")
         # In a folder that exists, a name that does not is a path that was mistyped.
         mistyped = directory.parent.is_dir() and "@" not in directory.name
         if mistyped or not _NAME.fullmatch(str(checkpoint)):
@@ -53,6 +56,15 @@ def local(checkpoint: str | Path, *, progress: bool | None = None) -> Path:
             utils.enable_progress_bars()
 
 
+def _named_elsewhere(snapshot: Path) -> list[str]:
+    """Patterns for the weights that an index, or config.json, names and that are not fetched by themselves: those in folders."""
+    try:
+        names = weight_files(snapshot).names
+    except InputError:  # loading says what is wrong
+        return []
+    return [glob.escape(name) for name in names if name.endswith(".safetensors") and not (snapshot / name).exists()]
+
+
 @functools.cache
 def _fetched(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
@@ -63,14 +75,11 @@ def _fetched(name: str) -> Path:
         HfApi().model_info(repository, revision=revision or "main", timeout=30)
     except Exception as error:  # whatever the network and the Hub raise
         unreached = error
+    fetch = functools.partial(snapshot_download, repository, revision=revision or None, local_files_only=unreached is not None)
     try:
-        found = snapshot_download(
-            repository,
-            revision=revision or None,
-            allow_patterns=_FETCHED,
-            ignore_patterns=_LEFT,
-            local_files_only=unreached is not None,
-        )
+        found = fetch(allow_patterns=_FETCHED, ignore_patterns=_LEFT)
+        if further := _named_elsewhere(Path(found)):
+            found = fetch(allow_patterns=further)
     except Exception as error:
         reason = with_type(unreached or error)
         raise InputError(f"{name}: no such directory, and not to be had from the Hugging Face Hub ({reason})") from None

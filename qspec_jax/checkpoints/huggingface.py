@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 import ml_dtypes
@@ -13,36 +13,68 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from qspec_jax.checkpoints.hub import local
-from qspec_jax.checkpoints.tensor_names import TABLES, places, tensor_shapes
-from qspec_jax.errors import InputError, one_line, reading
-from qspec_jax.files import read_json
-from qspec_jax.models.config import LlamaConfig, eos_token_ids
+from qspec_jax.checkpoints.other_formats import MERGE, describe_folder, is_of_an_adapter
+from qspec_jax.checkpoints.tensor_names import BASE, TABLES, canonical, places, tensor_shapes
+from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
+from qspec_jax.errors import InputError, one_line, reading, warn_once
+from qspec_jax.files import read_json, refuse_pointer
+from qspec_jax.models.config import LlamaConfig, eos_token_ids, quantized_already, stated_dtype
 
 log = logging.getLogger(__name__)
 
 # Buffers that old checkpoints carry and that are computed here.
-_IGNORED = re.compile(r"(.*\.rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
+_IGNORED = re.compile(r"((.*\.)?rotary_emb\.inv_freq|.*\.masked_bias|.*\.attn\.bias)$")
+# What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 checkpoints and MLX have beside, or in place of, a weight.
+_OF_QUANTIZATION = re.compile(
+    r".*\.(qweight|qzeros|g_idx|weight_packed|weight_shape|weight_scale(_inv|_2)?|weight_zero_point|input_scale|SCB|weight_format|scales|biases"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$"
+)
+_CODES = ("I8", "U8", "I16", "U16", "I32", "U32")  # dtypes of packed weights, besides F8_E4M3 and the like
 _FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
+_NAMES = {kind: np.dtype(dtype).name for kind, dtype in _FLOATS.items()}
 _COMPARED = 1 << 24  # numbers at a time
 # The bits that are all set in infinities and NaNs alone: numpy takes several times as long to ask a bfloat16 what it is.
 _EXPONENTS = {np.float16: 0x7C00, ml_dtypes.bfloat16: 0x7F80, np.float32: 0x7F800000, np.float64: 0x7FF0000000000000}
 _EXAMINED = 1 << 17  # numbers at a time: what a core's cache holds
 
 
-def load_config(directory: str | Path) -> LlamaConfig:
-    """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`."""
+def load_config(directory: str | Path, *, dtype: str | None = None) -> LlamaConfig:
+    """The model's config, with the EOS ids of generation_config.json where it has them. Raises InputError as `LlamaConfig.from_hf`.
+
+    Args:
+        directory: the checkpoint's directory, or its name on the Hub.
+        dtype: the weights' dtype where config.json has none; None is the dtype of the tensors, or float32 where there are none.
+    """
     directory = local(directory)
     path = directory / "config.json"
     with reading(path):
         missing = not path.exists()
     if missing:
-        raise InputError(f"{path}: cannot be read (No such file or directory); the directory of a Hugging Face checkpoint is needed")
-    config = LlamaConfig.from_hf(path)
+        reason = "it is a link to a file that is not there" if path.is_symlink() else "No such file or directory"
+        hint = describe_folder(directory)
+        raise InputError(
+            f"{path}: cannot be read ({reason}); the directory of a Hugging Face checkpoint is needed{f', and {hint}' if hint else ''}"
+        )
+    raw = read_json(path)
+    config = LlamaConfig.from_hf(raw, source=str(path), dtype=dtype or "float32")
+    if dtype is None and stated_dtype(raw) is None:
+        config = dataclasses.replace(config, dtype=_dtype_of_tensors(directory, config.dtype))
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = eos_token_ids(read_json(generation).get("eos_token_id"), str(generation), config.vocab_size)
         config = dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
     return config
+
+
+def _dtype_of_tensors(directory: Path, default: str) -> str:
+    """The dtype of a directory's weights: what their index says, or of the first tensor of floats, as transformers takes it."""
+    files = weight_files(directory)
+    if files.dtype and (stated := files.dtype.removeprefix("torch.")) in _NAMES.values():
+        return stated
+    if not (directory / files.names[0]).is_file():
+        return default
+    tensors = read_header(directory / files.names[0])
+    return next((_NAMES[tensors[name].dtype] for name in sorted(tensors) if tensors[name].dtype in _FLOATS), default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +121,17 @@ class Source:
         self.config = load_config(self.directory)
         self.tensors: dict[str, Tensor] = {}
         self.twice: list[tuple[str, Tensor, Tensor]] = []
+        self._names_in: dict[str, Set[str]] = {}
+        self._is_base = False  # whether its tensors have the names of a model without its head
         self.not_finite: set[str] = set()
+        self.files = weight_files(self.directory)
         self._open()
         if self.config.num_layers > len(self.tensors):  # before so many are counted
             raise InputError(
                 f"{directory}: config.json asks for {self.config.num_layers} layers, and there are {len(self.tensors)} tensors"
             )
         self.places = places(self.config)
+        self._rename(tensor_shapes(self.config).keys() | {self.head})
         self._check()
 
     def read(self, path: str, memory: np.ndarray | None = None) -> np.ndarray:
@@ -116,7 +152,7 @@ class Source:
                 raise InputError(
                     f"{self.directory}: {name} is in both {one.file.name} and {other.file.name}, and differs; one of them is wrong"
                 )
-        if self.carries_head and not self.tensors[self.head].equals(self.tensors[self.places["embedding"].name]):
+        if self.carries_head and not self.tensors[self.head].equals(self.tensors[self.embedding]):
             raise InputError(
                 f"{self.directory}: config.json says tie_word_embeddings, but {self.head} differs from the embedding; one of them is wrong"
             )
@@ -138,63 +174,81 @@ class Source:
         return next(name for name, paths in TABLES[self.config.architecture].items() if paths == ("head",))
 
     @property
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return self.places["embedding"].name
+
+    @property
     def carries_head(self) -> bool:
         """Whether the head of tied embeddings is there too."""
         return self.config.tie_word_embeddings and self.head in self.tensors
 
     def _open(self) -> None:
-        """Finds the tensors of all shards."""
-        index = self.directory / "model.safetensors.index.json"
-        named: dict[str, str] | None = None
-        if index.exists():
-            named = read_json(index).get("weight_map")
-            if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-                raise InputError(f"{index}: weight_map should map tensors to files, and does not")
-            # What is not printable may be half a surrogate pair, which no file's name can hold.
-            plain = lambda file: (
-                file.isprintable() and Path(file).name == file not in ("", "..") and "\\" not in file and len(file.encode()) <= 255
-            )
-            if outside := sorted(file for file in set(named.values()) if not plain(file)):
-                raise InputError(f"{index}: weight_map should name files beside it, not {_some(map(repr, outside))}")
-        for name in sorted(set(named.values())) if named else ["model.safetensors"]:
-            found = self._tensors_of(name)
-            again = sorted(key for key in found.keys() & self.tensors.keys() if not _IGNORED.match(key))
-            self.twice += [(key, self.tensors[key], found[key]) for key in again]
+        """Finds the tensors of all files, and warns of files beside them that are not read."""
+        for name in self.files.names:
+            path = self.directory / name
+            if not path.is_file():
+                raise InputError(f"{path}: missing{_why_missing(path, self.directory, self.files)}")
+            found = read_header(path)
+            self._names_in[name] = found.keys()
+            self.twice += [
+                (key, self.tensors[key], found[key]) for key in sorted(found.keys() & self.tensors.keys()) if not _IGNORED.match(key)
+            ]
             self.tensors = found | self.tensors
-            if named is not None:
-                lost = sorted(k for k, v in named.items() if v == name and k not in found)
-                stray = sorted(found.keys() - named.keys())
-                if lost:
-                    raise InputError(f"{index}: names tensors that {name} lacks: {_some(lost)}")
-                if stray:
-                    raise InputError(f"{index}: has no entry for tensors of {name}: {_some(stray)}")
+        if self.files.passed_over:
+            read = ", ".join(self.files.names) if self.files.index is None else self.files.index
+            others = _some(self.files.passed_over)
+            warn_once(log, f"{self.directory}: {read} is read, as transformers does, and {others} passed over")
+        if (self.directory / "adapter_config.json").exists():
+            warn_once(log, f"{self.directory}: the model is read without the adapter that lies beside it (adapter_config.json)")
 
-    def _tensors_of(self, name: str) -> dict[str, Tensor]:
-        path = self.directory / name
-        if not path.is_file():
-            pickled = any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pt*"))
-            hint = "; pickled weights (.bin) can run code and are not read: save the model as safetensors" if pickled else ""
-            raise InputError(f"{path}: missing{hint}")
-        try:
-            with path.open("rb") as file, safe_open(path, framework="np"):  # which checks the header
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
-        header.pop("__metadata__", None)
-        start = lambda entry: 8 + size + entry["data_offsets"][0]
-        return {key: Tensor(path, entry["dtype"], tuple(entry["shape"]), start(entry)) for key, entry in header.items()}
+    def _rename(self, expected: Set[str]) -> None:
+        """Gives tensors the names that a whole model's have, where the model was saved without its head or has only the head of two tied
+        tensors, and checks that the files hold what their index says.
+
+        Args:
+            expected: the names of the model's tensors and of its head.
+        """
+        own = {name: canonical(name, expected) for name in self.tensors}
+        renamed = sorted(name for name in own if own[name] != name)
+        self._is_base = any(own[name] == BASE + name for name in renamed)
+        for name in renamed:
+            tensor = self.tensors.pop(name)
+            if own[name] in self.tensors:
+                self.twice.append((own[name], self.tensors[own[name]], tensor))
+            self.tensors[own[name]] = tensor
+        if self.config.tie_word_embeddings and self.embedding not in self.tensors and self.head in self.tensors:
+            self.tensors[self.embedding] = self.tensors.pop(self.head)
+        # One of two tied tensors may be left out, and buffers are not read: of these index and files may say what they like.
+        free = {self.head, self.embedding} if self.config.tie_word_embeddings else set()
+        matters = lambda name: not _IGNORED.match(name) and canonical(name, expected) not in free
+        for file in self.files.names if self.files.index else ():
+            index, found = self.directory / self.files.index, self._names_in[file]
+            named = {name for name, holder in self.files.weight_map.items() if holder == file}
+            if lost := sorted(filter(matters, named - found)):
+                raise InputError(f"{index}: names tensors that {file} lacks: {_some(lost)}")
+            if stray := sorted(filter(matters, found - self.files.weight_map.keys())):
+                raise InputError(f"{index}: has no entry for tensors of {file}: {_some(stray)}")
 
     def _check(self) -> None:
         """Raises one InputError with all that is wrong with names, shapes and dtypes."""
         expected = tensor_shapes(self.config)
         if self.carries_head:
             expected[self.head] = self.places["embedding"].shape
+        missing = sorted(expected.keys() - self.tensors.keys())
+        extra = sorted(k for k in self.tensors.keys() - expected.keys() if not _IGNORED.match(k))
+        if any(map(is_of_an_adapter, extra)):
+            raise InputError(f"{self.directory}: its tensors are those of an adapter of PEFT, or not merged ({_some(extra, 2)}); {MERGE}")
+        named = [name for name in extra if missing and _OF_QUANTIZATION.match(name)]
+        packed = [name for name in sorted(self.tensors) if name.endswith("_proj.weight") and _is_of_codes(self.tensors[name].dtype)]
+        if named or packed:
+            raise InputError(f"{self.directory}: {quantized_already(_some(named or packed, 2))}")
         wrong = []
-        if missing := sorted(expected.keys() - self.tensors.keys()):
-            reason = " (config.json says that the embeddings are not tied)" if missing == [self.head] else ""
-            wrong.append(f"missing {_some(missing)}{reason}")
-        if extra := sorted(k for k in self.tensors.keys() - expected.keys() if not _IGNORED.match(k)):
+        if missing:
+            alone = " (config.json says that the embeddings are not tied)" if missing == [self.head] else ""
+            base = "; it was saved without its head, as a base model: bring the one with it" if alone and self._is_base else ""
+            wrong.append(f"missing {_some(missing)}{alone}{base}")
+        if extra:
             wrong.append(f"unexpected {_some(extra)}")
         for name in sorted(expected.keys() & self.tensors.keys()):
             tensor = self.tensors[name]
@@ -204,6 +258,35 @@ class Source:
                 wrong.append(f"{name} has dtype {tensor.dtype}, should be one of {', '.join(_FLOATS)}")
         if wrong:
             raise InputError(f"{self.directory}: the checkpoint does not fit its config: {'; '.join(wrong)}")
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by their names; none is read. Raises InputError where it is no whole safetensors file."""
+    with reading(path), path.open("rb") as file:
+        refuse_pointer(path, file.read(64))
+    try:
+        with path.open("rb") as file, safe_open(path, framework="np"):  # which checks the header
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
+    header.pop("__metadata__", None)
+    start = lambda entry: 8 + size + entry["data_offsets"][0]
+    return {key: Tensor(path, entry["dtype"], tuple(entry["shape"]), start(entry)) for key, entry in header.items()}
+
+
+def _why_missing(path: Path, directory: Path, files: WeightFiles) -> str:
+    """What is known of a file of weights that is not there, as the end of a sentence."""
+    if path.is_symlink():
+        return "; it is a link to a file that is not there: fetch it again"
+    if files.index:
+        return f"; {files.index} names it: fetch it too"
+    hint = describe_folder(directory)
+    return f"; {hint}" if hint else ""
+
+
+def _is_of_codes(dtype: str) -> bool:
+    return dtype in _CODES or dtype.startswith(("F8_", "F6_", "F4"))
 
 
 def all_finite(array: np.ndarray) -> bool:

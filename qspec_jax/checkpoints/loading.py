@@ -96,7 +96,8 @@ def config_and_dtype(directory: str | Path) -> tuple[LlamaConfig, str]:
 
 
 def _checked_conversion(directory: Path) -> tuple[LlamaConfig, str]:
-    config, manifest = load_config(directory), converted.read_manifest(directory)
+    manifest = converted.read_manifest(directory)
+    config = load_config(directory, dtype=manifest.dtype)
     converted.check_shapes(directory, manifest, weight_shapes(config))
     return config, manifest.dtype
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from qspec_jax.models.config import ARCHITECTURES, LlamaConfig
 from qspec_jax.models.llama import Llama
 
+BASE = "model."  # what the names of all tensors but the head's begin with, and do not in a model that was saved without its head
 Table = Mapping[str, tuple[str, ...]]
 # What an architecture calls its tensors -> paths in `Llama`; {i} is the layer. Where there are several paths, the tensor has their rows one
 # after the other. A path is read from the last tensor that names it.
@@ -62,6 +63,17 @@ def places(config: LlamaConfig) -> dict[str, Place]:
         at = [other.replace("{i}", number) for other in paths].index(path)
         found[path] = Place(name.replace("{i}", number), shape, sum(before[:at]) if len(paths) > 1 else None)
     return found
+
+
+def canonical(name: str, expected: Container[str]) -> str:
+    """The name that a tensor has in a whole model, which was stored with or without `BASE`; the name itself where neither is one of the
+    model's.
+
+    Args:
+        name: what the tensor is called where it is stored.
+        expected: the names of a whole model's tensors.
+    """
+    return next((known for known in (name, name.removeprefix(BASE), BASE + name) if known in expected), name)
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = _run(sys.argv[1:] if own else list(arguments), own)
         sys.stdout.flush()
+        if own and not code:
+            process.finish()
     except InputError as error:
         code = _fail(str(error))
     except KeyboardInterrupt:

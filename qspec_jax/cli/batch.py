@@ -18,6 +18,7 @@ from tqdm import tqdm
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
 from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype, load_tokenizer
+from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
 from qspec_jax.cli import process
 from qspec_jax.cli.options import (
     ALL,
@@ -47,7 +48,7 @@ from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import has_stored_int4
 from qspec_jax.drafts.registry import AUTO, parse_draft
 from qspec_jax.errors import InputError
-from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, read_json, to_json
+from qspec_jax.files import STANDARD, is_same_file, name_of, read_bytes, to_json
 from qspec_jax.models.llama import Llama
 from qspec_jax.quantization.outline import outline
 
@@ -302,16 +303,17 @@ def _with_configs(lines: list[Line], configs: list[GenerationConfig]) -> list[Li
 def of_checkpoint(directory: Path) -> list[bytes]:
     """What the results take from a checkpoint: its small files, and names, sizes and times of those of its weights, which are too large to
     be read for this."""
-    index = directory / "model.safetensors.index.json"
     if is_converted(directory):
-        listed, names = directory / MANIFEST, sorted(stored_files(directory))
+        listed, names = {directory / MANIFEST}, sorted(stored_files(directory))
     else:
-        shards = read_json(index).get("weight_map") if index.exists() else None
-        shards = shards.values() if isinstance(shards, dict) else ["model.safetensors"]
-        listed, names = index, sorted({name for name in shards if isinstance(name, str)})
+        try:
+            files = weight_files(directory)
+        except InputError:  # loading says what is wrong with them
+            files = WeightFiles(())
+        listed, names = {directory / files.index} if files.index else set(), files.names
     # Some tokenizers have files for certain versions of transformers beside those with well-known names.
     small = {*(directory / name for name in hub.SMALL_FILES), *directory.glob("*token*.json"), *directory.glob(hub.TEMPLATES)}
-    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in small | {listed} if path.is_file()}
+    contents = {path.relative_to(directory).as_posix(): read_bytes(path) for path in small | listed if path.is_file()}
     weights = [(name, *_state(directory / name)) for name in names]
     return [*(part for name in sorted(contents) for part in (os.fsencode(name), contents[name])), repr(weights).encode()]
 

@@ -14,6 +14,7 @@ UNHANDLED_SECONDS = 2  # after a signal, in which native code may keep Python fr
 # The signals that raised KeyboardInterrupt, and when (time.monotonic). The exit code is that of the last.
 _received: list[tuple[int, float]] = []
 _handled_at = 0.0  # when Python last handled a signal, be it by ignoring it
+_finished = False  # whether all is done with exit code 0
 endings: list = []  # functions that are called where a signal ends the process without KeyboardInterrupt
 
 
@@ -34,7 +35,10 @@ def version_of(package: str) -> str:
 
 def begin() -> None:
     """Makes the standard streams fail in one line, and a signal end the process at once: while modules are imported, nothing is lost."""
-    _on_signals(lambda number, frame: os._exit(128 + number))
+    _on_signals(_end)
+    import atexit
+
+    atexit.register(_end_after_others)  # what is registered first is called last
     # Both are read once, when JAX starts. A text of a cache in host memory has one of these.
     if any(mark in argument for argument in sys.argv for mark in (":host", "=host")):
         from qspec_jax import host
@@ -53,6 +57,27 @@ def begin() -> None:
     # A terminal may know fewer characters than a text has, and no encoding knows half a character.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
+
+
+def finish() -> None:
+    """The work is done and written: from now on a signal ends the process at once, with its exit code.
+
+    While Python takes its modules apart, which takes a sixth of a second, it handles no signals. So that is left out.
+    """
+    global _finished
+    _on_signals(_end)
+    _finished = True
+
+
+def _end(number: int, frame) -> None:
+    os._exit(128 + number)
+
+
+def _end_after_others() -> None:
+    if _finished:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _on_signals(handler) -> None:

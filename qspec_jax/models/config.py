@@ -7,20 +7,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from qspec_jax.errors import InputError, flat
+from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+# What each type has among the rope settings, besides its name, rope_theta and partial_rotary_factor.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+ROPE_TYPES = tuple(_ROPE_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
 
-    qkv_bias, output_bias, mlp_bias: whether there is one, or the key that says so. windowed: whether `sliding_window` counts by itself,
-    without another key that switches it on. nope: whether some layers have no RoPE (`no_rope_layers`). only_longrope: whether longrope,
-    by whatever name, is the only rope type besides the default. defaults: what a key is where config.json lacks it.
+    Attributes:
+        qkv_bias: whether there is one, or the key that says so.
+        output_bias: the same of attention's last projection.
+        mlp_bias: the same of the MLP.
+        qk_norm: whether queries and keys are normalized.
+        windowed: whether `sliding_window` counts by itself, without another key that switches it on.
+        nope: whether some layers have no RoPE (`no_rope_layers`).
+        whole_heads: whether transformers refuses heads that do not divide hidden_size, even beside a head_dim.
+        only_longrope: whether longrope, by whatever name, is the only rope type besides the default.
+        defaults: what a key is where config.json lacks it.
     """
 
     qkv_bias: bool | str = False
@@ -29,6 +48,7 @@ class Architecture:
     qk_norm: bool = False
     windowed: bool = False
     nope: bool = False
+    whole_heads: bool = False
     only_longrope: bool = False
     defaults: tuple[tuple[str, Any], ...] = ()
 
@@ -37,7 +57,7 @@ _QWEN_DEFAULTS = (("max_position_embeddings", 32768), ("num_key_value_heads", 32
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        **_ATTENTION_BIAS, mlp_bias="mlp_bias", defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
+        **_ATTENTION_BIAS, mlp_bias="mlp_bias", whole_heads=True, defaults=(("max_position_embeddings", 2048), ("eos_token_id", 2))
     ),
     "MistralForCausalLM": Architecture(
         windowed=True,
@@ -138,16 +158,21 @@ class LlamaConfig:
         return self.rope.original_max_position_embeddings if recomputed else None
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json") -> "LlamaConfig":
+    def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json", dtype: str = "float32") -> "LlamaConfig":
         """Reads a config.json (its path, or its contents).
 
         Raises InputError for an architecture, rope type, activation, sliding window or quantization that is not supported,
         naming it, and for a missing or senseless value.
+
+        Args:
+            config: the path, or what the file holds.
+            source: what messages call the contents.
+            dtype: the weights' dtype where the config has none.
         """
         if isinstance(config, (str, Path)):
             source = str(config)
             config = read_json(Path(config))
-        return _Reader(config, source).llama()
+        return _Reader(config, source, dtype).llama()
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -156,17 +181,30 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 class _Reader:
     """Reads one config.json; every error names the file."""
 
-    def __init__(self, raw: Mapping[str, Any], source: str):
-        self.source = source
-        names = raw.get("architectures")
-        self.name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
-        if "moe" in self.name.lower() or "Mixtral" in self.name or any(raw.get(key) for key in _EXPERTS):
+    def __init__(self, raw: Mapping[str, Any], source: str, dtype: str):
+        self.source, self.assumed_dtype = source, dtype
+        self.name = self.architecture_of(raw)
+        if any(mark in self.name.lower() for mark in ("moe", "mixtral")) or any(raw.get(key) for key in _EXPERTS):
             raise self.error(f"{self.name} is a mixture of experts, which is not supported; a dense model is")
         if self.name not in ARCHITECTURES:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[self.name]
         # A null hides the architecture's default, and then reads as an absent key.
         self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
+
+    def architecture_of(self, raw: Mapping[str, Any]) -> str:
+        """The architecture's name: that of the model type, which transformers goes by, unless `architectures` names what is no model of it
+        that predicts tokens."""
+        names, model_type = raw.get("architectures"), raw.get("model_type")
+        given = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
+        by_type = next((name for name in ARCHITECTURES if _family(name).lower() == model_type), None)
+        named = next((name for name in ARCHITECTURES if given.lower() in (name.lower(), f"{_family(name)}Model".lower())), None)
+        if by_type is None:
+            is_other = isinstance(model_type, str) and (names is None or names == [])
+            return f"of model type {model_type}" if is_other else named or given
+        if named not in (None, by_type):
+            warn_once(log, f"{self.source}: read as {by_type}, by its model_type, as transformers does, and not as {flat(given)}")
+        return by_type if named or names is None or names == [] else given
 
     def error(self, what: str) -> InputError:
         return InputError(f"{self.source}: {flat(what)}")
@@ -198,11 +236,8 @@ class _Reader:
         raw = self.raw
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
-            raise self.error(
-                f"the checkpoint is quantized already (quantization_config{f', {method}' if method else ''}); bring the unquantized one, "
-                "of which the draft is made here"
-            )
-        if raw.get("hidden_act", "silu") != "silu":
+            raise self.error(quantized_already(f"quantization_config{f', {method}' if method else ''}"))
+        if raw.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
             raise self.error(f"hidden_act {raw['hidden_act']} is not supported, only silu")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         kv_heads = self.number("num_key_value_heads", heads)
@@ -211,6 +246,8 @@ class _Reader:
         head_dim = self.number("head_dim", hidden // heads, above=2)
         if head_dim % 2:
             raise self.error(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+        if self.architecture.whole_heads and hidden % heads:
+            raise self.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, as {self.name} needs it")
         positions = self.number("max_position_embeddings")
         bias = lambda which: self.flag(which) if isinstance(which, str) else which
         layers, vocab_size = self.number("num_hidden_layers", most=1000), self.number("vocab_size")
@@ -254,7 +291,7 @@ class _Reader:
         return tuple(i for i, rope in enumerate(given) if not rope)
 
     def dtype(self) -> str:
-        name = str(self.raw.get("dtype", self.raw.get("torch_dtype", "float32"))).removeprefix("torch.")
+        name = stated_dtype(self.raw) or self.assumed_dtype
         if name not in ("float16", "bfloat16", "float32", "float64"):
             raise self.error(f"dtype {name} is not supported; float16, bfloat16, float32 or float64 is")
         return name
@@ -282,8 +319,11 @@ class _Reader:
         given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
             raise self.error(f"rope settings {given!r} should be one flat object")
+        key = "rope_type" if "rope_type" in given else "type"
+        rope_type = given.get(key, "default")
+        if rope_type is None:
+            raise self.error(f"{key} of the rope settings is null, which is no rope type; supported are {', '.join(ROPE_TYPES)}")
         given = {k: v for k, v in given.items() if v is not None}
-        rope_type = given.get("rope_type", given.get("type", "default"))
         if self.architecture.only_longrope and rope_type != "default":
             if rope_type not in ("longrope", "su", "yarn"):  # the last two are old names of the first
                 raise self.error(f"rope type {rope_type} is not supported for {self.name}; longrope is")
@@ -292,11 +332,14 @@ class _Reader:
             raise self.error(f"rope type {rope_type} is not supported; supported are {', '.join(ROPE_TYPES)}")
         if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:
             raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
+        if unused := sorted(map(str, given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[rope_type]})):
+            # As transformers; `finetuned` and the like are found in many files.
+            warn_once(log, f"{self.source}: rope type {rope_type} does not use {flat(', '.join(unused))} of the rope settings")
         theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
         if rope_type == "default":
             return RopeConfig(rope_theta=theta)
         outside = {k: v for k, v in self.raw.items() if k == "original_max_position_embeddings"}
-        original = self.number("original_max_position_embeddings", positions, of=given | outside, above=1)
+        original = self.number("original_max_position_embeddings", positions, of=_whole(given | outside), above=1)
         implied = positions / original if rope_type in ("yarn", "longrope") else None
         factor = self.number("factor", implied, of=given, kind=float, most=1e6)
         rope = RopeConfig(rope_type, theta, factor, original)
@@ -337,6 +380,28 @@ class _Reader:
         if not isinstance(values, list) or len(values) != length:
             raise self.error(f"{name} must be a list of {length} numbers (head_dim / 2)")
         return tuple(self.number(name, of={name: value}, kind=float) for value in values)
+
+
+def stated_dtype(raw: Mapping[str, Any]) -> str | None:
+    """The dtype that a config.json names, by its new key or its old one; None where it names none."""
+    found = next((raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None), None)
+    return None if found is None else str(found).removeprefix("torch.")
+
+
+def quantized_already(sign: str) -> str:
+    """The message that a checkpoint is quantized. sign: by what that is seen."""
+    return f"the checkpoint is quantized already ({sign}); bring the unquantized one, of which the draft is made here"
+
+
+def _family(architecture: str) -> str:
+    """What the names of an architecture's models begin with; in lower case it is the model type."""
+    return architecture.removesuffix("ForCausalLM")
+
+
+def _whole(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with whole numbers as such, be they written with a point or not: transformers computes with what it finds among a rope's
+    settings, and takes none but whole ones elsewhere."""
+    return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in settings.items()}
 
 
 def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
