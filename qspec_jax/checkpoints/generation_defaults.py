@@ -113,6 +113,21 @@ class StoredDefaults:
             taken[name] = max(0, int(value)) if name == "top_k" else float(value)
         return taken
 
+    def described(self, said: Mapping[str, Any], taken: Mapping[str, float | int], caller: str) -> str:
+        """One line that says what is taken from where, for the log.
+
+        Args:
+            said: as given to `with_said`.
+            taken: what that returned.
+            caller: who said it, such as "the task".
+        """
+        sampled = taken["temperature"] > 0
+        used = [name for name, setting in SAMPLING.items() if sampled or not setting.sampled]
+        shown = [name for name in used if name == "temperature" or taken[name] != SAMPLING[name].off]
+        source = lambda name: f"of {caller}" if name in said else f"of {FILE}" if name in self.values else "transformers' default"
+        each = [f"{name} {taken[name]:g} ({source(name)})" for name in shown]
+        return ", ".join(["generation: sampled" if sampled else "generation: greedy", *each])
+
     def _refused(self, name: str, value: Any, words: str, said: Mapping[str, Any]) -> InputError:
         source = "" if name in said else f"{self.path}: "
         return InputError(f"{source}{name} {value!r} should be {words}")

@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub, loading
+from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, METHODS, SPECACHE, GenerationConfig
@@ -49,6 +50,21 @@ CacheOption = Annotated[
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"The target's cache: {', '.join(CACHES)}; int8 with a draft, full without, if not given. kivi, specache, streaming-llm "
         "and h2o are lossy.",
+    ),
+]
+
+
+class Defaults(enum.StrEnum):
+    qspec = "qspec"
+    model = "model"
+
+
+GenerationDefaults = Annotated[
+    Defaults,
+    typer.Option(
+        "--generation-config",
+        help="Where temperature, top-k, top-p, min-p and the repetition penalty come from if not given: qspec, which is greedy; or model: the "
+        "checkpoint's generation_config.json, read as transformers does, with a top-k of 50 where that samples and names none.",
     ),
 ]
 
@@ -189,13 +205,13 @@ def _settings(
         typer.Option(help="The cost of a draft, for --adaptive; verifying a round is 1. By stored costs, if not given."),
     ] = None,
     min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = GenerationConfig.temperature,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = GenerationConfig.top_k,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.top_p,
+    temperature: Annotated[float | None, typer.Option(help="0, if not given, is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0, if not given, is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1, if not given, is off.")] = None,
     min_p: Annotated[
-        float, typer.Option(help="Keep tokens of at least this share of the likeliest's probability.")
-    ] = GenerationConfig.min_p,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = GenerationConfig.repetition_penalty,
+        float | None, typer.Option(help="Keep tokens of at least this share of the likeliest's probability; 0, if not given, is off.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1, if not given, is off.")] = None,
     min_new_tokens: Annotated[int, typer.Option(help="No end-of-sequence token before so many.")] = GenerationConfig.min_new_tokens,
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be given several times.")
@@ -295,18 +311,36 @@ def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int)
 
 
 def with_settings(command: Callable) -> Callable:
-    """The command with the options of `_settings` in place of its parameter `config`."""
+    """The command, which has a parameter `model`, with the options of `_settings` in place of its parameter `config`."""
     own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
+    source = inspect.Parameter("generation_config", inspect.Parameter.KEYWORD_ONLY, default=Defaults.qspec, annotation=GenerationDefaults)
 
     @functools.wraps(command)
     def with_options(**given):
+        said = {name: given[name] for name in SAMPLING if given[name] is not None}
+        given |= _of_checkpoint(given["model"], said, given.pop(source.name))
         config = _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
         return command(config=config, **given)
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared) if p.name != "config"]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared, source) if p.name != "config"]
     with_options.__signature__ = inspect.Signature(parameters)
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
+
+
+def _of_checkpoint(model: Path, said: dict[str, float], source: Defaults) -> dict[str, float]:
+    """What --generation-config takes from a checkpoint in place of the sampling options, of which some are given. One line says what it is,
+    or that the checkpoint would have tokens sampled."""
+    stored = stored_defaults(model)
+    if source is Defaults.model:
+        sampled = {"do_sample": said["temperature"] > 0} if "temperature" in said else {}
+        taken = stored.with_said(said | sampled)
+        log.warning("%s", stored.described(said, taken, "the command"))
+        return taken
+    if stored.values.get("do_sample") and "temperature" not in said:
+        taken = stored.with_said({})
+        log.warning("%s is not taken (%s); --generation-config model takes it", stored.path, stored.described({}, taken, ""))
+    return {}
 
 
 def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None = None, caches: Sequence[CacheConfig] = ()):

@@ -37,7 +37,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax.checkpoints.generation_defaults import FILE, SAMPLING, StoredDefaults, stored_defaults
+from qspec_jax.checkpoints.generation_defaults import SAMPLING, StoredDefaults, stored_defaults
 from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
@@ -332,11 +332,7 @@ class QspecLM(TemplateLM):
             _tell_once(
                 f"do_sample is true and the task names no temperature, which lm_eval's hf refuses: it is {taken['temperature']:g} here"
             )
-        used = [name for name, setting in SAMPLING.items() if sampled or not setting.sampled]
-        shown = [name for name in used if name == "temperature" or taken[name] != SAMPLING[name].off]
-        source = lambda name: "of the task" if name in said else f"of {FILE}" if name in self._stored.values else "transformers' default"
-        each = [f"{name} {taken[name]:g} ({source(name)})" for name in shown]
-        _tell_once(", ".join(["generation: sampled" if sampled else "generation: greedy", *each]), logging.INFO)
+        _tell_once(self._stored.described(said, taken, "the task"), logging.INFO)
         return taken
 
 
