@@ -63,8 +63,8 @@ GenerationDefaults = Annotated[
     Defaults,
     typer.Option(
         "--generation-config",
-        help="Where temperature, top-k, top-p, min-p and the repetition penalty come from if not given: qspec, which is greedy; or model: the "
-        "checkpoint's generation_config.json, read as transformers does, with a top-k of 50 where that samples and names none.",
+        help="Where temperature, top-k, top-p, min-p and the repetition penalty come from if not given: qspec, which is greedy; "
+        "or model, the checkpoint's generation_config.json, as transformers reads it: top-k is 50 where that samples and names none.",
     ),
 ]
 
