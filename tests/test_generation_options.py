@@ -38,12 +38,11 @@ def taken(run, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "expected", "said"),
     [
-        ((), (0, 0, 1, 1), "is not taken (generation: sampled, " + FROM_FILE),
+        ((), (0, 0, 1, 1), "generation_config.json is not taken (generation: sampled, " + FROM_FILE),
         (("--generation-config", "model"), (0.6, 50, 0.9, 1.2), "generation: sampled, " + FROM_FILE),
         (("--generation-config", "model", "--temperature", "0"), (0, 0, 1, 1.2), "generation: greedy, repetition_penalty 1.2"),
         (("--generation-config", "model", "--top-k", "7"), (0.6, 7, 0.9, 1.2), "top_k 7 (of the command)"),
         (("--temperature", "0.5"), (0.5, 0, 1, 1), None),
-        (("--temperature", "0"), (0, 0, 1, 1), None),
     ],
 )
 def test_what_is_taken_and_said(options, expected, said, sampling, taken, caplog):

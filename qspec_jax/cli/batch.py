@@ -146,7 +146,9 @@ def batch(
     directories[model] = stored_at
     checkpoints = processes.all_or_none(lambda: {path: of_checkpoint(directory) for path, directory in directories.items()})
     if ray is None:
-        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config]))
+        network, tokenizer = processes.all_or_none(
+            lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config], greedy=not config.temperature)
+        )
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
     draft = None if chosen or ray else processes.all_or_none(lambda: _made(config, network, model))

@@ -105,7 +105,9 @@ def generate_command(
         raise InputError("--calibrate is for one device; leave it, or --devices, out")
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
-        network, tokenizer = processes.all_or_none(lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config]))
+        network, tokenizer = processes.all_or_none(
+            lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], greedy=not config.temperature)
+        )
         tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
         hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):

@@ -318,8 +318,9 @@ def with_settings(command: Callable) -> Callable:
     @functools.wraps(command)
     def with_options(**given):
         said = {name: given[name] for name in SAMPLING if given[name] is not None}
-        given |= _of_checkpoint(given["model"], said, given.pop(source.name))
-        config = _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        defaults, config = given.pop(source.name), _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        if defaults is Defaults.model:
+            config = dataclasses.replace(config, **_of_checkpoint(given["model"], said))
         return command(config=config, **given)
 
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared, source) if p.name != "config"]
@@ -328,24 +329,42 @@ def with_settings(command: Callable) -> Callable:
     return with_options
 
 
-def _of_checkpoint(model: Path, said: dict[str, float], source: Defaults) -> dict[str, float]:
-    """What --generation-config takes from a checkpoint in place of the sampling options, of which some are given. One line says what it is,
-    or that the checkpoint would have tokens sampled."""
+def _of_checkpoint(model: Path, said: dict[str, float]) -> dict[str, float]:
+    """The sampling settings of a checkpoint, of which some are given as options. One line says what is taken from where."""
     stored = stored_defaults(model)
-    if source is Defaults.model:
-        sampled = {"do_sample": said["temperature"] > 0} if "temperature" in said else {}
-        taken = stored.with_said(said | sampled)
-        log.warning("%s", stored.described(said, taken, "the command"))
-        return taken
-    if stored.values.get("do_sample") and "temperature" not in said:
-        taken = stored.with_said({})
-        log.warning("%s is not taken (%s); --generation-config model takes it", stored.path, stored.described({}, taken, ""))
-    return {}
+    sampled = {"do_sample": said["temperature"] > 0} if "temperature" in said else {}
+    taken = stored.with_said(said | sampled)
+    log.warning("%s", stored.described(said, taken, "the command"))
+    return taken
 
 
-def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None = None, caches: Sequence[CacheConfig] = ()):
-    """The model of a checkpoint directory, and its tokenizer. quiet: without a progress bar. place: the mesh to divide it over. caches:
-    what it will have; one that no model of its shape can have is refused before weights are read."""
+def _hint_at_sampling(directory: Path) -> None:
+    """Says that a checkpoint would have tokens sampled, where it would."""
+    stored = stored_defaults(directory)
+    if stored.values.get("do_sample"):
+        described = stored.described({}, stored.with_said({}), "")
+        log.warning("decoding is greedy, and %s is not taken (%s); --generation-config model takes it", stored.path, described)
+
+
+def load(
+    directory: Path,
+    dtype: str | None,
+    *,
+    quiet: bool,
+    place: Place | None = None,
+    caches: Sequence[CacheConfig] = (),
+    greedy: bool = False,
+):
+    """The model of a checkpoint directory, and its tokenizer.
+
+    Args:
+        directory: or a name on the Hub.
+        dtype: what to load it as; None: as stored.
+        quiet: whether to show no progress bar.
+        place: the mesh to divide it over.
+        caches: what it will have; one that no model of its shape can have is refused before weights are read.
+        greedy: whether it will decode greedily, so that a line says so where the checkpoint would sample.
+    """
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     diagnosis.check_backend()
@@ -353,6 +372,8 @@ def load(directory: Path, dtype: str | None, *, quiet: bool, place: Place | None
         log.warning("%s", problem)
     mesh, progress = place if isinstance(place, Mesh) else None, False if quiet else None
     directory = hub.local(directory, progress=progress)
+    if greedy:
+        _hint_at_sampling(directory)
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])
     network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
