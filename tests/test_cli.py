@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import processes
 import pytest
+import typer
 from checkpoints import hf_config, tensor_shapes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
@@ -26,6 +27,7 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch as cli_batch
 from qspec_jax.cli import convert as convert_commands
 from qspec_jax.cli import generate
+from qspec_jax.cli.app import app
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.files import output_to, read_texts, to_json
@@ -532,6 +534,28 @@ def test_devices_that_cannot_talk_to_each_other(monkeypatch, run, library, messa
     monkeypatch.setattr(cli, "_run", fails)
     code, out, err = run("demo")
     assert (code, out, err.count("\n")) == (1, "", 1) and f"{library}, through which devices talk" in err
+
+
+def every_command(command, path=("qspec",)):
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*path, name))
+
+
+COMMANDS = {" ".join(path): command for path, command in every_command(typer.main.get_command(app))}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal(name):
+    """At 80 columns no option's name and no command's summary is cut off."""
+    command = COMMANDS[name]
+    context = command.make_context(name.split()[-1], [], resilient_parsing=True, terminal_width=80)
+    lines = command.get_help(context).splitlines()
+    assert [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line or (line.endswith("...") and not line.startswith("Usage"))] == []
+    shown = [parameter for parameter in command.params if not parameter.hidden]
+    options = [name for parameter in shown for name in parameter.opts if name.startswith("--")]
+    assert all(any(word.strip(",") == name for line in lines for word in line.split()) for name in options)
+    assert all(len(line) <= 80 or line.lstrip().startswith("--") for line in lines)
 
 
 def test_a_group_size_that_makes_no_difference(run, caplog):

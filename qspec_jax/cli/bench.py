@@ -101,7 +101,7 @@ def bench_attention(
     tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels and keep the best for this GPU.")] = False,
     as_json: Json = False,
 ):
-    """Decode attention: our kernels, and other libraries on a bfloat16 cache, in one run."""
+    """Decode attention, beside other libraries. Our kernels, and others on a bfloat16 cache, in one run."""
     if tune:
         attention_tuning.check()
     shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe, append=append)
@@ -148,7 +148,7 @@ def bench_matmul(
     plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """INT4 matmuls: our kernels, and bfloat16 matmuls of the same shapes, in one run."""
+    """INT4 matmuls, beside bfloat16 ones. Our kernels, and bfloat16 matmuls of the same shapes, in one run."""
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
     if plot:
@@ -174,7 +174,7 @@ def bench_flush(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Flushing the cache: when rows are due, when none is, and the share of a round."""
+    """Flushing the cache. When rows are due, when none is, and the share of a round."""
     shapes = flush.select_shapes(shape or [])
     _check_gamma(num_speculative_tokens)
     with output_to(output) as write:
@@ -191,7 +191,7 @@ def bench_all_reduce(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Adding up hidden states over devices, as a model that is divided over them does twice in a layer."""
+    """Adding up hidden states over devices. As a model that is divided over them does twice in a layer."""
     if len(found := devices_of(devices)) < 2:
         raise InputError("there is one device; an all-reduce needs two or more")
     with output_to(output) as write:
@@ -268,7 +268,7 @@ def bench_decode(
     ] = None,
     as_json: Json = False,
 ):
-    """Whole decodes and their steps, by each method, against the bytes that they must read."""
+    """Whole decodes and their steps, by each method. Against the bytes that they must read."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     if layers is not None and (arch is None or transformers):
@@ -368,7 +368,7 @@ def bench_batch(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Many prompts of mixed lengths: a batch that is refilled, against fixed batches."""
+    """Many prompts of mixed lengths. A batch that is refilled, against fixed batches."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     if simulate_ratio is not None and temperature:
@@ -435,7 +435,7 @@ def bench_pretrain(
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
 ):
-    """Train a 419 M parameter model on the demo's corpus, segment by segment, for `bench end-to-end`; needs GPUs of 80 GB, one or more."""
+    """Train a model of 419 M parameters on the demo's corpus. In segments, for `bench end-to-end`; needs GPUs of 80 GB, one or more."""
     try:
         from qspec_jax.training import benchmark_model
     except ModuleNotFoundError as error:
@@ -473,7 +473,7 @@ def bench_end_to_end(
     plot: Annotated[Path | None, typer.Option(help="Draw speed-up and acceptance to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """A trained model on real text: acceptance, and speed-up over autoregressive decoding."""
+    """A trained model on real text. Acceptance, and speed-up over autoregressive decoding."""
     methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
     for method in methods:
         if method.draft != NONE:

@@ -33,7 +33,7 @@ def convert_command(
     ] = False,
     as_json: Json = False,
 ):
-    """Convert a checkpoint to one that restores straight to devices, its draft with it."""
+    """Convert a checkpoint, so that it loads faster. It restores straight to devices, its draft with it."""
     settings = dict(dtype=dtype and dtype.value, draft_bits=draft_bits, overwrite=overwrite)
     report = convert(source, directory, progress=False if as_json else None, **settings)
     if as_json:
@@ -50,7 +50,7 @@ def verify_command(
     logits: Annotated[bool | None, typer.Option(help="Compare logits too: where two models would fit in memory, if not given.")] = None,
     as_json: Json = False,
 ):
-    """Compare a conversion with its source; exit code 1 if something differs."""
+    """Compare a conversion with its source. The exit code is 1 if something differs."""
     report = verify(source, directory, logits=logits, progress=False if as_json else None)
     if as_json:
         print(to_json(dataclasses.asdict(report)))

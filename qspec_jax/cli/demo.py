@@ -29,7 +29,7 @@ def demo(
     calibrate: Calibrate = True,
     as_json: Json = False,
 ):
-    """Continue a real source file with the embedded model, by both methods."""
+    """Continue a real file, with and without a draft."""
     console = Console(quiet=as_json)
     network, tokenizer = load(embedded.MODEL, embedded.dtype(), quiet=as_json)
     path = _demo_file()

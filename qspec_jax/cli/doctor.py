@@ -39,7 +39,7 @@ def doctor(
     draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="What drafts.")] = GenerationConfig.draft,
     as_json: Json = False,
 ):
-    """Devices, versions, and which kernels would run for a checkpoint here; exit code 2 with a line on what to do if something is wrong."""
+    """Devices, versions, and the kernels that would run. If something is wrong, the exit code is 2, and a line says what to do."""
     diagnosis.check_backend()
     if arch is not None and model is not None:
         raise InputError("one of --arch and --model should be given")

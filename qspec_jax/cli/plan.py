@@ -69,7 +69,7 @@ def plan(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """What pays, without a GPU: intensity, memory, the time of each step and the speed-up of each draft."""
+    """What pays on which GPU, by arithmetic. Intensity, memory, the time of each step and the speed-up of each draft."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     gammas = list(dict.fromkeys(num_speculative_tokens or planning.GAMMAS))
