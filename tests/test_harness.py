@@ -15,7 +15,8 @@ from lm_eval.tasks import manager
 from lm_eval.tasks._index import TaskIndex
 
 from qspec_jax import demo
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import harness, perplexity
 from qspec_jax.evaluate.harness import QspecLM, batches_of

@@ -473,7 +473,8 @@ class _Slots:
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
         for slot, index, of_row in zip(slots, indices, pages, strict=True):
             self.pages_of[slot], self.freed[slot] = of_row, False
-            self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
+            request = self.requests[index]
+            self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer, request.tokens), 0
         held = self._running * self.bytes_of_row + (self.pool.taken * self.bytes_of_page if self.pool else 0)
         self.stats.held_bytes = max(self.stats.held_bytes, held)
 

@@ -36,7 +36,8 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer, special_tokens
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.requests import Request
@@ -117,9 +118,7 @@ class QspecLM(TemplateLM):
         for checkpoint in checkpoints_of(parse_draft(self.config.draft)) if self.config.speculative else ():
             config_and_dtype(checkpoint)  # which may be refused, before hours of work
         self._draft = None
-        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-        self._special = {token.content: id for id, token in special if token.special}
-        self._special |= {text: self.tokenizer.convert_tokens_to_ids(text) for text in self.tokenizer.all_special_tokens}
+        self._special = special_tokens(self.tokenizer)
 
     # Tokens and templates -----------------------------------------------------------------------------------------------
 
