@@ -1,6 +1,8 @@
-"""The one exception for a user's mistake, how messages show any other error, and which errors are of a device's full memory."""
+"""The one exception for a user's mistake, warnings, how messages show any other error, and which are of a device's full memory."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 
 MOST_CHARACTERS = 200
@@ -13,6 +15,17 @@ class InputError(ValueError):
 
 class HostMemoryError(InputError):
     """What was asked for does not fit host memory; something shorter may."""
+
+
+@functools.cache
+def warn_once(log: logging.Logger, message: str) -> None:
+    """Logs a warning the first time that a process gives it.
+
+    Args:
+        log: the logger of the module that warns.
+        message: the warning.
+    """
+    log.warning("%s", message)
 
 
 def flat(text: str) -> str:

@@ -176,11 +176,15 @@ def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
 
 
 def _legacy_template(path: Path) -> Any:
-    content = read_json(path)
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not template or not isinstance(template, str | list | dict):
+    """The template in such a file, or the templates by their names."""
+    template = read_json(path).get("chat_template")
+    try:
+        named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
+    except (KeyError, TypeError):
+        named = {}
+    if not named or not all(isinstance(each, str) for each in named.values()):
         raise InputError(f'{path}: should be {{"chat_template": TEXT}}')
-    return {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
+    return named if isinstance(template, list) else template
 
 
 @contextlib.contextmanager

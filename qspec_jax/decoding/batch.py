@@ -28,7 +28,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
-from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts, with_tokenizer
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
@@ -164,6 +164,7 @@ def run_batch(
         if len({getattr(config, name) for config in configs}) > 1:
             raise InputError(f"all requests should have the same {name}")
     requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
+    configs = [with_tokenizer(config, model, tokenizer) for config in configs]
     batch_size, lengths = batch_size and min(batch_size, len(requests)), [len(request.tokens) for request in requests]
     settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
     if draft is None and any(config.num_speculative_tokens for config in settled):

@@ -15,7 +15,7 @@ from qspec_jax.decoding import state
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import check_draft_length, checked_prompts
+from qspec_jax.decoding.requests import check_draft_length, checked_prompts, with_tokenizer
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState, Logprobs
@@ -227,9 +227,10 @@ class _Run:
     ):
         if rounds_per_look < 1:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
+        self.prompts = checked_prompts(model, prompts, config, tokenizer)
+        config = with_tokenizer(config, model, tokenizer)
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
-        self.prompts = checked_prompts(model, prompts, config, tokenizer)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
         self.rows = [Row(config, tokenizer, prompt, follow=follow) for prompt in self.prompts]

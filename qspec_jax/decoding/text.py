@@ -2,10 +2,13 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 
 from qspec_jax.checkpoints.tokenizers import special_tokens
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
+
+log = logging.getLogger(__name__)
 
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of a part of a character
@@ -87,8 +90,8 @@ class RowText:
                 self._close(new)
 
     def _close(self, new: str) -> None:
-        """Makes the tokens, whose text is complete, the context of those to come. A byte that is in no character must not be in it, for some
-        decoders make no characters of those next to it."""
+        """Makes the tokens, whose text is complete, the context of those to come. A byte that is in no character must not be in it: some
+        decoders make no characters of those next to it either."""
         self._context = self._letter if _UNFINISHED in new else [*self._context, *self._others][-_CONTEXT:]
         self._others, self._shown = [], 0
 
@@ -136,7 +139,12 @@ def encoded(tokenizer, text: str) -> list[int]:
     except UnicodeEncodeError as error:
         raise InputError(f"character {error.start} of the prompt is half of one (a surrogate); it should be text in UTF-8") from None
     # A tokenizer may add a BOS token to it; it is empty all the same.
-    return tokenizer(text)["input_ids"] if text else []
+    ids = tokenizer(text)["input_ids"] if text else []
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and [*ids[:2]] == [bos, bos] and [*tokenizer("")["input_ids"][:1]] == [bos]:
+        token = tokenizer.bos_token
+        warn_once(log, f"a prompt begins with {token!r}, and the tokenizer puts another before it; leave it out, or give token ids")
+    return ids
 
 
 def text_of(tokenizer, token_ids: Sequence[int]) -> str:

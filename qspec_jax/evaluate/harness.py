@@ -7,7 +7,6 @@ run a prompt's pass over it and never touch the cache. A context that several co
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import logging
@@ -44,7 +43,7 @@ from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO, parse_draft
-from qspec_jax.errors import InputError, named, one_line, with_type
+from qspec_jax.errors import InputError, named, one_line, warn_once, with_type
 from qspec_jax.evaluate.perplexity import UPPER, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
 
@@ -196,7 +195,7 @@ class QspecLM(TemplateLM):
 
     def _cut(self, context: Sequence[int], room: int) -> Sequence[int]:
         if len(context) > room:
-            _tell_once(f"contexts that are longer than max_length, {self.max_length} tokens, lose their beginning")
+            warn_once(log, f"contexts that are longer than max_length, {self.max_length} tokens, lose their beginning")
         return context[-room:]
 
     def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> Iterator[tuple[Pair, tuple[float, bool]]]:
@@ -256,7 +255,7 @@ class QspecLM(TemplateLM):
             sampling = {name: value for name, value in sampling.items() if name == "repetition_penalty"}
         sampling |= {"top_k": max(0, sampling["top_k"])} if "top_k" in sampling else {}  # -1 is off, elsewhere
         if wanted:
-            _tell_once(f"generation settings that are ignored: {', '.join(sorted(wanted))}")
+            warn_once(log, f"generation settings that are ignored: {', '.join(sorted(wanted))}")
         if new >= self.max_length:
             raise InputError(f"max_gen_toks {new} should be less than max_length, {self.max_length}")
         # Special tokens never stand in a text; where a string has one, its tokens end the row. So does the tokenizer's EOS, always.
@@ -295,11 +294,6 @@ def batches_of(pairs: Iterable[Pair], rows: int) -> Iterator[list[Pair]]:
 def _as_list(until: Any) -> list[str]:
     """The stop strings of a task, without empty ones."""
     return list(filter(None, [until] if isinstance(until, str) else until or []))
-
-
-@functools.cache
-def _tell_once(what: str) -> None:
-    log.warning(what)
 
 
 @dataclasses.dataclass(frozen=True)
