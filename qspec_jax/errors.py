@@ -18,6 +18,18 @@ class HostMemoryError(InputError):
     """What was asked for does not fit host memory; something shorter may."""
 
 
+@functools.cache
+def warn_once(log: logging.Logger, message: str, level: int = logging.WARNING) -> None:
+    """Logs a message the first time that a process gives it: a checkpoint is opened several times.
+
+    Args:
+        log: the logger of the module that warns.
+        message: the whole sentence.
+        level: of the message.
+    """
+    log.log(level, "%s", message)
+
+
 def flat(text: str) -> str:
     """The text with its line breaks and runs of blanks as single blanks."""
     return " ".join(text.split())
@@ -31,17 +43,6 @@ def one_line(error: BaseException) -> str:
 def with_type(error: BaseException) -> str:
     """`one_line` behind the name of the error's class, for errors of other packages, whose messages often say little without it."""
     return f"{type(error).__name__}: {one_line(error)}"
-
-
-@functools.cache
-def warn_once(log: logging.Logger, message: str) -> None:
-    """Logs a warning, the same one once in a process: a checkpoint is opened several times.
-
-    Args:
-        log: the logger of the module that warns.
-        message: the whole sentence.
-    """
-    log.warning("%s", message)
 
 
 def named(error: BaseException) -> str:

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 
 from qspec_jax import demo
 from qspec_jax.bench.architectures import ARCHITECTURES
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import main
 from qspec_jax.decoding.compiled import Compiled
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from qspec_jax import demo
-from qspec_jax.checkpoints.loading import load_tokenizer
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate, stream

@@ -15,8 +15,9 @@ from lm_eval.tasks import manager
 from lm_eval.tasks._index import TaskIndex
 
 from qspec_jax import demo
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.errors import InputError
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.evaluate import harness, perplexity
 from qspec_jax.evaluate.harness import QspecLM, batches_of
 
@@ -206,7 +207,7 @@ def test_the_settings_taken_are_logged_once(loaded_tiny, tmp_path, caplog):
     caplog.set_level("INFO")
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.95}))
     lm = QspecLM(tmp_path, progress=False, **loaded_tiny)
-    harness._tell_once.cache_clear()
+    warn_once.cache_clear()
     for text in ("x", "y"):
         lm._request(0, text, {"until": [], "max_gen_toks": 4, "temperature": 0.25})
     assert [record.getMessage() for record in caplog.records] == [

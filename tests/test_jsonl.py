@@ -18,7 +18,7 @@ import processes
 import pytest
 
 from convert.to_orbax import convert
-from qspec_jax.checkpoints.loading import load_tokenizer
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli.batch import TOLD, of_checkpoint
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig

@@ -8,7 +8,8 @@ import pytest
 from checkpoints import hf_config, random_tensors, write_checkpoint
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.checkpoints.vocabulary import padding_from
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.requests import Request

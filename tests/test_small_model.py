@@ -15,7 +15,8 @@ from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import demo
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.caches.registry import CacheConfig
-from qspec_jax.checkpoints.loading import check_same_tokens, load_model
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.cli.batch import of_checkpoint
 from qspec_jax.decoding import requests
 from qspec_jax.decoding.batch import run_batch

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qspec_jax import GenerationConfig, demo, stream
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.text import RowText, first_stop
 from qspec_jax.drafts import quantspec

@@ -1,12 +1,7 @@
 """Loads a model and its tokenizer from a Hugging Face directory, the Hub, or a converted directory."""
 
-import codecs
-import contextlib
 import dataclasses
 import logging
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +11,16 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from qspec_jax.checkpoints import converted
-from qspec_jax.checkpoints.hub import TEMPLATES, local
+from qspec_jax.checkpoints.hub import local
 from qspec_jax.checkpoints.huggingface import Source, load_config
 from qspec_jax.checkpoints.tensor_names import weight_shapes
-from qspec_jax.errors import InputError, with_type
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
+from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.placement import Placement
 
 log = logging.getLogger(__name__)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TEXTS = (".json", ".jinja", ".txt")  # what may begin with a byte order mark
 _LOADED_AS = ("bfloat16", "float32", "float64")
 
 
@@ -109,69 +103,6 @@ def as_loaded(dtype: str) -> str:
     if dtype == "float64" and not jax.config.jax_enable_x64:
         raise InputError("float64 needs 64-bit JAX: set JAX_ENABLE_X64=1 or jax.config.update('jax_enable_x64', True)")
     return dtype
-
-
-def load_tokenizer(directory: str | Path):
-    """The directory's tokenizer (a transformers fast tokenizer). Raises InputError where there is none that can be read."""
-    directory = local(directory)
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(_TOKENIZER_FILES)} is needed")
-    # transformers says on import that it has no torch; only its tokenizers are used here.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids
-
-    try:
-        with _without_marks(directory) as folder:
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
-        raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
-
-
-def check_same_tokens(draft: str | Path, target: str | Path) -> None:
-    """Raises InputError where the tokenizers of two checkpoints give a token different ids, or an id to different tokens.
-
-    Tokens that were added to a vocabulary, special ones among them, may have other names. Nothing is compared where one has no tokenizer.
-    """
-    directories = [local(draft), local(target)]
-    files = [[path for name in _TOKENIZER_FILES if (path := directory / name).is_file()] for directory in directories]
-    if directories[0].samefile(directories[1]) or not all(files):
-        return
-    if all(path.name == "tokenizer.json" for path, *_ in files) and files[0][0].read_bytes() == files[1][0].read_bytes():
-        return
-    tokenizers = [load_tokenizer(directory) for directory in directories]
-    added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
-    own, wanted = ({id: token for token, id in tokenizer.get_vocab().items() if token not in added} for tokenizer in tokenizers)
-    if other := [id for id in sorted(own.keys() & wanted.keys()) if own[id] != wanted[id]]:
-        raise InputError(
-            f"{draft}: token {other[0]} is {own[other[0]]!r} in its vocabulary and {wanted[other[0]]!r} in that of {target}; a draft needs "
-            "the target's vocabulary"
-        )
-
-
-@contextlib.contextmanager
-def _without_marks(directory: Path) -> Iterator[Path]:
-    """Yields the directory, or for a while one of links to all that is in it, but for texts with a byte order mark, which transformers does
-    not take: these are copied without it."""
-    files = [path for path in (*directory.iterdir(), *directory.glob(TEMPLATES)) if path.is_file()]
-    marked = [path for path in files if path.suffix in _TEXTS and _begins_with_mark(path)]
-    if not marked:
-        yield directory
-        return
-    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
-        for path in files:
-            place = folder / path.relative_to(directory)
-            place.parent.mkdir(exist_ok=True)
-            if path in marked:
-                place.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-            else:
-                place.symlink_to(path.resolve())
-        yield Path(folder)
-
-
-def _begins_with_mark(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
 def load(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> tuple[Llama, Any]:

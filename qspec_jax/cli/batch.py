@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.converted import MANIFEST, is_converted, stored_files
-from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype, load_tokenizer
+from qspec_jax.checkpoints.loading import as_loaded, config_and_dtype
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.checkpoints.weight_files import WeightFiles, weight_files
 from qspec_jax.cli import process
 from qspec_jax.cli.options import (

@@ -377,7 +377,7 @@ def load(
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])
     network = loading.load_model(directory, dtype=dtype and str(dtype), mesh=mesh, progress=progress)
-    return network, loading.load_tokenizer(directory)
+    return network, load_tokenizer(directory)
 
 
 def number_list(option: str, text: str, kind: type[int] | type[float], *, repeated: bool = False) -> list:

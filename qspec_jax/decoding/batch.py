@@ -28,7 +28,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, RowStats, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
-from qspec_jax.decoding.requests import Request, check_draft_room, check_given, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, check_given, checked_prompts, with_tokenizer
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
@@ -165,6 +165,7 @@ def run_batch(
             raise InputError(f"all requests should have the same {name}")
     check_given(draft, configs[0])
     requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
+    configs = [with_tokenizer(config, model, tokenizer) for config in configs]
     batch_size, lengths = batch_size and min(batch_size, len(requests)), [len(request.tokens) for request in requests]
     settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
     if draft is None and any(config.num_speculative_tokens for config in settled):
@@ -474,7 +475,8 @@ class _Slots:
         self.state = self.engine.replace(self.state, rows, slots, pages if self.pool else None)
         for slot, index, of_row in zip(slots, indices, pages, strict=True):
             self.pages_of[slot], self.freed[slot] = of_row, False
-            self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(self.requests[index].config, self.tokenizer), 0
+            request = self.requests[index]
+            self.request_of[slot], self.rows[slot], self.rounds[slot] = index, Row(request.config, self.tokenizer, request.tokens), 0
         held = self._running * self.bytes_of_row + (self.pool.taken * self.bytes_of_page if self.pool else 0)
         self.stats.held_bytes = max(self.stats.held_bytes, held)
 

@@ -17,11 +17,11 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import check_draft_length, check_given, checked_prompts
+from qspec_jax.decoding.requests import check_draft_length, check_given, checked_prompts, with_tokenizer
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState, Logprobs
-from qspec_jax.decoding.text import RowText, text_of
+from qspec_jax.decoding.text import RowText
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
@@ -200,11 +200,13 @@ def stream(
 
 
 class Row:
-    """What has come of one prompt, on the host. follow: with its text as it comes, which stop strings need anyway."""
+    """What has come of one prompt, on the host. prompt: its tokens, whose text the new ones continue. follow: with its text as it comes,
+    which stop strings need anyway."""
 
-    def __init__(self, config: GenerationConfig, tokenizer, *, follow: bool = False):
-        self.config, self._tokenizer = config, tokenizer
-        self._coming = RowText(tokenizer, config.stop) if tokenizer is not None and (follow or config.stop) else None
+    def __init__(self, config: GenerationConfig, tokenizer, prompt: Sequence[int], *, follow: bool = False):
+        self.config = config
+        self._text = None if tokenizer is None else RowText(tokenizer, config.stop, prompt)
+        self._follows = follow or bool(config.stop)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._logprobs: list[Logprobs] = []
@@ -215,12 +217,12 @@ class Row:
             return [], ""
         text = ""
         self.finish_reason = FINISH_REASONS.get(int(status))
-        if self._coming:
-            text = self._coming.add(new)
+        if self._text and self._follows:
+            text = self._text.add(new)
             if self.finish_reason:
-                text += self._coming.end()
-            if self._coming.stopped:
-                new, self.finish_reason = self._coming.token_ids[len(self.token_ids) :], "stop"
+                text += self._text.end()
+            if self._text.stopped:
+                new, self.finish_reason = self._text.token_ids[len(self.token_ids) :], "stop"
         self.token_ids += new
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -228,10 +230,13 @@ class Row:
 
     @property
     def text(self) -> str | None:
-        """None without a tokenizer."""
-        if self._coming and self._coming.stopped:
-            return self._coming.text
-        return None if self._tokenizer is None else text_of(self._tokenizer, self.token_ids)
+        """All of it, once the row has ended; None without a tokenizer."""
+        if self._text is None:
+            return None
+        if not self._follows:
+            self._text.add(self.token_ids[len(self._text.token_ids) :])
+            self._text.end()
+        return self._text.text
 
     def logprobs(self) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
         """Log-probabilities of the row's tokens, and of the likeliest in each place, as `Generation` has them; None where they were not
@@ -266,12 +271,13 @@ class _Run:
             draws = "a sampler of your own draws" if sampler is not None else f"temperature {config.temperature:g} draws tokens at random"
             raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")
         check_given(draft, config)
+        self.prompts = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
+        config = with_tokenizer(config, model, tokenizer)
         # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
         self.rounds_per_look = 1 if config.stop else rounds_per_look
-        self.prompts = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
         (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
-        self.rows = [Row(config, tokenizer, follow=follow) for _ in self.prompts]
+        self.rows = [Row(config, tokenizer, prompt, follow=follow) for prompt in self.prompts]
         if draft is None and self.config.num_speculative_tokens:
             draft = make_draft(self.config.draft, model)
         draft = for_prompts(model, draft, [self.config], self.prompts)

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from qspec_jax.checkpoints.loading import load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept

@@ -1,19 +1,24 @@
 """Requests: prompts and settings, checked once, before any work."""
 
 import dataclasses
+import logging
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxtyping import Array, Key
 
+from qspec_jax.checkpoints.tokenizers import special_tokens
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import as_threefry
 from qspec_jax.decoding.limits import eos_ids
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.models.llama import Llama
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +71,53 @@ def checked_prompts(
             raise InputError(f"prompt {i} has token id {row[at]} in place {at}, outside the vocabulary of {model.config.vocab_size}")
         rows.append(row)
     _check_lengths(model, rows, config)
-    _check_ids(model, config)
-    if special := set(config.stop) & set(getattr(tokenizer, "all_special_tokens", ())):
-        raise InputError(f"stop string {min(special)!r} is a special token, which is never in a text; stop at its id, as stop_token_ids")
+    _check_ids(model, with_special_stops(config, tokenizer))
     return [CheckedTokens(row, model, config) for row in rows]
+
+
+def with_tokenizer(config: GenerationConfig, model: Llama, tokenizer: Any) -> GenerationConfig:
+    """Returns the config as a tokenizer completes it: stop strings that are special tokens are ids, and rows end at its EOS.
+
+    Args:
+        config: settings that were checked with this tokenizer, see `checked_prompts`.
+        model: the target.
+        tokenizer: the target's tokenizer, or None.
+    """
+    config = with_special_stops(config, tokenizer)
+    eos, ends = getattr(tokenizer, "eos_token_id", None), model.config.eos_token_ids
+    if config.eos_token_ids is not None or config.ignore_eos or eos is None or eos in ends or not 0 <= eos < model.config.vocab_size:
+        return config
+    others = ", ".join(map(str, ends)) or "none"
+    warn_once(
+        log,
+        f"the tokenizer's EOS {tokenizer.eos_token!r}, {eos}, is not among those of config.json and generation_config.json ({others}), and "
+        "rows end at all of them; eos_token_id in generation_config.json, or eos_token_ids in Python, says which it should be, and "
+        "--ignore-eos none",
+    )
+    return dataclasses.replace(config, eos_token_ids=(*ends, eos))
+
+
+def with_special_stops(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
+    """Returns the config with its stop strings that are special tokens among its stop_token_ids, for they are in no text.
+
+    Args:
+        config: settings with stop strings.
+        tokenizer: knows the special tokens; None knows none.
+
+    Raises InputError for a stop string that has a special token and other text in it.
+    """
+    special = special_tokens(tokenizer) if config.stop and tokenizer is not None else {}
+    for string in config.stop:
+        if string not in special and (inside := [token for token in special if token and token in string]):
+            raise InputError(
+                f"stop string {string!r} has the special token {max(inside, key=len)!r} in it, so it is in no text; stop (--stop) should "
+                "have the token alone, or text without it"
+            )
+    ids = [(special[string],) for string in config.stop if string in special]
+    if not ids:
+        return config
+    stop = tuple(string for string in config.stop if string not in special)
+    return dataclasses.replace(config, stop=stop, stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *ids])))
 
 
 def _check_ids(model: Llama, config: GenerationConfig) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qspec_jax.caches.registry import CACHES
-from qspec_jax.checkpoints.loading import check_same_tokens
+from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
 from qspec_jax.drafts.draft import Draft, DraftSettings, checkpoints_of

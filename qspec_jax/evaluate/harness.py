@@ -7,7 +7,6 @@ run a prompt's pass over it and never touch the cache. A context that several co
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import logging
@@ -38,14 +37,15 @@ from rich.text import Text
 from tqdm import tqdm
 
 from qspec_jax.checkpoints.generation_defaults import SAMPLING, StoredDefaults, stored_defaults
-from qspec_jax.checkpoints.loading import config_and_dtype, load_model, load_tokenizer
+from qspec_jax.checkpoints.loading import config_and_dtype, load_model
+from qspec_jax.checkpoints.tokenizers import load_tokenizer, special_tokens
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.registry import AUTO, parse_draft
-from qspec_jax.errors import InputError, named, one_line, with_type
+from qspec_jax.errors import InputError, named, one_line, warn_once, with_type
 from qspec_jax.evaluate.perplexity import UPPER, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
 
@@ -119,9 +119,7 @@ class QspecLM(TemplateLM):
         self._draft = None
         here = model is None or Path(pretrained).is_dir()
         self._stored = stored_defaults(pretrained) if here else StoredDefaults(None, {})
-        special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-        self._special = {token.content: id for id, token in special if token.special}
-        self._special |= {text: self.tokenizer.convert_tokens_to_ids(text) for text in self.tokenizer.all_special_tokens}
+        self._special = special_tokens(self.tokenizer)
 
     # Tokens and templates -----------------------------------------------------------------------------------------------
 
@@ -180,8 +178,9 @@ class QspecLM(TemplateLM):
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(kept)
         shared = next((i for i, (token, other) in enumerate(zip(whole, alone)) if token != other), min(len(whole), len(alone)))
         if shared < len(alone):
-            _tell_once(
-                "where the end of a context merges with its continuation into one token, that is scored too; lm_eval's hf leaves it out"
+            warn_once(
+                log,
+                "where the end of a context merges with its continuation into one token, that is scored too; lm_eval's hf leaves it out",
             )
         return whole[:shared] or [self.prefix_token_id], whole[shared:]
 
@@ -235,7 +234,7 @@ class QspecLM(TemplateLM):
 
     def _cut(self, context: Sequence[int], room: int) -> Sequence[int]:
         if len(context) > room:
-            _tell_once(f"contexts that are longer than max_length, {self.max_length} tokens, lose their beginning")
+            warn_once(log, f"contexts that are longer than max_length, {self.max_length} tokens, lose their beginning")
         return context[-room:]
 
     def _scored(self, pairs: Sequence[Pair], *, quiet: bool) -> Iterator[tuple[Pair, tuple[float, bool]]]:
@@ -296,7 +295,7 @@ class QspecLM(TemplateLM):
         for name in ("until", "do_sample", *SAMPLING):
             wanted.pop(name, None)
         if wanted:
-            _tell_once(f"generation settings that are ignored: {', '.join(sorted(wanted))}")
+            warn_once(log, f"generation settings that are ignored: {', '.join(sorted(wanted))}")
         if new >= self.max_length:
             raise InputError(f"max_gen_toks {new} should be less than max_length, {self.max_length}")
         # Special tokens never stand in a text; where a string has one, its tokens end the row. So does the tokenizer's EOS, always.
@@ -329,10 +328,10 @@ class QspecLM(TemplateLM):
             sampled = temperature not in (None, 0)
         taken = self._stored.with_said(said | {"do_sample": sampled})
         if sampled and temperature is None:
-            _tell_once(
-                f"do_sample is true and the task names no temperature, which lm_eval's hf refuses: it is {taken['temperature']:g} here"
+            warn_once(
+                log, f"do_sample is true and the task names no temperature, which lm_eval's hf refuses: it is {taken['temperature']:g} here"
             )
-        _tell_once(self._stored.described(said, taken, "the task"), logging.INFO)
+        warn_once(log, self._stored.described(said, taken, "the task"), logging.INFO)
         return taken
 
 
@@ -367,11 +366,6 @@ def _nothing_to_score(context: str, continuation: str) -> InputError:
     return InputError(
         f"the continuation {continuation!r} after {end!r} has no token of its own to score; each choice and target needs some text"
     )
-
-
-@functools.cache
-def _tell_once(what: str, level: int = logging.WARNING) -> None:
-    log.log(level, "%s", what)
 
 
 def _commit() -> str | None:

@@ -1,0 +1,224 @@
+"""A checkpoint's tokenizer: loaded as its tokenizer.json says, its special tokens, and whether two checkpoints share one."""
+
+import codecs
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from qspec_jax.checkpoints.hub import TEMPLATES, local
+from qspec_jax.errors import InputError, reading, with_type
+from qspec_jax.files import read_json
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_JSON, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, SENTENCEPIECE, "vocab.json")
+LEGACY_TEMPLATE = "chat_template.json"  # of processors, of transformers before 4.51; AutoTokenizer does not read it
+_TEXTS = (".json", ".jinja", ".txt")  # what may begin with a byte order mark
+_LFS = b"version https://git-lfs.github.com/spec/"
+_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module and package, for SentencePiece models
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What decides on the ids of a text and the text of ids.
+_PARTS = ("normalizer", "pre_tokenizer", "model", "decoder", "added_tokens")
+
+
+def load_tokenizer(directory: str | Path):
+    """Loads the directory's tokenizer (a transformers fast tokenizer), which gives the token ids that its tokenizer.json does.
+
+    Args:
+        directory: a checkpoint's directory, or ORG/NAME on the Hub.
+
+    Raises InputError where there is none that can be read.
+    """
+    directory = local(directory)
+    found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not found:
+        raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(TOKENIZER_FILES)} is needed")
+    for path in found:
+        if _begins_with(path, _LFS):
+            raise InputError(f"{path}: is a git-lfs pointer, not the file itself; fetch it with `git lfs pull`")
+    missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
+    if missing and found[0].name == SENTENCEPIECE and _is_sentencepiece(found[0]):
+        wanted = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        raise InputError(f"{found[0]}: reading it takes {wanted}: pip install {' '.join(missing)}, or qspec-jax[sentencepiece]")
+    # transformers says on import that it has no torch; only its tokenizers are used here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+    # Old checkpoints name special tokens in a file of their own.
+    stored = [read_json(path) for name in ("special_tokens_map.json", CONFIG) if (path := directory / name).is_file()]
+    config = {name: value for each in stored for name, value in each.items()}
+    with _without_marks(directory) as folder:
+        try:
+            tokenizer = _loaded(folder, config)
+        except InputError:
+            raise
+        except Exception as error:  # whatever a broken file makes of it, the tokenizers library a bare Exception
+            raise InputError(f"{directory}: no tokenizer that transformers can read ({with_type(error)})") from None
+        if not tokenizer.chat_template and (folder / LEGACY_TEMPLATE).is_file():
+            tokenizer.chat_template = _legacy_template(directory / LEGACY_TEMPLATE)
+    return tokenizer
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer, which texts are without, and their ids: those that its files flag as special, whatever they are
+    for, and those that it has a name for, such as EOS.
+
+    Args:
+        tokenizer: a tokenizer of transformers; one that knows no special tokens has none.
+    """
+    # Where a file flags a token as special and another does not, transformers still leaves it out of texts.
+    left_out = lambda id: tokenizer.decode([id], skip_special_tokens=True) != tokenizer.decode([id], skip_special_tokens=False)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {token.content: id for id, token in added.items() if token.special or left_out(id)}
+    named = getattr(tokenizer, "all_special_tokens", ())
+    return found | {token: tokenizer.convert_tokens_to_ids(token) for token in named}
+
+
+def check_same_tokens(draft: str | Path, target: str | Path) -> None:
+    """Raises InputError where the tokenizers of two checkpoints give a token different ids, or an id to different tokens.
+
+    Tokens that were added to a vocabulary, special ones among them, may have other names. Nothing is compared where one has no tokenizer.
+    """
+    directories = [local(draft), local(target)]
+    files = [[path for name in TOKENIZER_FILES if (path := directory / name).is_file()] for directory in directories]
+    if directories[0].samefile(directories[1]) or not all(files):
+        return
+    if all(path.name == TOKENIZER_JSON for path, *_ in files) and files[0][0].read_bytes() == files[1][0].read_bytes():
+        return
+    tokenizers = [load_tokenizer(directory) for directory in directories]
+    added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
+    own, wanted = ({id: token for token, id in tokenizer.get_vocab().items() if token not in added} for tokenizer in tokenizers)
+    if other := [id for id in sorted(own.keys() & wanted.keys()) if own[id] != wanted[id]]:
+        raise InputError(
+            f"{draft}: token {other[0]} is {own[other[0]]!r} in its vocabulary and {wanted[other[0]]!r} in that of {target}; a draft needs "
+            "the target's vocabulary"
+        )
+
+
+def _loaded(folder: Path, config: dict[str, Any]):
+    """The tokenizer as transformers loads it, with the contents of tokenizer.json where its class has others. config:
+    what tokenizer_config.json and special_tokens_map.json say."""
+    # slow to import, and not needed for token ids
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.tokenization_utils_base import get_fast_tokenizer_file
+
+    file = folder / get_fast_tokenizer_file(config.get("fast_tokenizer_files", []))
+    settings = dict(local_files_only=True, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **settings)
+    except Exception as error:
+        if not file.is_file():
+            raise
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+        except Exception:
+            raise error from None
+        log.warning("the tokenizer is read from %s alone: transformers cannot make its class (%s)", file.name, with_type(error))
+    if file.is_file() and hasattr(tokenizer, "backend_tokenizer"):
+        _follow_file(tokenizer, file, config)
+    return tokenizer
+
+
+def _follow_file(tokenizer: Any, file: Path, config: dict[str, Any]) -> None:
+    """Puts what tokenizer.json says in place of what a tokenizer's class made of it.
+
+    Kept of what transformers adds: tokens that the file does not have, and what tokenizer_config.json itself says of a prefix blank, BOS
+    and EOS.
+    """
+    import tokenizers
+
+    backend, own, defaults = tokenizer.backend_tokenizer, tokenizers.Tokenizer.from_file(str(file)), []
+    # A class's default, such as GPT-2's <|endoftext|>, is no token of a checkpoint that names it nowhere, and must not take another's id.
+    for name in _NAMED:
+        token = getattr(tokenizer, name, None)
+        if token is not None and name not in config and own.token_to_id(token) is None:
+            setattr(tokenizer, name, None)
+            defaults.append(token)
+    own.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items()) if token.content not in defaults])
+    own.encode_special_tokens = backend.encode_special_tokens
+    blank = config.get("add_prefix_space")
+    if isinstance(blank, bool) and isinstance(own.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel):
+        own.pre_tokenizer.add_prefix_space = blank
+    own.post_processor = _post_processor(own, tokenizer, config)
+    made, wanted = (json.loads(each.to_str()) for each in (backend, own))
+    if others := [part for part in _PARTS if made[part] != wanted[part]]:
+        name = type(tokenizer).__name__
+        log.info("tokens are those of %s: its %s in place of those of transformers' %s", file.name, ", ".join(others), name)
+        tokenizer._tokenizer = own
+    else:
+        backend.post_processor = own.post_processor
+
+
+def _post_processor(own: Any, tokenizer: Any, config: dict[str, Any]) -> Any:
+    """The file's post-processor, or one with and without BOS and EOS as tokenizer_config.json says explicitly."""
+    from tokenizers.processors import TemplateProcessing
+
+    bare, whole = (own.encode("a", add_special_tokens=special).ids for special in (False, True))
+    at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    has = {"add_bos_token": whole[:at], "add_eos_token": whole[at + len(bare) :]}
+    ids = {"add_bos_token": tokenizer.bos_token_id, "add_eos_token": tokenizer.eos_token_id}
+    said = {name: config[name] for name in has if isinstance(config.get(name), bool)}
+    asked = {name: [ids[name]] if add and ids[name] is not None else [] for name, add in said.items()}
+    if has | asked == has:
+        return own.post_processor
+    before, after = ([own.id_to_token(id) for id in (has | asked)[name]] for name in has)
+    specials = [(token, own.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+    of = lambda tokens, part: [f"{token}:{part}" for token in tokens]
+    single = [*of(before, 0), "$A:0", *of(after, 0)]
+    return TemplateProcessing(single=single, pair=[*single, *of(before, 1), "$B:1", *of(after, 1)], special_tokens=specials)
+
+
+def _legacy_template(path: Path) -> Any:
+    """The template in such a file, or the templates by their names."""
+    template = read_json(path).get("chat_template")
+    try:
+        named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
+    except (KeyError, TypeError):
+        named = {}
+    if not named or not all(isinstance(each, str) for each in named.values()):
+        raise InputError(f'{path}: should be {{"chat_template": TEXT}}')
+    return named if isinstance(template, list) else template
+
+
+@contextlib.contextmanager
+def _without_marks(directory: Path) -> Iterator[Path]:
+    """Yields the directory, or for a while one of links to all that is in it, but for texts with a byte order mark, which transformers does
+    not take: these are copied without it."""
+    files = [path for path in (*directory.iterdir(), *directory.glob(TEMPLATES)) if path.is_file()]
+    marked = [path for path in files if path.suffix in _TEXTS and _begins_with(path, codecs.BOM_UTF8)]
+    if not marked:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="qspec-") as folder:
+        for path in files:
+            place = folder / path.relative_to(directory)
+            place.parent.mkdir(exist_ok=True)
+            if path in marked:
+                place.write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+            else:
+                place.symlink_to(path.resolve())
+        yield Path(folder)
+
+
+def _begins_with(path: Path, content: bytes) -> bool:
+    with reading(path), path.open("rb") as file:
+        return file.read(len(content)) == content
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Whether a tokenizer.model is SentencePiece's, a message of protobuf that begins with its first piece; others are tiktoken's text."""
+    return _begins_with(path, b"\n")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
