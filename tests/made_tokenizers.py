@@ -12,15 +12,15 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 WORDS = ("cats", "mew", "12", "345")
 
 
-def byte_level(regex: str | None, *, bos: bool = False, **settings: Any) -> Tokenizer:
-    """Byte-level BPE, as of GPT-2 and Llama 3. regex: of the words; None is GPT-2's. settings: of its ByteLevel."""
+def byte_level(regex: str | None, *, bos: bool = False, add_prefix_space: bool = False) -> Tokenizer:
+    """Byte-level BPE, as of GPT-2 and Llama 3. regex: of the words; None is GPT-2's."""
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(_bpe(vocabulary, "Ġ", ignore_merges=bos))
     if regex is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**settings)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space)
     else:
         words = pre_tokenizers.Split(Regex(regex), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(use_regex=False, **settings)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     return _with_special(tokenizer, bos)
 

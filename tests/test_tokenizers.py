@@ -16,7 +16,7 @@ from qspec_jax.errors import InputError
 KINDS = {
     "llama3": lambda: made.byte_level(made.LLAMA3, bos=True),
     "qwen": lambda: made.byte_level(made.QWEN),
-    "gpt2": lambda: made.byte_level(None, add_prefix_space=False),
+    "gpt2": lambda: made.byte_level(None),
     "gpt2-prefix": lambda: made.byte_level(None, add_prefix_space=True),
     "prepend": lambda: made.sentencepiece_like("normalizer"),
     "metaspace": lambda: made.sentencepiece_like("metaspace"),

@@ -100,9 +100,10 @@ class RowText:
         if not tokens:
             return ""
         before, now = (text_of(self._tokenizer, ids) for ids in (context, [*context, *tokens]))
-        if now.startswith(before):
+        if now.startswith(before) and (_UNFINISHED not in before or context == self._letter):
             return now[len(before) :]
-        # The tokens change what the context is decoded to: a byte, for one, that is in no character, the bytes just before it.
+        # The context begins within a character, or the tokens change its text: some decoders make no characters of all bytes in a row, once
+        # one of them is in none.
         return self._new(self._letter if context != self._letter else (), tokens)
 
     def _show(self, new: str, unfinished: int = 0) -> None:
