@@ -20,9 +20,10 @@ import jax
 import numpy as np
 
 from qspec_jax.checkpoints.loading import load_model, load_tokenizer
-from qspec_jax.decoding.batch import run_batch
+from qspec_jax.decoding.batch import ROWS_OF_AUTO, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_line
+from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -38,7 +39,8 @@ LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSO
 class Predictor:
     """Continues prompts, for `ray.data.Dataset.map_batches`; an actor loads the checkpoint once.
 
-    directory: of the checkpoint, at the same place on every machine. config: what a row does not say. batch_size: rows decoded at a time;
+    directory: of the checkpoint, at the same place on every machine. config: what a row does not say; its draft "auto" becomes one for all
+    rows, whatever their lengths: none on a CPU, and else the one for devices without stored costs. batch_size: rows decoded at a time;
     None: as many as fit. seed: of sampled rows without one of their own. Raises InputError as `load_model` and `make_draft` do.
 
     A row has the columns that a line of `qspec batch` has keys (`prompt`, `max_new_tokens`, ...; None is left out), and perhaps `line`, its
@@ -51,8 +53,10 @@ class Predictor:
     ):
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        self.config, self.batch_size, self.key = config or GenerationConfig(), batch_size, jax.random.key(seed)
+        self.batch_size, self.key = batch_size, jax.random.key(seed)
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
+        # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
+        (self.config,) = with_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
         self.draft = make_draft(self.config.draft, self.model, directory=directory) if self.config.num_speculative_tokens else None
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, list]:
@@ -144,6 +148,13 @@ def _check_that_something_answers(address: str) -> None:
         raise InputError(f"--ray {address}: nothing answers there ({one_line(error)})") from None
 
 
+def cluster_gpus() -> int:
+    """The number of GPUs of the cluster that `connect` found; actors run on these alone if there are any."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
 def through_actors(
     lines: Sequence[tuple[int, str]],
     directory: Path,
@@ -166,7 +177,7 @@ def through_actors(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
+        gpus = cluster_gpus()
         actors = actors or gpus or 1
         block = max(1, min(BATCHES * (batch_size or 64), math.ceil(len(lines) / actors)))
         # Beside this process, with which it ends: another node's death would take the count with it.
