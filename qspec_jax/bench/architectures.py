@@ -44,6 +44,7 @@ ARCHITECTURES = {
     "llama-3.1-70b": _llama(128256, 8192, 28672, 80, 64, 8, rope_theta=500000.0),
     "llama-3.2-1b": _llama(128256, 2048, 8192, 16, 32, 8, rope_theta=500000.0, head_dim=64, tie_word_embeddings=True),
     "mistral-7b": _llama(32768, 4096, 14336, 32, 32, 8, rope_theta=1e6),
+    "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, rope_theta=100000.0, head_dim=64, tie_word_embeddings=True),
     "tiny": _llama(256, 256, 512, 2, 4, 2),
 }
 TINY = ("tiny",)  # those that any machine runs in seconds

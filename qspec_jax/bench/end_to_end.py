@@ -24,7 +24,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
-from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.registry import USUAL, make_draft
 from qspec_jax.errors import InputError, named
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
@@ -93,7 +93,7 @@ def run(
     """
     texts_of = {context: cut(stream, context + max_new_tokens, texts) for context in contexts}
     make_config = lambda temperature, gamma: GenerationConfig(
-        max_new_tokens=max_new_tokens, temperature=temperature, num_speculative_tokens=gamma
+        draft=USUAL, max_new_tokens=max_new_tokens, temperature=temperature, num_speculative_tokens=gamma
     )
     for temperature, gamma, found in itertools.product(temperatures, gammas, texts_of.values()):
         acceptance.check(model, [text[:-max_new_tokens] for text in found], make_config(temperature, gamma))

@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> None:
     from qspec_jax.errors import InputError, is_out_of_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("qspec_jax.decoding.settled").setLevel(logging.INFO)  # which draft was chosen
+    for place in ("cli.generate", "decoding.settled"):
+        logging.getLogger(f"qspec_jax.{place}").setLevel(logging.INFO)  # which draft was chosen
     logging.getLogger("qspec_jax.decoding.skip_search").setLevel(logging.INFO)  # which layers it skips
     logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
     logging.getLogger("qspec_jax.decoding.residence").setLevel(logging.INFO)  # how many layers of a cache in host memory do

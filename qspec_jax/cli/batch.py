@@ -42,7 +42,7 @@ from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.jsonl import Columns, Journal, Line, as_line, as_wrong, error_of, kept, read_lines, run_hashes, written
-from qspec_jax.decoding.ray_data import connect, through_actors
+from qspec_jax.decoding.ray_data import cluster_gpus, connect, through_actors
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.drafts import Draft, make_draft
 from qspec_jax.drafts.draft import checkpoints_of
@@ -152,6 +152,9 @@ def batch(
         )
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
+        if config.draft == AUTO:  # here, since what the run is known by is what it is settled to
+            kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
+            (config,) = with_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
     draft = None if chosen or ray else processes.all_or_none(lambda: _made(config, network, model))
     lines = read_lines(content, network, tokenizer, config, seed, draft, columns)
     wrong = [line for line in lines if line.error]
@@ -163,7 +166,7 @@ def batch(
     # What is left open is settled by all lines, before any is left out because it is done: what comes of it is what a run is known by.
     requests = [line.request for line in lines if line.request]
     configs, lengths = [request.config for request in requests], [len(request.tokens) for request in requests]
-    if chosen and configs:
+    if chosen and ray is None and configs:
         configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
         config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
         draft = processes.all_or_none(lambda: _made(config, network, model))
@@ -247,8 +250,8 @@ def _content(source: Path, output: Path) -> str:
 
 def _check_for_ray(config: GenerationConfig, devices: str, tensor_parallel: int, refill: bool) -> None:
     """Raises InputError for what only the machine that the weights are on could settle, and for what goes with one process alone."""
-    if config.draft == AUTO or "skip=auto" in config.draft:
-        raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
+    if "skip=auto" in config.draft:
+        raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name the layers")
     if config.adaptive and config.draft_cost is None:
         raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
     if config.cache_config.in_host_memory:

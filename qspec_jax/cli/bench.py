@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import numpy as np
 import typer
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import plots
+from qspec_jax import demo, plots
 from qspec_jax.bench import (
     all_reduce,
     attention,
@@ -26,6 +27,7 @@ from qspec_jax.bench import (
     matmul,
     transformers_decode,
 )
+from qspec_jax.bench import drafts as drafts_bench
 from qspec_jax.bench.architectures import ARCHITECTURES, architecture, check_gpu, random_int4, random_model
 from qspec_jax.bench.simulated import rate_of_ratio
 from qspec_jax.caches.registry import CacheConfig
@@ -49,7 +51,7 @@ from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.requests import check_positions
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.int4 import int4_model, stored_int4
-from qspec_jax.drafts.registry import NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import token_stream
 from qspec_jax.files import output_to, read_text
@@ -59,6 +61,8 @@ from qspec_jax.training import corpus
 log = logging.getLogger(__name__)
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed batches, of which the median is given.")]
+
+COMPARED = (AUTO, USUAL, "prompt-lookup")  # drafts of `bench drafts`
 
 Gammas = Annotated[
     list[int] | None,
@@ -355,7 +359,7 @@ def bench_batch(
         int | None,
         typer.Option("--gamma", "--num-speculative-tokens", help=f"Most drafts of a round: {GAMMA}, or 1 for specache, if not given."),
     ] = None,
-    draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = GenerationConfig.draft,
+    draft: Annotated[str, typer.Option("--draft", metavar="NAME[:SETTING=VALUE,...]", help="The draft.")] = USUAL,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     simulate_ratio: Annotated[
         float | None, typer.Option(min=0, max=1, help="Accept this share of the drafts in the mean, whatever they are.")
@@ -410,6 +414,79 @@ def bench_batch(
             progress=False if as_json else None,
         )
         show(report, batch.table, output, write, as_json=as_json)
+
+
+@benchmarks.command("drafts")
+def bench_drafts(
+    arch: Annotated[str | None, typer.Option(help=f"A known shape, with random weights: {', '.join(ARCHITECTURES)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory, in place of --arch: the embedded model, if neither.")] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="NAME[:SETTING=VALUE,...]",
+            help=f"A draft beside none; may be given several times: {', '.join(COMPARED)}, if not given.",
+        ),
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option("--cache", metavar="NAME[:SETTING=VALUE,...]", help="The target's cache with all drafts: int8, if not given."),
+    ] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="With a checkpoint, a text that the prompt is cut from: the demo's held-out files.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 256,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round: each draft's default, if not given.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each decode.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns, of which the medians are given.")] = 7,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    output: Output = None,
+    as_json: Json = False,
+):
+    """Whole decodes with each draft against none, in turns: what pays on this machine, a CPU for one."""
+    if arch is not None and (model is not None or file):
+        raise InputError("--arch has random weights and a random prompt; leave out --model and --file")
+    if num_speculative_tokens is not None:
+        _check_gamma(num_speculative_tokens)
+    drafts = list(dict.fromkeys(draft or COMPARED))
+    for text in drafts:  # what is wrong with one is found before any is measured
+        GenerationConfig(draft=text, cache=cache, num_speculative_tokens=num_speculative_tokens)
+    shape = architecture(arch) if arch else huggingface.load_config(model or demo.MODEL)
+    check_positions("model", shape.max_length, "--context", context, max_new_tokens)
+    with output_to(output) as write:
+        if arch is not None:
+            if dtype == "float64":
+                jax.config.update("jax_enable_x64", True)
+            network = random_model(shape, seed=seed)
+            if dtype is not None:
+                network = network.with_weights({path: weight.astype(dtype) for path, weight in network.weights().items()})
+            words = np.random.default_rng(seed).integers(0, shape.vocab_size, context).tolist()
+            make_int4 = lambda: random_int4(network)
+            log.warning("random weights: what drafts accept of them means nothing")
+        else:
+            directory = model or demo.MODEL
+            network, tokenizer = load(directory, dtype, quiet=as_json)
+            words = token_stream(tokenizer, map(read_text, file or corpus.held_out_files()))[:context]
+            if len(words) < context:
+                raise InputError(f"--context {context}: the text has {len(words)} tokens")
+            make_int4 = lambda: int4_model(network, directory=directory)
+        report = drafts_bench.run(
+            arch or str(model or "the embedded model"),
+            network,
+            functools.cache(make_int4),
+            words,
+            drafts,
+            cache=cache,
+            gamma=num_speculative_tokens,
+            max_new_tokens=max_new_tokens,
+            turns=repeats,
+            directory=None if arch else model or demo.MODEL,
+            progress=False if as_json else None,
+        )
+        show(report, drafts_bench.table, output, write, as_json=as_json)
 
 
 def _bounds(flag: str, text: str, least: int) -> tuple[int, int]:
@@ -474,7 +551,7 @@ def bench_end_to_end(
     as_json: Json = False,
 ):
     """A trained model on real text. Acceptance, and speed-up over autoregressive decoding."""
-    methods = decode_rows.select_methods([], draft or [GenerationConfig.draft])
+    methods = decode_rows.select_methods([], draft or [USUAL])
     for method in methods:
         if method.draft != NONE:
             check_proposes(method.draft, parse_draft(method.draft))

@@ -49,7 +49,7 @@ def demo(
     )
     shared = dict(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True)
     runs = {
-        "quantspec": GenerationConfig(num_speculative_tokens=num_speculative_tokens, **shared),
+        "quantspec": GenerationConfig(draft="quantspec", num_speculative_tokens=num_speculative_tokens, **shared),
         "autoregressive": GenerationConfig(draft="none", **shared),
     }
     draft = quantspec(network, calibration=[prompt] if calibrate else None, progress=False if as_json else None)

@@ -16,6 +16,7 @@ from qspec_jax.cli import process
 from qspec_jax.cli.options import Json, megabytes
 from qspec_jax.decoding import diagnosis
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 from qspec_jax.provenance import this_run
@@ -36,7 +37,7 @@ def doctor(
     arch: Annotated[str | None, typer.Option(help="A known shape in place of a checkpoint, see `qspec plan`.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens after it.")] = GenerationConfig.max_new_tokens,
-    draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="What drafts.")] = GenerationConfig.draft,
+    draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="What drafts.")] = USUAL,
     as_json: Json = False,
 ):
     """Devices, versions, and the kernels that would run. If something is wrong, the exit code is 2, and a line says what to do."""

@@ -43,7 +43,7 @@ from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
-from qspec_jax.drafts.registry import DRAFTS, DraftSettings, has_budget, make_draft, parse_draft, with_budget
+from qspec_jax.drafts.registry import DRAFTS, USUAL, DraftSettings, has_budget, make_draft, parse_draft, with_budget
 from qspec_jax.drafts.step_bytes import ITEM_BYTES, cache_share, raised_groups, step_bytes
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, answers, needle, perplexity, quantizers
@@ -125,7 +125,7 @@ def acceptance_command(
     """Share of drafts that the target accepts. Teacher-forced and free-running: against gamma, or of several drafts by what each reads."""
     if plot:
         plots.check(plot, output)
-    asked = _with_budgets(draft or [GenerationConfig.draft], budget or [])
+    asked = _with_budgets(draft or [USUAL], budget or [])
     chosen_drafts = _chosen_drafts(asked, draft_bits, draft_planes, sensitive_layers)
     gammas, heats, sizes = number_list("--gamma", num_speculative_tokens, int), temperature or [0.0, 1.0], context or [4096]
     if min(gammas) < 1:
@@ -157,7 +157,7 @@ def acceptance_command(
     for walk in walks:
         prompts = [text[: -walk.new_tokens] for text in walk.texts]
         configs = [
-            GenerationConfig(num_speculative_tokens=gamma, temperature=heat, max_new_tokens=walk.new_tokens, **cache)
+            GenerationConfig(draft=USUAL, num_speculative_tokens=gamma, temperature=heat, max_new_tokens=walk.new_tokens, **cache)
             for gamma in gammas
             for heat in heats
         ]
@@ -518,9 +518,7 @@ def harness_command(
     cache: Annotated[
         str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="The model's cache; int4 is the upper plane of int8 alone.")
     ] = "int8",
-    draft: Annotated[
-        str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="For generation: speed, never what comes out.")
-    ] = GenerationConfig.draft,
+    draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="For generation: speed, never what comes out.")] = USUAL,
     num_speculative_tokens: Annotated[int, typer.Option("--gamma", "--num-speculative-tokens", help="Most drafts of a round.")] = GAMMA,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
     max_length: Annotated[int | None, typer.Option(help="Most tokens read for a prediction; longer contexts lose their beginning.")] = None,

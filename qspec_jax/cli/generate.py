@@ -42,7 +42,7 @@ from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
-from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
 
@@ -81,8 +81,9 @@ def generate_command(
     """Continue prompts."""
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
-    if sensitive_layers and config.draft == AUTO:
-        raise InputError(f"--sensitive-layers is for --draft quantspec, which --draft {AUTO} may not come to")
+    if (calibrate or sensitive_layers) and config.draft == AUTO:
+        log.info("draft %s: %s, which has the INT4 weights that --calibrate and --sensitive-layers are for", AUTO, USUAL)
+        config = dataclasses.replace(config, draft=USUAL)
     if (calibrate or sensitive_layers) and not config.speculative:
         option = "--calibrate" if calibrate else "--sensitive-layers"
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
@@ -113,8 +114,6 @@ def generate_command(
         if hint := next(filter(None, hints), None):
             log.warning("%s", hint)
         (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
-        if calibrate and not config.speculative:
-            log.warning("--calibrate: nothing is calibrated, as --draft %s came to none", AUTO)
         settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
         made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if quiet else None)
         memory = diagnosis.explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))

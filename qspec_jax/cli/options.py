@@ -24,7 +24,7 @@ from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
-from qspec_jax.decoding.config import GAMMA, METHODS, SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.draft import needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
@@ -142,7 +142,7 @@ DraftOption = Annotated[
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"What proposes tokens for the target to verify: {', '.join(DRAFTS)}, or {NONE} for one token at a time; for example "
-        f"sparse:budget=0.03. generate and batch also take {AUTO}, for what pays by stored costs. {GenerationConfig.draft}, if not given.",
+        f"sparse:budget=0.03. {AUTO}, for what pays by stored costs, if not given.",
     ),
 ]
 OldMethod = Annotated[Method | None, typer.Option("--method", hidden=True, help="The name of --draft before version 0.2.")]
@@ -197,7 +197,7 @@ def _settings(
         typer.Option(
             "--gamma",
             "--num-speculative-tokens",
-            help=f"Most drafts of a round: {GAMMA}, if not given; with --draft {AUTO}, as many as pay.",
+            help=f"Most drafts of a round: what pays with --draft {AUTO}, {GAMMA} with another draft, if not given.",
         ),
     ] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Each row drafts as many as pay, by what was accepted so far.")] = False,
@@ -228,7 +228,7 @@ def _settings(
     cache: CacheOption = None,
     group_size: GroupSize = None,
 ) -> GenerationConfig:
-    draft = chosen_draft(draft, method, cache)
+    draft = chosen_draft(draft, method)
     if draft == NONE and (adaptive or min_draft_confidence):
         option = "--adaptive" if adaptive else "--min-draft-confidence"
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
@@ -274,24 +274,15 @@ def check_group_size(group_size: int | None, caches: Sequence[CacheConfig]) -> N
         log.warning("--group-size %d makes no difference to cache %s", group_size, names)
 
 
-def chosen_draft(draft: str | None, method: Method | None, cache: str | None = None) -> str:
-    """The draft that --draft, or --method in its place, asks for; without both the one that goes with --cache. Raises InputError for both
-    together, and for an unknown cache."""
+def chosen_draft(draft: str | None, method: Method | None) -> str:
+    """The draft that --draft, or --method in its place, asks for; without both the default. Raises InputError for both together."""
     if method is None:
-        return _draft_over(cache) if draft is None else draft
+        return GenerationConfig.draft if draft is None else draft
     if draft is not None:
         raise InputError("--method is the old name of --draft; give one of them")
     chosen = METHODS[method.value]
     log.warning("--method %s is now called --draft %s", method.value, chosen)
     return chosen
-
-
-def _draft_over(cache: str | None) -> str:
-    """The draft where nobody names one. The cache specache goes with its guess alone, or with none where each pass chooses for itself."""
-    config = None if cache is None else CacheConfig.parse(cache)
-    if config is None or config.kind != SPECACHE:
-        return GenerationConfig.draft
-    return SPECACHE if config.settings.guesses else NONE
 
 
 def check_proposes(text: str, settings: DraftSettings | None) -> None:

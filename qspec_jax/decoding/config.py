@@ -41,7 +41,8 @@ class GenerationConfig:
     """What to generate and how.
 
     draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for one
-    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`). cache: the target's, "int8" (the
+    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`); over cache "specache" that is the draft of
+    this name, or "none" where each pass chooses for itself. cache: the target's, "int8" (the
     hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi", "specache",
     "streaming-llm" and "h2o" with settings such as "kivi:bits=1" (see the files of these names in `qspec_jax.caches`); None is "full" with
     draft "none", and "int8" otherwise, whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the
@@ -63,7 +64,7 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 256
-    draft: str = "quantspec"
+    draft: str = AUTO
     cache: str | None = None
     num_speculative_tokens: int | None = None
     adaptive: bool = False
@@ -100,6 +101,8 @@ class GenerationConfig:
         if method is not None:  # the name of `draft` before version 0.2
             check(method in METHODS, f"method {method!r} should be {' or '.join(METHODS)}")
             object.__setattr__(self, "draft", METHODS[method])
+        if self.draft == AUTO and self.cache_config.kind == SPECACHE:  # which is compatible with its guess alone, or with none
+            object.__setattr__(self, "draft", SPECACHE if self.cache_config.settings.guesses else NONE)
         if self.draft != AUTO:
             parse_draft(self.draft)
             if self.num_speculative_tokens is None:

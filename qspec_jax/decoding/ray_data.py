@@ -20,9 +20,10 @@ import numpy as np
 
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import Result, run_batch
+from qspec_jax.decoding.batch import ROWS_OF_AUTO, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
+from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -45,7 +46,8 @@ class Predictor:
 
     Args:
         directory: of the checkpoint, at the same place on every machine.
-        config: what a row does not say.
+        config: what a row does not say; its draft "auto" becomes one for all rows, whatever their lengths: none on a CPU, and else the one
+            for devices without stored costs.
         batch_size: rows decoded at a time; None: those that fit.
         dtype: to load as; as stored, if None.
         seed: of sampled rows without one of their own.
@@ -66,10 +68,11 @@ class Predictor:
     ):
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        config = config or GenerationConfig()
         columns = Columns(ignore_columns, tuple(pass_columns))
         self.batch_size, self.pass_columns = batch_size, columns.passed
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
+        # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
+        (config,) = with_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
         self.draft = make_draft(config.draft, self.model, directory=directory) if config.num_speculative_tokens else None
         self.reader = LineReader(self.model, self.tokenizer, config, seed, self.draft, columns)
 
@@ -184,6 +187,13 @@ def _check_that_something_answers(address: str) -> None:
         raise InputError(f"--ray {address}: nothing answers there ({one_line(error)})") from None
 
 
+def cluster_gpus() -> int:
+    """The number of GPUs of the cluster that `connect` found; actors run on these alone if there are any."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
 def through_actors(
     lines: Sequence[tuple[int, str]],
     directory: Path,
@@ -216,7 +226,7 @@ def through_actors(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
+        gpus = cluster_gpus()
         actors = actors or gpus or 1
         block = max(1, min(BATCHES * (batch_size or 64), math.ceil(len(lines) / actors)))
         # Beside this process, with which it ends: another node's death would take the count with it.

@@ -17,8 +17,7 @@ from qspec_jax.decoding.engine import most_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
 from qspec_jax.decoding.skip_search import layers_to_skip
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import AUTO, NONE
-from qspec_jax.errors import InputError
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.choice import Setting, choose, relative_cost
 
@@ -26,25 +25,39 @@ log = logging.getLogger(__name__)
 
 
 def with_draft(
-    model: Llama, configs: Sequence[GenerationConfig], prompt_tokens: Sequence[int], *, batch: int, draft: Draft | None = None
+    model: Llama,
+    configs: Sequence[GenerationConfig],
+    prompt_tokens: Sequence[int] | None,
+    *,
+    batch: int,
+    draft: Draft | None = None,
+    device_kind: str | None = None,
 ) -> list[GenerationConfig]:
-    """These configs, which share a draft, with one that is named: in place of "auto" that which pays for the longest of the rows, and its
-    gamma where a config has none. One line is logged, at INFO, with what was chosen and why.
+    """The configs, which share a draft, with a named one in place of "auto": the one that pays for the longest of the rows, and its gamma
+    where a config has none. One line is logged, at INFO, with what was chosen and why.
 
-    prompt_tokens: of each config's prompt. batch: rows at a time. draft: one that is made already. Raises InputError for that beside
-    "auto".
+    Args:
+        model: the target; an outline will do.
+        configs: of the rows.
+        prompt_tokens: of each config's prompt. None where the rows are not known, and the choice is to depend on model, settings and
+            device alone.
+        batch: rows at a time.
+        draft: one that is made already, which "auto" then gives way to.
+        device_kind: what JAX calls the device that is to decode; None for the first one here.
     """
     if not configs or configs[0].draft != AUTO:
         return list(configs)
     if draft is not None:
-        raise InputError(f"draft {AUTO!r} chooses a draft, and another is given; name that in the config")
-    longest = max(tokens + config.max_new_tokens for tokens, config in zip(prompt_tokens, configs, strict=True))
+        return list(map(beside_draft, configs))
+    longest = None
+    if prompt_tokens is not None:
+        longest = max(tokens + config.max_new_tokens for tokens, config in zip(prompt_tokens, configs, strict=True))
     given = {config.num_speculative_tokens for config in configs}
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # as many as rounds are made for, whatever is asked
-        gamma = max(most_drafts(model, dataclasses.replace(config, draft=GenerationConfig.draft)) for config in configs)
-    found = choose(_setting(model, configs[0]), context=longest, batch=batch, gamma=gamma)
-    log.info(found.reason)
+        gamma = max(most_drafts(model, dataclasses.replace(config, draft=USUAL)) for config in configs)
+    found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
+    log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
 
     def chosen(config: GenerationConfig) -> GenerationConfig:
         gamma = found.gamma if config.num_speculative_tokens is None else config.num_speculative_tokens
@@ -53,6 +66,23 @@ def with_draft(
         return dataclasses.replace(config, draft=found.draft, num_speculative_tokens=gamma, cache=cache)
 
     return list(map(chosen, configs))
+
+
+def beside_draft(config: GenerationConfig) -> GenerationConfig:
+    """The config for a draft that is made already, to which "auto" gives way: with the usual draft's name and number of drafts."""
+    return dataclasses.replace(config, draft=USUAL) if config.draft == AUTO else config
+
+
+def _without_effect(configs: Sequence[GenerationConfig]) -> str:
+    """The part of a log line that names the settings which have no effect without a draft; empty if there are none."""
+    given = {
+        "num_speculative_tokens": any(config.num_speculative_tokens for config in configs),
+        "adaptive": any(config.adaptive for config in configs),
+        "draft_cost": any(config.draft_cost is not None for config in configs),
+        "min_draft_confidence": any(config.min_draft_confidence for config in configs),
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    return f"; without a draft, {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect" if names else ""
 
 
 def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], prompts: Sequence[Sequence[int]]) -> Draft | None:
@@ -90,7 +120,7 @@ def with_costs(
     return list(map(costed, configs, prompt_tokens))
 
 
-def _setting(model: Llama, config: GenerationConfig) -> Setting:
+def _setting(model: Llama, config: GenerationConfig, device_kind: str | None = None) -> Setting:
     reasons = {"mosaic_gpu": dispatch.no_mosaic_gpu(), "triton": dispatch.no_triton()}
     lacking = tuple((kernels, why) for kernels, why in reasons.items() if why)
-    return Setting(model.checkpoint_config, model.dtype.name, config.cache_config, jax.devices()[0].device_kind, lacking)
+    return Setting(model.checkpoint_config, model.dtype.name, config.cache_config, device_kind or jax.devices()[0].device_kind, lacking)

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 NONE = "none"
 AUTO = "auto"  # whichever of a few drafts pays; what runs a decode puts the text of one in its place
+USUAL = "quantspec"  # for commands that take no auto, and what auto comes to where no stored cost holds
 
 DRAFTS: dict[str, type[DraftSettings]] = {
     "quantspec": QuantSpecSettings,

@@ -26,6 +26,7 @@ from qspec_jax.decoding.programs import CacheChoice
 from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
+from qspec_jax.decoding.settled import beside_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft, RoundResult
 from qspec_jax.drafts.registry import unbudgeted
@@ -142,6 +143,7 @@ class _Forced:
         key: Key[Array, ""],
         cache: CacheChoice | None = None,
     ):
+        config = beside_draft(config)
         new, gamma = config.max_new_tokens, config.num_speculative_tokens
         if min(map(len, texts)) <= new:
             raise InputError(f"every text should have more than the {new} tokens to walk")
@@ -199,6 +201,7 @@ def _set_up(
     cache: CacheChoice | None,
 ) -> tuple[Engine, tuple[Sampler, Key[Array, "B"], Limits]]:
     """An engine for these prompts, and what it prefills them with. Raises InputError where they are too long for the draft's own model."""
+    config = beside_draft(config)
     sizes = dict(prompt_tokens=max(map(len, prompts)), max_new_tokens=config.max_new_tokens)
     engine = Engine(model, draft, cache=cache or config.cache_config, gamma=config.num_speculative_tokens, **sizes)
     check_draft_length(engine.draft, prompts, [config] * len(prompts))
@@ -222,6 +225,7 @@ def ratio(parts: Int[np.ndarray, "B"], wholes: Int[np.ndarray, "B"]) -> tuple[fl
 
 def check(model: Llama, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
     """Raises InputError where acceptance after these prompts cannot be measured."""
+    config = beside_draft(config)
     if config.num_speculative_tokens < 1:
         raise InputError(f"num_speculative_tokens (gamma) {config.num_speculative_tokens} should be at least 1: acceptance is of drafts")
     if config.max_new_tokens < 3:

@@ -44,7 +44,7 @@ from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
-from qspec_jax.drafts.registry import AUTO, parse_draft
+from qspec_jax.drafts.registry import AUTO, USUAL, parse_draft
 from qspec_jax.errors import InputError, named, one_line, warn_once, with_type
 from qspec_jax.evaluate.perplexity import UPPER, WIDTH, CacheView, cache_view, score
 from qspec_jax.models.llama import Llama
@@ -75,7 +75,7 @@ class QspecLM(TemplateLM):
         pretrained: str | Path,
         *,
         cache: str = "int8",
-        draft: str = "quantspec",
+        draft: str = USUAL,
         gamma: int = GAMMA,
         batch_size: int | str = 8,
         max_batch_size: int | None = None,

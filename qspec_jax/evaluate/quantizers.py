@@ -27,6 +27,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import acceptance, perplexity
 from qspec_jax.evaluate.emulated import EmulatedConfig, Quantizer, in_groups
@@ -116,7 +117,7 @@ def run(
     if prompt_tokens < 2 * G:
         raise InputError(f"prompt_tokens {prompt_tokens} should be at least {2 * G}: nothing of a shorter prompt is quantized")
     chosen, too_short = perplexity.long_enough(texts, prompt_tokens, max_new_tokens)
-    config = GenerationConfig(max_new_tokens=max_new_tokens, num_speculative_tokens=GAMMA, group_size=group_size)
+    config = GenerationConfig(draft=USUAL, max_new_tokens=max_new_tokens, num_speculative_tokens=GAMMA, group_size=group_size)
     acceptance.check(model, [text[:prompt_tokens] for text in chosen], config)
     quantizers = {variant: VARIANTS[variant] for variant in VARIANTS if variant in variants}
     scored_bytes = perplexity.count_bytes(tokenizer, chosen, max_new_tokens)

@@ -9,10 +9,10 @@ from pallas_kernels.attention.support import GROUP_SIZES, HEAD_DIMS
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import AUTO, NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
 from qspec_jax.drafts.step_bytes import skipped_by
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.planning import timing
+from qspec_jax.planning import cpu, timing
 from qspec_jax.planning.acceptance import ACCEPTANCE
 from qspec_jax.planning.devices import Device, stored_device
 from qspec_jax.planning.plan import PlannedRow, Planner
@@ -21,7 +21,7 @@ from qspec_jax.quantization.outline import outline
 
 CANDIDATES = ("sparse", "quantspec")  # with their default settings; and none
 GAMMAS = range(1, 13)
-UNKNOWN = ("quantspec", 4)  # draft and gamma where no stored cost holds
+UNKNOWN = (USUAL, 4)  # draft and gamma where no stored cost holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +63,20 @@ class Setting:
         return device
 
 
-def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = None) -> Choice:
+def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> Choice:
     """The draft, and the number of drafts of a round, with which a token takes least: `CANDIDATES`, or none, over the cache of the setting,
-    which is not chosen.
+    which is not chosen. On a CPU it is what `qspec_jax.planning.cpu` has measured.
 
-    context: tokens of the longest row, its new ones among them. batch: rows at a time. gamma: None chooses it too. Acceptance is what
-    `qspec plan` assumes. Memory is not looked at. Where no stored cost holds it is `UNKNOWN`, with gamma where that is given.
+    context: tokens of the longest row, its new ones among them; None where it is not known. batch: rows at a time. gamma: None chooses it
+    too. Acceptance is what `qspec plan` assumes. Memory is not looked at. Where no stored cost holds it is `UNKNOWN`, with gamma where that
+    is given.
     """
     if gamma == 0:
         return Choice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
-    device = setting.costed()
+    if setting.device_kind == cpu.KIND:
+        draft, gamma, why = cpu.choose(setting.model, setting.dtype, gamma)
+        return Choice(draft, gamma, f"draft {AUTO}: {_with_gamma(draft, gamma)}, {why}")
+    device = setting.costed() if context is not None else "the lengths of the rows are not known"
     if isinstance(device, str):
         draft, usual = UNKNOWN
         why = "the default" if gamma is None else "as many as asked for"
@@ -95,12 +99,12 @@ def choose(setting: Setting, *, context: int, batch: int, gamma: int | None = No
     named = "" if same else f" for {setting.device_kind!r}"
     where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
     compared = ", ".join(_shown(row) for row in rows)
-    reason = f"draft {AUTO}: {_chosen(best)}, by {where}; expected ms a token: {compared}"
+    reason = f"draft {AUTO}: {_with_gamma(best.draft, best.gamma)}, by {where}; expected ms a token: {compared}"
     return Choice(best.draft, best.gamma, "; ".join([reason, *left_out]))
 
 
-def _chosen(row: PlannedRow) -> str:
-    return row.draft if row.draft == NONE else f"{row.draft} with {row.gamma} drafts a round"
+def _with_gamma(draft: str, gamma: int) -> str:
+    return draft if draft == NONE else f"{draft} with {gamma} drafts a round"
 
 
 def _shown(row: PlannedRow) -> str:

@@ -1,0 +1,184 @@
+"""`qspec bench drafts`: how fast whole decodes are with each draft, against none, on this machine.
+
+Decodes take turns, and a ratio is the median over turns of two decodes of one turn, so that a machine that does other work meanwhile
+slows all of them alike. It runs what users run: `generate`, with `auto` as it settles here.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.settled import with_draft
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.registry import NONE, make_draft
+from qspec_jax.models.llama import Llama
+from qspec_jax.provenance import Run, this_run
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRow:
+    """Decodes with a draft over a cache, with medians over the turns.
+
+    Attributes:
+        draft: as it was asked for.
+        settled: what it came to, another text for "auto".
+        cache: the target's.
+        gamma: drafts of a round, 0 without a draft.
+        tokens_per_second: of each turn.
+        median: of tokens_per_second.
+        tokens_per_round: emitted in a round; 1 without a draft.
+        to_none: speed as a share of that of draft none over its own default cache.
+        to_same_cache: speed as a share of that of draft none over the same cache.
+    """
+
+    draft: str
+    settled: str
+    cache: str
+    gamma: int
+    tokens_per_second: list[float]
+    median: float
+    tokens_per_round: float
+    to_none: float
+    to_same_cache: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftsReport(Run):
+    """Decodes with each draft.
+
+    Attributes:
+        model: its name.
+        parameters: of the model.
+        dtype: of its weights.
+        context: tokens of the prompt.
+        max_new_tokens: tokens that each decode adds.
+        turns: decodes with each draft.
+        rows: draft none over its own cache, none over the cache of the drafts, and the drafts.
+    """
+
+    model: str
+    parameters: int
+    dtype: str
+    context: int
+    max_new_tokens: int
+    turns: int
+    rows: list[DraftRow]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """One of the decodes that take turns: as it was asked for, settled, and with its draft."""
+
+    asked: str
+    config: GenerationConfig
+    draft: Draft | None
+
+
+def run(
+    name: str,
+    model: Llama,
+    int4: Callable[[], Llama],
+    prompt: Sequence[int],
+    drafts: Sequence[str],
+    *,
+    cache: str | None = None,
+    gamma: int | None = None,
+    max_new_tokens: int = 128,
+    turns: int = 7,
+    directory: str | Path | None = None,
+    progress: bool | None = None,
+) -> DraftsReport:
+    """Decodes greedily after a prompt with each draft, in turns; a first turn, which compiles, does not count.
+
+    Args:
+        name: the model's, for the report.
+        model: the target.
+        int4: makes the model with INT4 weights, see `make_draft`.
+        prompt: token ids.
+        drafts: texts as --draft takes them, "auto" too.
+        cache: of all drafts; None for the default of a draft.
+        gamma: drafts of a round; None for each draft's default.
+        max_new_tokens: tokens that each decode adds.
+        turns: how many.
+        directory: where the model was loaded from, see `make_draft`.
+        progress: a bar on standard error; None where that is a terminal.
+    """
+    shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
+
+    def way(draft: str, cache: str | None) -> _Way:
+        (config,) = with_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
+        return _Way(draft, config, make_draft(config.draft, model, int4=int4, directory=directory))
+
+    drafted = [way(draft, cache) for draft in dict.fromkeys(drafts)]
+    kinds = dict.fromkeys(each.config.cache or each.config.cache_config.kind for each in drafted)
+    ways = [way(NONE, None), *(way(NONE, kind) for kind in kinds if kind != "full"), *drafted]
+    speeds: list[list[float]] = [[] for _ in ways]
+    rounds = [1.0] * len(ways)
+    with tqdm(total=(turns + 1) * len(ways), leave=False, disable=None if progress is None else not progress) as bar:
+        for turn in range(turns + 1):
+            for i in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:  # each comes after every other one at times
+                bar.set_description(f"turn {turn} of {turns}: {ways[i].asked}")
+                stats = generate(model, [prompt], config=ways[i].config, draft=ways[i].draft).stats
+                rounds[i] = stats.mean_acceptance_length or 1.0
+                if turn:
+                    speeds[i].append(stats.tokens_per_second)
+                bar.update()
+    caches = [each.config.cache or each.config.cache_config.kind for each in ways]
+    baseline = {kind: i for i, kind in reversed(list(enumerate(caches))) if ways[i].asked == NONE}
+    ratio = lambda i, j: statistics.median(mine / theirs for mine, theirs in zip(speeds[i], speeds[j], strict=True))
+    rows = [
+        DraftRow(
+            draft=each.asked,
+            settled=each.config.draft,
+            cache=kind,
+            gamma=each.config.num_speculative_tokens if each.config.speculative else 0,
+            tokens_per_second=speeds[i],
+            median=statistics.median(speeds[i]),
+            tokens_per_round=rounds[i],
+            to_none=ratio(i, 0),
+            to_same_cache=ratio(i, baseline[kind]),
+        )
+        for i, (each, kind) in enumerate(zip(ways, caches, strict=True))
+    ]
+    return DraftsReport(
+        **this_run(),
+        model=name,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(model.weights())),
+        dtype=model.dtype.name,
+        context=len(prompt),
+        max_new_tokens=max_new_tokens,
+        turns=turns,
+        rows=rows,
+    )
+
+
+def table(report: DraftsReport) -> Group:
+    """A table with a line for each draft and cache."""
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for label in ("draft", "cache"):
+        grid.add_column(label)
+    for label in ("gamma", "tokens/s", "lowest", "highest", "tokens a round", "of none", "of none, same cache"):
+        grid.add_column(label, justify="right", no_wrap=True)
+    for row in report.rows:
+        draft = row.draft if row.settled == row.draft else f"{row.draft} ({row.settled})"
+        speeds = [row.median, min(row.tokens_per_second), max(row.tokens_per_second)]
+        figures = [str(row.gamma), *(f"{speed:,.1f}" for speed in speeds), f"{row.tokens_per_round:.2f}"]
+        grid.add_row(draft, row.cache, *figures, f"{row.to_none:.2f}", f"{row.to_same_cache:.2f}")
+    head = Text.assemble(
+        (f"Decode of {report.model} ({report.parameters / 1e6:,.0f} M parameters, {report.dtype}) on {report.device}", "bold"),
+        f", {report.date}\n",
+    )
+    notes = (
+        f"{report.max_new_tokens} new tokens after {report.context:,}, batch 1; medians of {report.turns} turns. of none: the speed as a "
+        "share of that of draft none with its own cache, full, and with the cache of the line."
+    )
+    return Group(head, grid, Text(f"\n{notes}", "dim"))

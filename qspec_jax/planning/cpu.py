@@ -1,0 +1,86 @@
+"""What drafts cost on a CPU, measured, and which of them pays there. Nothing is timed at run time.
+
+On a CPU kernels are plain JAX: a pass with INT4 weights unpacks them first, and takes several times what a pass of the target does. A
+verification of a few tokens takes longer than a pass of one, since there arithmetic is the bottleneck and not memory. docs/cpu.md says
+how the figures were measured.
+"""
+
+import dataclasses
+import math
+
+from qspec_jax.drafts.registry import NONE
+from qspec_jax.drafts.step_bytes import ITEM_BYTES
+from qspec_jax.models.config import LlamaConfig
+from qspec_jax.planning.acceptance import ACCEPTANCE
+from qspec_jax.planning.operations import model_bytes
+
+KIND = "cpu"  # what JAX calls the kind of device
+GAMMA = 4  # drafts a round of the measurements
+SLOWEST = 0.95  # of the speed without a draft: slower than that prompt-lookup may not be where it finds nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuCosts:
+    """Costs that were measured with a model over an int8 cache, where a step without a draft takes 1.
+
+    Attributes:
+        millions: parameters of the model, in millions.
+        dtype: of the model, by its name.
+        verification: a pass of the target over `GAMMA` + 1 tokens, with a round of prompt-lookup around it.
+        int4_step: a step of the quantspec draft.
+    """
+
+    millions: float
+    dtype: str
+    verification: float
+    int4_step: float
+
+    def verification_of(self, gamma: int) -> float:
+        """A pass of the target over gamma + 1 tokens."""
+        return 1 + (self.verification - 1) * gamma / GAMMA
+
+
+MEASURED = (
+    CpuCosts(8, "bfloat16", 1.44, 1.77),
+    CpuCosts(8, "float32", 1.77, 1.62),
+    CpuCosts(135, "bfloat16", 3.0, 20.0),
+    CpuCosts(135, "float32", 3.25, 7.35),
+)
+
+
+def nearest(model: LlamaConfig, dtype: str) -> CpuCosts:
+    """The measured costs that stand for a model: of its kind of dtype, 16 bits or more, and of the number of parameters nearest to its."""
+    kind = "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
+    millions = model_bytes(model) / ITEM_BYTES / 1e6
+    return min((costs for costs in MEASURED if costs.dtype == kind), key=lambda costs: abs(math.log(costs.millions / millions)))
+
+
+def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int, str]:
+    """The draft that pays on a CPU, its number of drafts a round, 0 without one, and why.
+
+    Args:
+        model: the target's shape.
+        dtype: its name.
+        gamma: drafts of a round; None for any number.
+    """
+    costs = nearest(model, dtype)
+    gammas = range(1, 13) if gamma is None else [gamma]
+    quantspec, most = min((_quantspec(costs, each), each) for each in gammas)
+    lookup, fewest = min((costs.verification_of(each), each) for each in gammas)
+    found = [(1.0, NONE, 0), (quantspec, "quantspec", most)]
+    if lookup <= 1 / SLOWEST:
+        found.insert(0, (1.0, "prompt-lookup", fewest))
+    _, draft, gamma = min(found, key=lambda each: each[0])
+    assumed = ACCEPTANCE["quantspec"].rate
+    shown = [
+        f"quantspec {quantspec:.3g} ({most} drafts, acceptance ASSUMED {assumed:g})",
+        f"prompt-lookup {lookup:.3g} in a round without a match ({fewest} drafts)",
+    ]
+    why = f"by costs stored for CPUs, of a model of {costs.millions:g} M parameters in {costs.dtype}, where a token without a draft takes 1"
+    return draft, gamma, f"{why}: {', '.join(shown)}"
+
+
+def _quantspec(costs: CpuCosts, gamma: int) -> float:
+    """What a token takes with the quantspec draft, in the mean."""
+    tokens = sum(ACCEPTANCE["quantspec"].rate ** i for i in range(gamma + 1))
+    return (gamma * costs.int4_step + costs.verification_of(gamma)) / tokens
