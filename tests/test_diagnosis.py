@@ -107,6 +107,21 @@ def test_a_jax_that_cannot_start_is_no_traceback(directory):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((128,), "--context 128 and a new token are more than the model's 128 positions"),
+        ((100, "--max-new-tokens", 29), "--context 100 and --max-new-tokens 29 are more than the model's 128 positions"),
+    ],
+)
+def test_doctor_names_what_was_given(options, message, directory, fails):
+    fails(["doctor", "--model", directory, "--context", *options], message)
+
+
+def test_doctor_asks_for_new_tokens_that_fit(directory, run):
+    assert run("doctor", "--model", directory, "--context", 100)[0] == 0
+
+
 def test_doctor_lists_kernels(directory):
     command = [sys.executable, "-m", "qspec_jax.cli", "doctor", "--model", directory, "--context", "64", "--max-new-tokens", "8", "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)

@@ -36,7 +36,12 @@ def doctor(
     ] = None,
     arch: Annotated[str | None, typer.Option(help="A known shape in place of a checkpoint, see `qspec plan`.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that should fit.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens after it.")] = GenerationConfig.max_new_tokens,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"New tokens after it: {GenerationConfig.max_new_tokens}, or the positions that are left, if fewer, if not given."
+        ),
+    ] = None,
     draft: Annotated[str, typer.Option(metavar="NAME[:SETTING=VALUE,...]", help="What drafts.")] = USUAL,
     as_json: Json = False,
 ):
@@ -45,11 +50,11 @@ def doctor(
     if arch is not None and model is not None:
         raise InputError("one of --arch and --model should be given")
     config = architecture(arch) if arch else config_and_dtype(model or demo.MODEL)[0]
-    settings = GenerationConfig(draft=draft, max_new_tokens=max_new_tokens)
-    if context + max_new_tokens > config.max_length:
-        raise InputError(
-            f"--context {context} and --max-new-tokens {max_new_tokens} are more than the model's {config.max_length} positions"
-        )
+    room = config.max_length - context
+    if room < (max_new_tokens or 1):
+        asked = f"--context {context}" + (f" and --max-new-tokens {max_new_tokens}" if max_new_tokens else " and a new token")
+        raise InputError(f"{asked} are more than the model's {config.max_length} positions")
+    settings = GenerationConfig(draft=draft, max_new_tokens=max_new_tokens or min(GenerationConfig.max_new_tokens, room))
     room, found = diagnosis.memory_bytes(), diagnosis.problems()
     fit = None if room is None else diagnosis.fit(config, settings, context, room=room)
     if fit and fit.short:
