@@ -172,6 +172,11 @@ class GenerationConfig:
         return self.top_logprobs if self.output_logprobs or self.top_logprobs else None
 
     @property
+    def max_drafts(self) -> int:
+        """The most drafts of a round: as given, or `GAMMA` where draft "auto" has not been settled."""
+        return GAMMA if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
     def speculative(self) -> bool:
         """Whether a draft is named, or is yet to be chosen; with num_speculative_tokens 0 it has nothing to do."""
         return self.draft != NONE

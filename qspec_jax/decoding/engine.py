@@ -108,7 +108,7 @@ class Engine:
     ) -> Self:
         """An engine with room for what any of these configs asks for; they share draft and cache. settings: see the class."""
         most = lambda name: max(getattr(config, name) for config in configs)
-        longest = dataclasses.replace(configs[0], **{name: most(name) for name in ("max_new_tokens", "num_speculative_tokens")})
+        longest = dataclasses.replace(configs[0], max_new_tokens=most("max_new_tokens"), num_speculative_tokens=most("max_drafts"))
         alternatives = [config.logprobs for config in configs if config.logprobs is not None]
         return cls(
             model,
@@ -412,5 +412,5 @@ def most_drafts(model: Llama, config: GenerationConfig) -> int:
     """How many drafts a round is compiled for: no more than could ever be eligible."""
     if not config.speculative:
         return 0
-    gamma = min(config.num_speculative_tokens, bucket(config.max_new_tokens))
+    gamma = min(config.max_drafts, bucket(config.max_new_tokens))
     return config.cache_config.schedule_for(model.config.head_dim).most_drafts(gamma)

@@ -58,7 +58,7 @@ def make_limits(model: Llama, *configs: GenerationConfig, tokenizer: Any = None)
     costs = [(DRAFT_COST if config.draft_cost is None else config.draft_cost) if config.adaptive else 0.0 for config in configs]
     return Limits(
         column("max_new_tokens", jnp.int32),
-        column("num_speculative_tokens", jnp.int32),
+        column("max_drafts", jnp.int32),
         jnp.array(eos + (-1,) * (rounded_up(max(1, len(eos))) - len(eos)), jnp.int32),
         _stop_sequences(configs),
         make_processors(*configs),
