@@ -19,6 +19,7 @@ from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
@@ -97,7 +98,7 @@ def make_requests(
         source, n = sources[random.integers(len(sources))], draw(*lengths)
         at = int(random.integers(len(source) - n + 1))
         settings = dataclasses.replace(config, max_new_tokens=draw(*new))
-        requests.append(Request(list(source[at : at + n]), settings, jax.random.fold_in(jax.random.key(seed), i)))
+        requests.append(Request(list(source[at : at + n]), settings, jax.random.fold_in(key_of(seed), i)))
     return requests
 
 

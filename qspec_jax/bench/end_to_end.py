@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from qspec_jax import plots
 from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
@@ -163,7 +163,7 @@ def _compile_walks(
                 made = make(draft, config.num_speculative_tokens)
             except Exception:
                 continue
-            yield model, made, texts, config, jax.random.key(seed)
+            yield model, made, texts, config, key_of(seed)
 
     acceptance.compile_side_by_side(runs())
 
@@ -175,7 +175,7 @@ def _walk(
     row = TeacherForced(context, config.temperature, draft, config.num_speculative_tokens, len(texts), "measured")
     try:
         made = make(draft, config.num_speculative_tokens)
-        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, jax.random.key(seed)))
+        return dataclasses.replace(row, acceptance=acceptance.teacher_forced(model, made, texts, config, key_of(seed)))
     except InputError:  # a draft's settings that do not fit the model, for one
         raise
     except Exception as error:  # one row of many

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 from tqdm import tqdm
 
@@ -39,6 +38,7 @@ from qspec_jax.cli.options import (
     with_sensitive_layers,
 )
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
@@ -183,7 +183,7 @@ def acceptance_command(
                     for name in with_int4:  # before others like them take as much memory
                         del drafts[name]
                     drafts |= make({name: chosen_drafts[name] for name in with_int4}, prompts)[0]
-                key = jax.random.key(seed)
+                key = key_of(seed)
                 of_gamma = {config.num_speculative_tokens: config for config in configs}
                 chosen = {
                     (name, gamma): for_prompts(network, draft, [config], prompts)

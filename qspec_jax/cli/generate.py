@@ -39,6 +39,7 @@ from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import checked_prompts
 from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts import Draft, make_draft
@@ -121,9 +122,7 @@ def generate_command(
             processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
             draft = processes.all_or_none(lambda: make_draft(settings, network, **made)) if config.speculative else None
             if stream:
-                out = _print_stream(
-                    stream_prompt(network, tokens[0], config=config, key=jax.random.key(seed), tokenizer=tokenizer, draft=draft)
-                )
+                out = _print_stream(stream_prompt(network, tokens[0], config=config, key=key_of(seed), tokenizer=tokenizer, draft=draft))
             else:
                 progress = Progress(config.max_new_tokens * len(prompts), quiet=quiet)
                 out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
@@ -183,7 +182,7 @@ def generate_with_progress(
             network,
             prompts,
             config=config,
-            key=jax.random.key(seed),
+            key=key_of(seed),
             tokenizer=tokenizer,
             draft=draft,
             # Of several processes all look equally often, whoever shows a bar.

@@ -18,6 +18,7 @@ import jax
 from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.chat import chat_tokens, hint_at_chat
 from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
 from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
@@ -199,7 +200,7 @@ class LineReader:
         columns: Columns = Columns(),
     ):
         self.model, self.tokenizer, self.config, self.draft, self.columns = model, tokenizer, config, draft, columns
-        self.key = jax.random.key(seed)
+        self.key = key_of(seed)
         self.seen: set[str] = set()
         self.ignored: set[str] = set()
         self._hinted = False
@@ -297,7 +298,7 @@ def _finite(digits: str) -> float:
 def _own_key(seed: Any) -> jax.Array:
     if not is_whole(seed) or not 0 <= seed < 2**32:
         raise InputError(f"seed should be a whole number from 0 to {2**32 - 1}, not {seed!r:.40}")
-    return jax.random.fold_in(jax.random.key(int(seed)), 0)
+    return jax.random.fold_in(key_of(int(seed)), 0)
 
 
 class Journal:

@@ -41,6 +41,7 @@ from qspec_jax.checkpoints.loading import config_and_dtype, load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer, special_tokens
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.requests import Request
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
@@ -310,7 +311,7 @@ class QspecLM(TemplateLM):
             **sampling,
         )
         tokens = self._cut(self.tok_encode(context), self.max_length - new) or [self.prefix_token_id]
-        return Request(tokens, config, jax.random.fold_in(jax.random.key(self.seed), index))
+        return Request(tokens, config, jax.random.fold_in(key_of(self.seed), index))
 
     def _sampling(self, settings: Mapping[str, Any]) -> dict[str, float | int]:
         """The sampling settings of a task, as fields of `GenerationConfig`.
