@@ -123,7 +123,9 @@ def counted(
     """
     nothing, new = jnp.zeros(ROWS, jnp.int32), at + length + 1
     cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
-    config = dataclasses.replace(settings or GenerationConfig(ignore_eos=True), max_new_tokens=new, num_speculative_tokens=gamma)
+    config = dataclasses.replace(
+        settings or GenerationConfig(ignore_eos=True), draft="quantspec", max_new_tokens=new, num_speculative_tokens=gamma
+    )
     limits = make_limits(None, *[config] * ROWS)
     seen = jnp.zeros((ROWS, V), bool) if limits.asks_what_was_seen else None
     state = start(

@@ -29,7 +29,7 @@ def test_near_the_best_fixed_number_of_drafts():
     model, tokenizer = load(demo.MODEL, dtype="float32")
     ids = (tokenizer(path.read_text(encoding="utf-8"))["input_ids"][: PROMPT + NEW] for path in corpus.held_out_files())
     texts = [text for text in ids if len(text) == PROMPT + NEW][:TEXTS]
-    settings = dict(max_new_tokens=NEW, ignore_eos=True)
+    settings = dict(draft="quantspec", max_new_tokens=NEW, ignore_eos=True)
     policies = [GenerationConfig(num_speculative_tokens=gamma, **settings) for gamma in FIXED]
     policies += [GenerationConfig(num_speculative_tokens=MOST, adaptive=True, draft_cost=cost, **settings) for cost in COSTS]
     rows = [text for text in texts for _ in policies]

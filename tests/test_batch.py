@@ -27,7 +27,7 @@ from qspec_jax.decoding.text import first_stop
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 
-CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 KEY = jax.random.key(3)
 
 

@@ -76,7 +76,7 @@ def test_specache_makes_one_guess_a_round(monkeypatch):
 
 def test_requests_are_log_uniform_and_of_their_seed():
     source = list(range(3000))
-    make = lambda seed: make_requests([source], 400, (16, 2048), (16, 512), GenerationConfig(), seed=seed)
+    make = lambda seed: make_requests([source], 400, (16, 2048), (16, 512), GenerationConfig(draft="quantspec"), seed=seed)
     requests = make(0)
     same = make(0)
     assert [r.tokens for r in requests] == [r.tokens for r in same] != [r.tokens for r in make(1)]
@@ -89,7 +89,7 @@ def test_requests_are_log_uniform_and_of_their_seed():
         assert 0.4 < np.mean(np.array(lengths) < middle) < 0.6
     assert all(r.tokens == source[r.tokens[0] : r.tokens[0] + len(r.tokens)] for r in requests)
     with pytest.raises(InputError, match="no text has 2048 tokens"):
-        make_requests([source[:100]], 1, (16, 2048), (16, 512), GenerationConfig(), seed=0)
+        make_requests([source[:100]], 1, (16, 2048), (16, 512), GenerationConfig(draft="quantspec"), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_teacher_forced_acceptance_is_that_of_the_evaluation(report, directory, 
     model = loading.load_model(directory, progress=False)
     texts = [stream[: CONTEXT + NEW], stream[-CONTEXT - NEW :]]
     for temperature, walk in zip((0.0, 1.0), report.teacher_forced, strict=True):
-        config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=temperature)
+        config = GenerationConfig(draft="quantspec", max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=temperature)
         expected = acceptance.teacher_forced(model, drafts.quantspec(model), texts, config, jax.random.key(0))
         assert walk == end_to_end.TeacherForced(CONTEXT, temperature, "quantspec", GAMMA, 2, "measured", acceptance=expected)
         assert expected.drafted > 0
@@ -105,7 +105,7 @@ def test_free_running_tokens_are_those_of_generate(report, directory, stream, mo
     keys = prompt_keys(jax.random.key(0), 2)
     # One at a time, as they are timed: no loop is compiled for both.
     monkeypatch.setattr(sys.modules["qspec_jax.decoding.generate"], "prompt_keys", lambda key, prompts: key[None])
-    config = GenerationConfig(max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=1.0)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=NEW, num_speculative_tokens=GAMMA, temperature=1.0)
     draft, row = drafts.quantspec(model), report.rows[3]
     found = [acceptance.free_running(model, draft, [prompt], config, key) for prompt, key in zip(prompts, keys)]
     accepted, drafted, rounds = (sum(getattr(free, name) for free in found) for name in ("accepted", "drafted", "rounds"))

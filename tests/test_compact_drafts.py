@@ -15,7 +15,7 @@ from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
 
 G = 8
-CONFIG = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True, cache="full")
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True, cache="full")
 EVERYTHING = ["streaming-llm:budget=128", "streaming-llm:budget=128,sinks=3,positions=kept", "snapkv:budget=128"]
 
 

@@ -111,7 +111,8 @@ def test_prompts_of_a_bucket_compile_once(compilations):
     draft = quantspec(model)
 
     def run(length: int, key: int = 0, **settings):
-        config = GenerationConfig(**({"max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0} | settings))
+        usual = {"draft": "quantspec", "max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0}
+        config = GenerationConfig(**(usual | settings))
         before = len(PREFILL.programs), len(DECODE.programs), len(compilations)
         out = generate(model, random_prompts([length], 61), config=config, draft=draft, key=jax.random.key(key))
         grown = len(PREFILL.programs) - before[0], len(DECODE.programs) - before[1]

@@ -464,7 +464,7 @@ def test_generation_values_refused(name, value):
 
 
 def test_generation_limits_accepted():
-    config = GenerationConfig(num_speculative_tokens=0, temperature=0, top_p=1, top_k=0, max_new_tokens=1)
+    config = GenerationConfig(draft="quantspec", num_speculative_tokens=0, temperature=0, top_p=1, top_k=0, max_new_tokens=1)
     assert dataclasses.replace(config, top_p=1e-6).top_p == 1e-6
 
 

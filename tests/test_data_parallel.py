@@ -22,7 +22,7 @@ from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 
-CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 DRAFTS = ("retrieval:budget=48,chunk=4", "none")  # test_tensor_parallel.py has others, on several copies too
 
 

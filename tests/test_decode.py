@@ -23,7 +23,7 @@ G = 4
 LENGTHS = (1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3)
 GAMMAS = (1, 2, 4, 6, 2 * G)
 NEW = 6 * G  # three flushes and more, also after a prompt of one token
-QUANTSPEC = GenerationConfig(max_new_tokens=NEW, group_size=G, ignore_eos=True)
+QUANTSPEC = GenerationConfig(draft="quantspec", max_new_tokens=NEW, group_size=G, ignore_eos=True)
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 
 
@@ -129,7 +129,7 @@ def test_sampled_pairs_on_a_coarse_target():
     V, rows = 6, 2048
     model = random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1)
     prompt = [1, 4, 2, 0, 5, 3]
-    config = GenerationConfig(max_new_tokens=4, temperature=1.0, group_size=2, scheme="one_bit", ignore_eos=True)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=4, temperature=1.0, group_size=2, scheme="one_bit", ignore_eos=True)
     out = generate(model, [prompt] * rows, config=config, draft=quantspec(model), key=jax.random.key(0))
     assert 0.2 < out.stats.draft_acceptance_rate < 0.9 and out.stats.flushes >= rows
     counts = np.zeros((V, V))

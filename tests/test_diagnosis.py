@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_larger_than_the_device(monkeypatch, directory, fai
 def test_a_prompt_that_does_not_fit(monkeypatch, directory, fails, run):
     """What the device says when its memory is full becomes a line with figures; `doctor` says it beforehand."""
     config = loading.config_and_dtype(directory)[0]
-    settings = GenerationConfig(max_new_tokens=8)
+    settings = GenerationConfig(draft="quantspec", max_new_tokens=8)
     whole = diagnosis.fit(config, settings, 64, room=1).memory.total
     assert diagnosis.fit(config, settings, 64, room=int(whole)).short == pytest.approx(0, abs=1)
     found = diagnosis.fit(config, settings, 96, room=int(whole))

@@ -100,7 +100,7 @@ def test_acceptance_is_that_of_the_hierarchical_cache(float64):
     """Greedy drafts from the upper plane alone, along two texts."""
     model = random_model(jnp.float64, num_hidden_layers=1)
     texts = random_prompts([50, 41])
-    config = GenerationConfig(max_new_tokens=30, num_speculative_tokens=3, group_size=G)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=30, num_speculative_tokens=3, group_size=G)
     walk = functools.partial(acceptance.teacher_forced, model, quantspec(model, weight_bits=16), texts, config, jax.random.key(0))
     expected = walk()
     assert 0 < expected.accepted < expected.drafted

@@ -102,7 +102,7 @@ def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
 def test_what_drafts_with_caches_of_their_own_cover():
     """All of the attention where they hold everything; and sinks count where the text has them, wherever the draft numbers them."""
     model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
-    config, found = GenerationConfig(max_new_tokens=8, group_size=4), {}
+    config, found = GenerationConfig(draft="quantspec", max_new_tokens=8, group_size=4), {}
     for draft in ("streaming-llm:budget=60", "snapkv:budget=60", "streaming-llm:budget=20", "streaming-llm:budget=20,positions=kept"):
         found[draft] = acceptance.teacher_forced(model, make_draft(draft, model), texts, config, jax.random.key(0)).covered
     everything, chosen, window, kept = found.values()
@@ -212,7 +212,7 @@ def test_measurements_compiled_together_are_as_alone():
     model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
     drafts = [make_draft(f"sparse:budget={budget},weight_bits=16", model) for budget in (0.1, 0.5, 1)]
     runs = [
-        (model, draft, texts, GenerationConfig(max_new_tokens=8, group_size=4, temperature=heat), jax.random.key(1))
+        (model, draft, texts, GenerationConfig(draft="quantspec", max_new_tokens=8, group_size=4, temperature=heat), jax.random.key(1))
         for draft in drafts
         for heat in (0.0, 1.0)
     ]

@@ -42,7 +42,7 @@ LENGTHS = [1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, 5 * G + 3]
 ALONE = [[n] for n in LENGTHS]
 BATCHES = [[LENGTHS[i], LENGTHS[(i + 3) % 8], LENGTHS[(i + 6) % 8]] for i in range(0, 8, 2)]
 GAMMAS = [1, 2, 4, 6, 2 * G]
-QUANTSPEC = GenerationConfig(max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True)
+QUANTSPEC = GenerationConfig(draft="quantspec", max_new_tokens=4 * G + 4, group_size=G, ignore_eos=True)
 TARGET = dataclasses.replace(QUANTSPEC, draft="none", cache="int8")
 OTHERS = [
     "sparse:budget=0.2,least_groups=2,weight_bits=16",
@@ -296,7 +296,7 @@ def test_a_cap_one_larger_is_seen(shallow, one_bit, monkeypatch):
 @pytest.mark.slow
 def test_groups_of_128_and_600_new_tokens(shallow):
     model, *_ = shallow
-    config = GenerationConfig(max_new_tokens=600, group_size=128, ignore_eos=True)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=600, group_size=128, ignore_eos=True)
     prompts = random_prompts([200, 77])
     target = generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8"))
     out = generate(model, prompts, config=config)

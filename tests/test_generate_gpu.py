@@ -25,7 +25,7 @@ def generated(model, prompts: list[list[int]], **settings) -> list[list[int]]:
     # What was compiled before may be of other kernels.
     Compiled.forget()
     jax.clear_caches()
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, **settings)
+    config = GenerationConfig(**{"draft": "quantspec", "max_new_tokens": NEW_TOKENS, "ignore_eos": True} | settings)
     return generate(model, prompts, config=config).token_ids
 
 

@@ -25,7 +25,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import DEPENDS_ON, KEYS, Columns, Journal, Line, as_wrong, read_lines
 from qspec_jax.errors import InputError
 
-CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 RUN = dict.fromkeys(DEPENDS_ON, "a hash")
 
 

@@ -23,7 +23,9 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 from qspec_jax.models import prompts
 
-KIVI = GenerationConfig(max_new_tokens=30, cache="kivi:bits=1,residual=8", group_size=4, ignore_eos=True, num_speculative_tokens=3)
+KIVI = GenerationConfig(
+    draft="quantspec", max_new_tokens=30, cache="kivi:bits=1,residual=8", group_size=4, ignore_eos=True, num_speculative_tokens=3
+)
 
 
 def numbers(*shape: int, dtype=jnp.float64) -> jax.Array:

@@ -37,7 +37,7 @@ from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import HostMemoryError, InputError
 from qspec_jax.models.sharding import model_mesh
 
-CONFIG = GenerationConfig(max_new_tokens=30, cache="int8", group_size=8, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=30, cache="int8", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 PROMPTS = random_prompts([41, 20, 7])
 
 

@@ -123,7 +123,7 @@ def test_passes_of_a_round_are_those_that_are_planned(own):
     """The first draft comes from `first_pass` tokens, each other from a step; counted in a proposal that is run without compiling it."""
     model, gamma = random_model(jnp.float32, num_hidden_layers=1), 4
     draft = SmallModelDraft(ViewedModel(model, FULL_PRECISION)) if own else make_draft("quantspec:weight_bits=16", model)
-    config = GenerationConfig(max_new_tokens=16, num_speculative_tokens=gamma, group_size=16, ignore_eos=True)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=16, num_speculative_tokens=gamma, group_size=16, ignore_eos=True)
     state, _, limits = prepared(model, random_prompts([20]), config, draft=draft)
     widths, call = [], ViewedModel.__call__
 

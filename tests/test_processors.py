@@ -92,7 +92,7 @@ def test_a_token_seen_too_late_is_noticed(monkeypatch):
 # A model with a cache ---------------------------------------------------------------------------------------------------
 
 G, NEW = 4, 24
-CONFIG = GenerationConfig(max_new_tokens=NEW, group_size=G, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=NEW, group_size=G, ignore_eos=True, num_speculative_tokens=3)
 MINIMUM = 8
 OF_MODEL = dict(repetition_penalty=1.4, logit_bias={7: 3.0, 9: -1.0}, banned_token_ids=(11, 12), min_new_tokens=MINIMUM, ignore_eos=False)
 PROMPTS = random_prompts([3, 9, 22])

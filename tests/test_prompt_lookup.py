@@ -21,7 +21,7 @@ from qspec_jax.drafts.prompt_lookup import PromptLookupDraft, look_up
 from qspec_jax.drafts.registry import parse_draft
 
 SAMPLERS = [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
-CONFIG = GenerationConfig(max_new_tokens=24, group_size=4, ignore_eos=True)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=4, ignore_eos=True)
 
 
 # What is looked up -------------------------------------------------------------------------------------------------------

@@ -97,7 +97,9 @@ def test_an_actor_that_is_killed(lines, directory, tmp_path):
 
 def test_a_predictor_of_columns(directory):
     """Rows of a dataset with columns, as users of map_batches have them."""
-    predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6, group_size=8), batch_size=2, dtype="float32")
+    predictor = ray_data.Predictor(
+        str(directory), GenerationConfig(draft="quantspec", max_new_tokens=6, group_size=8), batch_size=2, dtype="float32"
+    )
     columns = {
         "prompt": ["import os", "def", "class", "x"],
         "temperature": [None, 0.9, 0.9, 0.9],

@@ -21,7 +21,7 @@ from qspec_jax.decoding.sampling import make_sampler
 from qspec_jax.drafts import make_draft
 from qspec_jax.models.viewed import ViewedModel
 
-CONFIG = GenerationConfig(max_new_tokens=20, group_size=8, ignore_eos=True, temperature=0.7)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=20, group_size=8, ignore_eos=True, temperature=0.7)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from qspec_jax.drafts.draft import RoundResult
 from qspec_jax.drafts.retrieval import RECENT
 
 CHUNK, G = 4, 8
-CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=G, ignore_eos=True, num_speculative_tokens=3)
 LENGTHS = [1, RECENT + CHUNK, 70, 133]
 
 

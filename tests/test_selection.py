@@ -15,7 +15,7 @@ from qspec_jax.drafts.sparse import select_groups
 from qspec_jax.errors import InputError
 
 G = 4
-CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=G, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import planned
 import pytest
+import runs
 
 from qspec_jax.bench.architectures import architecture, random_int4, random_model
 from qspec_jax.caches.registry import CacheConfig
@@ -18,8 +19,10 @@ from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
 from qspec_jax.decoding.settled import with_costs, with_draft
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
-from qspec_jax.planning import choice
+from qspec_jax.evaluate.acceptance import teacher_forced
+from qspec_jax.planning import choice, cpu
 from qspec_jax.planning.choice import CANDIDATES, GAMMAS, Setting, choose, relative_cost
 from qspec_jax.planning.devices import DEVICES, stored_device
 from qspec_jax.planning.plan import plan
@@ -85,7 +88,6 @@ def test_sparse_is_left_out_where_its_verifications_have_no_kernel():
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        (setting(kind="cpu"), "no costs are stored for 'cpu'"),
         (setting(kind="NVIDIA GH200 480GB"), "no costs are stored for 'NVIDIA GH200 480GB'"),
         (setting(dtype="float32"), "not of float32"),
         (dataclasses.replace(setting(), lacking=(("mosaic_gpu", "needs a newer jax"),)), "of mosaic_gpu, which needs a newer jax"),
@@ -96,7 +98,7 @@ def test_sparse_is_left_out_where_its_verifications_have_no_kernel():
 )
 def test_without_stored_costs_it_is_the_default(where, said):
     found = choose(where, context=131072, batch=1)
-    assert (found.draft, found.gamma) == (GenerationConfig.draft, GAMMA) and "the default, as" in found.reason and said in found.reason
+    assert (found.draft, found.gamma) == (USUAL, GAMMA) and "the default, as" in found.reason and said in found.reason
     assert choose(where, context=131072, batch=1, gamma=7).gamma == 7
     assert relative_cost(where, planned.drafts_of(LLAMA_8B, "quantspec")[0].draft, context=4096, gamma=4) is None
 
@@ -168,8 +170,8 @@ def model():
 
 def test_costs_go_by_each_rows_own_length(model, on_h200):
     draft = make_draft("quantspec", model, int4=random_int4(model))
-    config = GenerationConfig(adaptive=True, max_new_tokens=100)
-    configs = [config, config, dataclasses.replace(config, draft_cost=0.7), GenerationConfig()]
+    config = GenerationConfig(draft="quantspec", adaptive=True, max_new_tokens=100)
+    configs = [config, config, dataclasses.replace(config, draft_cost=0.7), GenerationConfig(draft="quantspec")]
     found = with_costs(model, configs, [1 << 16, 100, 100, 100], draft)
     expected = [relative_cost(setting(TINY), draft, context=context, gamma=4) for context in ((1 << 16) + 100, 200)]
     assert [each.draft_cost for each in found] == [*expected, 0.7, None] and expected[0] != expected[1]
@@ -181,18 +183,21 @@ def test_costs_go_by_each_rows_own_length(model, on_h200):
 
 
 def test_a_cost_that_nobody_knows_is_the_constant(model):
-    (found,) = with_costs(model, [GenerationConfig(adaptive=True)], [100], make_draft("quantspec", model, int4=random_int4(model)))
+    (found,) = with_costs(
+        model, [GenerationConfig(draft="quantspec", adaptive=True)], [100], make_draft("quantspec", model, int4=random_int4(model))
+    )
     assert found.draft_cost == DRAFT_COST  # on this CPU
-    assert make_limits(model, GenerationConfig(adaptive=True)).draft_cost == jnp.float32(DRAFT_COST)
-    assert make_limits(model, GenerationConfig()).draft_cost is None
+    assert make_limits(model, GenerationConfig(draft="quantspec", adaptive=True)).draft_cost == jnp.float32(DRAFT_COST)
+    assert make_limits(model, GenerationConfig(draft="quantspec")).draft_cost is None
 
 
 # What is settled
 
 
 def test_what_auto_leaves_open():
-    assert GenerationConfig().num_speculative_tokens == GenerationConfig(draft="sparse").num_speculative_tokens == GAMMA
-    config = GenerationConfig(draft="auto")
+    assert GenerationConfig(draft="quantspec").num_speculative_tokens == GenerationConfig(draft="sparse").num_speculative_tokens == GAMMA
+    config = GenerationConfig()
+    assert config == GenerationConfig(draft="auto")
     assert config.num_speculative_tokens is None and config.cache_config == INT8
     assert GenerationConfig(draft="auto", num_speculative_tokens=6).num_speculative_tokens == 6
     for text in ("auto:budget=0.1", "combine:auto+prompt-lookup"):
@@ -211,7 +216,8 @@ def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, 
     gamma = given.get("num_speculative_tokens")
     expected = choose(setting(TINY, "cpu", cache=config.cache_config), context=5256, batch=batch, gamma=gamma)
     assert (settled.draft, settled.num_speculative_tokens) == (expected.draft, gamma or expected.gamma)
-    assert caplog.messages == [expected.reason]
+    ignored = "; without a draft, num_speculative_tokens has no effect" if gamma and expected.draft == "none" else ""
+    assert caplog.messages == [expected.reason + ignored]
     # Settled once, it stays.
     assert with_draft(model, found, [5000], batch=1) == found
 
@@ -225,12 +231,19 @@ def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
 
 
-def test_a_draft_beside_auto_is_refused(model):
-    config, draft = GenerationConfig(draft="auto", max_new_tokens=4), make_draft("prompt-lookup", model)
-    with pytest.raises(InputError, match="draft 'auto' chooses a draft, and another is given"):
-        generate(model, [[1, 2]], config=config, draft=draft)
-    with pytest.raises(InputError, match="draft 'auto' chooses a draft, and another is given"):
-        run_batch(model, [Request([1, 2], config, jax.random.key(0))], draft=draft)
+@pytest.mark.parametrize("gamma", [None, 2])
+def test_auto_gives_way_to_a_draft_that_is_given(model, gamma, caplog):
+    auto = GenerationConfig(max_new_tokens=6, num_speculative_tokens=gamma, ignore_eos=True)
+    named, draft = dataclasses.replace(auto, draft="prompt-lookup"), make_draft("prompt-lookup", model)
+    prompt = [1, 2, 3] * 5
+    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+        one, other = (generate(model, [prompt], config=config, draft=draft) for config in (auto, named))
+        assert one.stats.rows == other.stats.rows and one.token_ids == other.token_ids and one.stats.num_draft_tokens
+        (result,) = run_batch(model, [Request(prompt, auto, jax.random.key(0))], draft=draft)
+    assert result.token_ids == one.token_ids[0] and result.stats == one.stats.rows[0]
+    assert not caplog.messages
+    found = teacher_forced(model, draft, [prompt], auto, jax.random.key(0))
+    assert found == teacher_forced(model, draft, [prompt], named, jax.random.key(0)) and found.drafted
 
 
 # Whole decodes
@@ -252,17 +265,84 @@ def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     assert one == other
 
 
-def test_the_command_says_what_it_chose(run, directory, caplog):
-    settings = ["--max-new-tokens", 4, "--draft", "auto", "--json"]
-    code, out, _ = run("generate", "--model", directory, "--prompt", "ab", *settings)
+# On a CPU
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("gamma", [None, 1, 12])
+def test_on_a_cpu_it_is_none(dtype, gamma):
+    """Whatever the sizes: no draft is at 0.95 of the speed without one where nothing that it proposes is accepted."""
+    for shape in ("tiny", "smollm2-135m", "llama-3.2-1b", "llama-3.1-70b"):
+        for cache in ("int8", "full", "kivi", "h2o"):
+            where = setting(architecture(shape), "cpu", dtype, CacheConfig.parse(cache))
+            found = {choose(where, context=context, batch=batch, gamma=gamma) for context, batch in ((None, 8), (100, 1), (1 << 17, 64))}
+            (one,) = found
+            assert (one.draft, one.gamma) == ("none", 0) and one.reason.startswith("draft auto: none, by costs stored for CPUs")
+
+
+def test_costs_on_a_cpu_go_by_the_nearest_measured_shape(monkeypatch):
+    shapes = {"tiny": 8, "smollm2-135m": 135, "llama-3.1-8b": 135}
+    for name, millions in shapes.items():
+        for dtype, kind in (("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32"), ("float64", "float32")):
+            found = cpu.nearest(architecture(name), dtype)
+            assert (found.millions, found.dtype) == (millions, kind)
+    # Were verifying as cheap as a step, or drafting next to nothing, they would pay.
+    monkeypatch.setattr(cpu, "MEASURED", (cpu.CpuCosts(8, "bfloat16", 1.05, 2.0), cpu.CpuCosts(8, "float32", 1.5, 0.1)))
+    assert cpu.choose(TINY, "bfloat16", None)[:2] == ("prompt-lookup", cpu.GAMMA) and cpu.choose(TINY, "bfloat16", 8)[0] == "none"
+    assert cpu.choose(TINY, "float32", 6)[:2] == ("quantspec", 6)
+
+
+def test_where_rows_are_not_known_it_goes_by_the_device_alone(model, caplog):
+    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+        for kind, draft in (("cpu", "none"), (H200, USUAL), ("a GPU of the cluster", USUAL)):
+            (found,) = with_draft(model, [GenerationConfig()], None, batch=8, device_kind=kind)
+            assert (found.draft, found.cache_config) == (draft, INT8)
+    assert len(caplog.messages) == 3 and "the lengths of the rows are not known" in caplog.messages[1]
+
+
+@pytest.mark.parametrize("cache", ["int8", "full", "kivi:bits=2,residual=8", "streaming-llm", "h2o"])
+def test_settings_of_drafts_are_no_errors_without_one(cache, caplog):
+    model = random_model(dataclasses.replace(TINY, num_layers=1))
+    group_size = 8 if cache in ("int8", "kivi:bits=2,residual=8") else None
+    for given in ({}, {"adaptive": True, "draft_cost": 0.5, "min_draft_confidence": 0.3, "num_speculative_tokens": 3}):
+        caplog.clear()
+        config = GenerationConfig(cache=cache, max_new_tokens=4, ignore_eos=True, group_size=group_size, **given)
+        with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+            out = generate(model, [[1, 2, 3] * 9], config=config)
+        assert len(out.token_ids[0]) == 4 and out.stats.num_spec_steps == 0
+        (line,) = caplog.messages
+        assert line.startswith("draft auto: none") and all(name in line for name in given) and ("no effect" in line) == bool(given)
+
+
+def test_the_default_emits_the_tokens_of_quantspec():
+    with jax.enable_x64(True):
+        model = runs.random_model(jnp.float64)
+        config = GenerationConfig(max_new_tokens=40, group_size=8, ignore_eos=True)
+        prompts = runs.random_prompts([30, 3])
+        default, named = (generate(model, prompts, config=dataclasses.replace(config, draft=draft)) for draft in ("auto", "quantspec"))
+    assert default.token_ids == named.token_ids
+    assert default.stats.num_spec_steps == 0 < named.stats.num_spec_steps
+    assert default.stats.flushes == named.stats.flushes > 0  # of the same cache
+
+
+@pytest.mark.parametrize("named", [[], ["--draft", "auto"]])
+def test_the_command_says_what_it_chose(run, directory, caplog, named):
+    code, out, _ = run("generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", 4, "--json", *named)
+    assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] == 0
+    (line,) = caplog.messages
+    assert line.startswith("draft auto: none, by costs stored for CPUs")
+
+
+@pytest.mark.parametrize("option", [["--sensitive-layers", 1], ["--calibrate"]])
+def test_options_of_int4_weights_imply_quantspec(run, directory, caplog, option):
+    code, out, _ = run("generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", 4, "--json", *option)
     assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] > 0
-    assert caplog.messages == ["draft auto: quantspec with 4 drafts a round, the default, as no costs are stored for 'cpu'"]
+    assert caplog.messages == ["draft auto: quantspec, which has the INT4 weights that --calibrate and --sensitive-layers are for"]
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["generate", "--prompt", "a", "--draft", "auto", "--sensitive-layers", 1], "--sensitive-layers is for --draft quantspec"),
         (["generate", "--prompt", "a", "--draft", "auto:budget=1"], "auto has no settings"),
         (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto stands alone, for generate and batch"),
         (["eval", "acceptance", "--draft", "auto"], "auto stands alone, for generate and batch"),

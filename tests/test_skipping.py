@@ -24,7 +24,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.skipping import NOTHING, GatedModel, Skipped, SkippingModel
 
 LAYERS, G = 4, 8
-CONFIG = GenerationConfig(group_size=G, ignore_eos=True)
+CONFIG = GenerationConfig(draft="quantspec", group_size=G, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_linears
 
 G = 4
-CONFIG = GenerationConfig(max_new_tokens=24, group_size=G, ignore_eos=True)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=24, group_size=G, ignore_eos=True)
 LENGTHS = [1, 2 * G, 5 * G + 3]
 
 

@@ -274,8 +274,8 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
         (dict(cache="specache:store=disk"), "cache specache: store 'disk' should be device or host"),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), r"\(gamma\) 4 should be 1: draft specache makes one guess a round"),
-        (dict(cache="specache"), "cache specache goes with draft specache or none, not quantspec"),
-        (dict(cache="specache", draft="auto"), "not auto"),
+        (dict(cache="specache", draft="quantspec"), "cache specache goes with draft specache or none, not quantspec"),
+        (dict(cache="specache", adaptive=True), "adaptive should be left out: draft specache makes one guess"),
         (dict(cache="specache:fetch=now", draft="specache"), "a pass chooses for itself"),
         (dict(cache="specache:fetch=checked", draft="none"), "without a guess there is nothing to check"),
         (dict(draft="specache", adaptive=True), "adaptive should be left out: draft specache makes one guess"),
@@ -285,6 +285,13 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
 def test_wrong_settings(settings, words):
     with pytest.raises(InputError, match=words):
         GenerationConfig(**settings)
+
+
+@pytest.mark.parametrize(("fetch", "draft"), [("ahead", "specache"), ("checked", "specache"), ("now", "none")])
+def test_auto_over_it_is_what_the_cache_is_compatible_with(fetch, draft):
+    for named in ({}, {"draft": "auto"}):
+        config = GenerationConfig(cache=f"specache:fetch={fetch}", **named)
+        assert (config.draft, config.cache_config.kind) == (draft, "specache")
 
 
 def test_by_its_name(run, directory):
@@ -300,6 +307,6 @@ def test_by_its_name(run, directory):
     assert stats["host_cache_bytes"] % of_token == 0 and stats["host_cache_bytes"] >= of_token * expected.stats.prompt_tokens
     assert stats["host_cache_bytes"] < stats["cache_bytes"]
     assert GenerationConfig(draft="specache").cache == "specache"
-    named = {"specache:bits=1": "specache", "specache:fetch=now": "none", "kivi": "quantspec", None: "quantspec"}
-    assert {cache: options.chosen_draft(None, None, cache) for cache in named} == named
+    named = {"specache:bits=1": "specache", "specache:fetch=now": "none", "kivi": "auto", None: "auto"}
+    assert {cache: GenerationConfig(draft=options.chosen_draft(None, None), cache=cache).draft for cache in named} == named
     assert options.chosen_draft("none", None, "specache") == "none"

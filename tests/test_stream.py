@@ -226,7 +226,7 @@ def test_stop_strings(text, sizes, stop):
 
 # With a model ---------------------------------------------------------------------------------------------------------
 
-CONFIG = GenerationConfig(max_new_tokens=40, group_size=8, ignore_eos=True, num_speculative_tokens=3, temperature=0.7)
+CONFIG = GenerationConfig(draft="quantspec", max_new_tokens=40, group_size=8, ignore_eos=True, num_speculative_tokens=3, temperature=0.7)
 PROMPT = "def main():"
 KEY = jax.random.key(0)
 

@@ -37,7 +37,7 @@ from qspec_jax.models.sharding import AXES, model_mesh, on_each_device
 VOCABULARY = 64
 # Groups of inputs are then the same on each of 8 devices as on one: 128 of 1,024.
 SHAPE = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=8, head_dim=128, intermediate_size=1024, max_position_embeddings=512)
-CONFIG = GenerationConfig(group_size=8, ignore_eos=True, num_speculative_tokens=3)
+CONFIG = GenerationConfig(draft="quantspec", group_size=8, ignore_eos=True, num_speculative_tokens=3)
 # A draft, over how many devices a copy of the model is divided, and how many copies there are.
 CASES = (
     ("combine:prompt-lookup+sparse:budget=0.3,heads=by-mass,memory=0.2", 2, 2),

@@ -515,7 +515,7 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     weights["head"] = weights["head"].at[:, 0].set(100)
     model = Llama(model.config, lambda path, shape: weights[path])
     prompt = [np.random.default_rng(0).integers(model.config.vocab_size, size=70).tolist()]
-    config = GenerationConfig(max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
+    config = GenerationConfig(draft="quantspec", max_new_tokens=60, num_speculative_tokens=3, ignore_eos=True)
     draft = quantspec(model)
     in_loop = lambda draft: dataclasses.replace(draft, step=ViewedModel(quantize_head(draft.step.model), draft.step.view))
     monkeypatch.setattr(type(draft), "in_loop", in_loop)

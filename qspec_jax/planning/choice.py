@@ -73,10 +73,12 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     """
     if gamma == 0:
         return Choice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
-    if setting.device_kind == cpu.KIND:
+    device = setting.costed()
+    if isinstance(device, str) and setting.device_kind == cpu.KIND:
         draft, gamma, why = cpu.choose(setting.model, setting.dtype, gamma)
         return Choice(draft, gamma, f"draft {AUTO}: {_with_gamma(draft, gamma)}, {why}")
-    device = setting.costed() if context is not None else "the lengths of the rows are not known"
+    if context is None:
+        device = "the lengths of the rows are not known"
     if isinstance(device, str):
         draft, usual = UNKNOWN
         why = "the default" if gamma is None else "as many as asked for"

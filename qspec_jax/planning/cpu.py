@@ -21,7 +21,7 @@ SLOWEST = 0.95  # of the speed without a draft: slower than that prompt-lookup m
 
 @dataclasses.dataclass(frozen=True)
 class CpuCosts:
-    """Costs that were measured with a model over an int8 cache, where a step without a draft takes 1.
+    """Costs that were measured with a model over an int8 cache of 1,024 tokens, where a step without a draft takes 1.
 
     Attributes:
         millions: parameters of the model, in millions.
@@ -43,8 +43,8 @@ class CpuCosts:
 MEASURED = (
     CpuCosts(8, "bfloat16", 1.44, 1.77),
     CpuCosts(8, "float32", 1.77, 1.62),
-    CpuCosts(135, "bfloat16", 3.0, 20.0),
-    CpuCosts(135, "float32", 3.25, 7.35),
+    CpuCosts(135, "bfloat16", 1.77, 1.79),
+    CpuCosts(135, "float32", 2.34, 4.83),
 )
 
 
@@ -61,23 +61,16 @@ def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int,
     Args:
         model: the target's shape.
         dtype: its name.
-        gamma: drafts of a round; None for any number.
+        gamma: drafts of a round; None for `GAMMA`.
     """
-    costs = nearest(model, dtype)
-    gammas = range(1, 13) if gamma is None else [gamma]
-    quantspec, most = min((_quantspec(costs, each), each) for each in gammas)
-    lookup, fewest = min((costs.verification_of(each), each) for each in gammas)
-    found = [(1.0, NONE, 0), (quantspec, "quantspec", most)]
-    if lookup <= 1 / SLOWEST:
-        found.insert(0, (1.0, "prompt-lookup", fewest))
-    _, draft, gamma = min(found, key=lambda each: each[0])
-    assumed = ACCEPTANCE["quantspec"].rate
-    shown = [
-        f"quantspec {quantspec:.3g} ({most} drafts, acceptance ASSUMED {assumed:g})",
-        f"prompt-lookup {lookup:.3g} in a round without a match ({fewest} drafts)",
-    ]
-    why = f"by costs stored for CPUs, of a model of {costs.millions:g} M parameters in {costs.dtype}, where a token without a draft takes 1"
-    return draft, gamma, f"{why}: {', '.join(shown)}"
+    costs, gamma = nearest(model, dtype), GAMMA if gamma is None else gamma
+    quantspec, lookup = _quantspec(costs, gamma), costs.verification_of(gamma)
+    draft = "quantspec" if quantspec < 1 else "prompt-lookup" if lookup <= 1 / SLOWEST else NONE
+    drafts = f"with {gamma} draft{'' if gamma == 1 else 's'} a round"
+    why = f"by costs stored for CPUs, of {costs.millions:g} M parameters in {costs.dtype}, where a token without a draft takes 1"
+    rate = ACCEPTANCE["quantspec"].rate
+    shown = f"quantspec {quantspec:.3g} (acceptance ASSUMED {rate:g}), prompt-lookup {lookup:.3g} where it finds nothing"
+    return draft, 0 if draft == NONE else gamma, f"{why}: {drafts} {shown}"
 
 
 def _quantspec(costs: CpuCosts, gamma: int) -> float:
