@@ -66,6 +66,19 @@ def load_tokenizer(directory: str | Path):
     return tokenizer
 
 
+def tokenizer_problem(directory: str | Path) -> str | None:
+    """Says why the tokenizer of a directory cannot be read; None where it can.
+
+    Args:
+        directory: as `load_tokenizer` takes it.
+    """
+    try:
+        load_tokenizer(directory)
+    except InputError as error:
+        return str(error)
+    return None
+
+
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The special tokens of a tokenizer, which texts are without, and their ids: those that its files flag as special, whatever they are
     for, and those that it has a name for, such as EOS.

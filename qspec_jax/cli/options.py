@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub, loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
 from qspec_jax.decoding.config import GAMMA, METHODS, SPECACHE, GenerationConfig
