@@ -14,6 +14,7 @@ import jax
 from qspec_jax import demo
 from qspec_jax.bench import transformers_decode
 from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.training import corpus
@@ -48,7 +49,7 @@ def main() -> None:
     if jax.default_backend() != "cpu":
         parser.error("set JAX_PLATFORMS=cpu: this compares two CPU decoders; on a GPU there is `qspec bench decode --transformers`")
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
-    prompt = loading.load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
+    prompt = load_tokenizer(args.model)(text)["input_ids"][: args.prompt_tokens]
     settings = (args.model, args.dtype, prompt, args.max_new_tokens, args.repeats)
     (our_rates, our_tokens), (their_rates, their_tokens) = ours(*settings), theirs(*settings)
     same = next((i for i, (a, b) in enumerate(zip(our_tokens, their_tokens)) if a != b), len(our_tokens))

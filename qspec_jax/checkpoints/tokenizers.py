@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import functools
 import importlib.util
 import json
 import logging
@@ -66,6 +67,19 @@ def load_tokenizer(directory: str | Path):
     return tokenizer
 
 
+def tokenizer_problem(directory: str | Path) -> str | None:
+    """Says why the tokenizer of a directory cannot be read; None where it can.
+
+    Args:
+        directory: as `load_tokenizer` takes it.
+    """
+    try:
+        load_tokenizer(directory)
+    except InputError as error:
+        return str(error)
+    return None
+
+
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """The special tokens of a tokenizer, which texts are without, and their ids: those that its files flag as special, whatever they are
     for, and those that it has a name for, such as EOS.
@@ -73,11 +87,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     Args:
         tokenizer: a tokenizer of transformers; one that knows no special tokens has none.
     """
+    added = len(getattr(tokenizer, "added_tokens_decoder", ()))
+    return _special_tokens(tokenizer, added, tuple(getattr(tokenizer, "all_special_tokens", ())))
+
+
+@functools.lru_cache(maxsize=8)
+def _special_tokens(tokenizer: Any, count: int, named: tuple[str, ...]) -> dict[str, int]:
+    """`special_tokens`, found once: some tokenizers have thousands of added tokens. count, named: what may change of one."""
     # Where a file flags a token as special and another does not, transformers still leaves it out of texts.
     left_out = lambda id: tokenizer.decode([id], skip_special_tokens=True) != tokenizer.decode([id], skip_special_tokens=False)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     found = {token.content: id for id, token in added.items() if token.special or left_out(id)}
-    named = getattr(tokenizer, "all_special_tokens", ())
     return found | {token: tokenizer.convert_tokens_to_ids(token) for token in named}
 
 

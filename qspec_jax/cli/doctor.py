@@ -12,6 +12,7 @@ from rich.table import Table
 from qspec_jax import demo
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.checkpoints.loading import config_and_dtype
+from qspec_jax.checkpoints.tokenizers import tokenizer_problem
 from qspec_jax.cli import process
 from qspec_jax.cli.options import Json, megabytes
 from qspec_jax.decoding import diagnosis
@@ -59,6 +60,8 @@ def doctor(
     fit = None if room is None else diagnosis.fit(config, settings, context, room=room)
     if fit and fit.short:
         found.append(diagnosis.does_not_fit(config, settings, context, rows=1))
+    if not arch and (unread := tokenizer_problem(model or demo.MODEL)):
+        found.append(unread)
     chosen = diagnosis.kernels(config, settings, context)
     report = {
         "versions": {"qspec-jax": process.version_of("qspec-jax")} | this_run()["versions"],
