@@ -2,10 +2,12 @@
 
 import json
 import logging
+import shutil
 import sys
 
 import made_tokenizers as made
 import pytest
+from checkpoints import hf_config, write_checkpoint
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from qspec_jax import demo
@@ -151,6 +153,27 @@ def test_sentencepiece_that_is_not_installed(absent, words, tmp_path, monkeypatc
     with pytest.raises(InputError) as refused:
         load_tokenizer(tmp_path)
     assert words in str(refused.value)
+
+
+def test_doctor_and_convert_see_it(run, caplog, tmp_path):
+    """Before any weight is read, so that nobody waits for it; a model without a tokenizer takes token ids."""
+    directory = write_checkpoint(tmp_path / "hf", hf_config(num_hidden_layers=1))
+    command = ["doctor", "--model", directory, "--context", "32", "--max-new-tokens", "8"]
+    for content, words in ((None, "no tokenizer in it"), (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer")):
+        if content is not None:
+            (directory / "tokenizer.model").write_bytes(content)
+        code, out, err = run(*command)
+        assert code == 2 and words in err and "kernel" in out
+        caplog.clear()
+        assert run("convert", directory, tmp_path / words)[0] == 0
+        assert words in caplog.text and "without it a conversion takes no text" in caplog.text
+    made.write(tmp_path / "tokenizer", made.byte_level(made.LLAMA3))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "tokenizer" / name, directory)
+    (directory / "tokenizer.model").unlink()
+    assert run(*command)[0] == 0
+    caplog.clear()
+    assert run("convert", directory, tmp_path / "out")[0] == 0 and not caplog.records
 
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
