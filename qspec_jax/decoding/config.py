@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.drafts.draft import needs_of
-from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -159,6 +159,11 @@ class GenerationConfig:
         """The target's cache."""
         usual = "int8" if self.speculative else "full"
         return CacheConfig.parse(usual if self.cache is None else self.cache, self.group_size, self.scheme)
+
+
+def beside_draft(config: GenerationConfig) -> GenerationConfig:
+    """The config for a draft that is made already, to which "auto" gives way: with the usual draft's name and number of drafts."""
+    return dataclasses.replace(config, draft=USUAL) if config.draft == AUTO else config
 
 
 def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:

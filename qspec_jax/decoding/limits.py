@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from qspec_jax.decoding.compiled import rounded_up
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.processors import Processors, make_processors
 from qspec_jax.models.llama import Llama
 
@@ -47,6 +47,7 @@ class Limits:
 def make_limits(model: Llama, *configs: GenerationConfig) -> Limits:
     """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft whose
     cost nobody gave costs `DRAFT_COST`."""
+    configs = tuple(map(beside_draft, configs))  # one that is open yet is as for a draft that is given
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
     column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
     costs = [(DRAFT_COST if config.draft_cost is None else config.draft_cost) if config.adaptive else 0.0 for config in configs]
