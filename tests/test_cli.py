@@ -35,10 +35,11 @@ from qspec_jax.quantization.weights import quantize_head
 
 DEMO = demo.MODEL
 SETTINGS = ["--max-new-tokens", "24", "--group-size", "8", "--ignore-eos"]
+DRAFTED = [*SETTINGS, "--draft", "quantspec"]
 
 
 def test_generate_prints_the_text_and_statistics(run, directory):
-    code, out, err = run("generate", "--model", directory, "--prompt", "def main():", *SETTINGS)
+    code, out, err = run("generate", "--model", directory, "--prompt", "def main():", *DRAFTED)
     assert code == 0
     assert out.strip()
     assert "acceptance rate" in err
@@ -85,7 +86,7 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
     assert code == 0 and (report["draft_bits"], report["tensors"], report["dtype"]) == (4, 12, "float32")
     texts = []
     for model in (directory, tmp_path / "out"):
-        code, out, _ = run("generate", "--model", model, "--prompt", "def main():", *SETTINGS)
+        code, out, _ = run("generate", "--model", model, "--prompt", "def main():", *DRAFTED)
         assert code == 0
         texts.append(out)
         monkeypatch.setattr(sys.modules["qspec_jax.drafts.int4"], "quantize_linears", None)  # nor is a draft made for the second
@@ -107,15 +108,15 @@ def test_convert_and_generate_with_the_draft_that_is_stored(run, directory, tmp_
 def test_a_terminal_sees_a_bar(run, directory, monkeypatch):
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
     monkeypatch.setattr(generate, "tqdm", functools.partial(generate.tqdm, mininterval=0))  # 24 tokens are there at once
-    code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)
+    code, out, err = run("generate", "--model", directory, "--prompt", "x = 1", *DRAFTED)
     assert code == 0 and "read the prompt:   0%" in err and "24/24" in err
-    assert out == run("generate", "--model", directory, "--prompt", "x = 1", *SETTINGS)[1]
+    assert out == run("generate", "--model", directory, "--prompt", "x = 1", *DRAFTED)[1]
 
 
 def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n" * 9)
-    code, out, _ = run("generate", "--model", directory, "--prompt", "x = 1", "--prompt-file", file, *SETTINGS, "--json")
+    code, out, _ = run("generate", "--model", directory, "--prompt", "x = 1", "--prompt-file", file, *DRAFTED, "--json")
     result = json.loads(out)
     assert code == 0
     assert {"text", "token_ids", "finish_reason", "stats"} == result.keys()
@@ -141,7 +142,8 @@ def test_methods_and_streaming_agree(run, directory):
     _, text, _ = run(*base)
     assert run(*base, "--stream")[1] == text
     assert run(*base, "--method", "autoregressive", "--cache", "int8")[1] == text
-    assert run(*base, "--gamma", "2")[1] == text
+    assert run(*base, "--draft", "quantspec")[1] == text
+    assert run(*base, "--draft", "quantspec", "--gamma", "2")[1] == text
     assert run(*base, "--calibrate")[1] == text
 
 

@@ -479,12 +479,14 @@ def test_several_devices_are_refused(directory):
 
 def test_by_its_name(run, fails, directory, tmp_path):
     command = ["generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--max-new-tokens", 8, "--group-size", 16, "--json"]
+    command += ["--draft", "quantspec"]
     outs = [run(*command, "--cache", cache) for cache in ("int8", "int8:lower=host")]
     assert [code for code, *_ in outs] == [0, 0], outs
     tokens = [json.loads(out)["token_ids"] for _, out, _ in outs]
     assert tokens[0] == tokens[1]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "def f(x):\n" * 20}) + "\n")
     batch = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--max-new-tokens", 8, "--group-size", 16]
+    batch += ["--draft", "quantspec"]
     assert run(*batch, "--cache", "int8:lower=host", "--devices", "all")[0] == 0
     assert [json.loads((tmp_path / "out.jsonl").read_text())["token_ids"]] == tokens[1]
     for cache, words in (

@@ -16,6 +16,7 @@ import pytest
 import sharing
 from ray.data import block
 
+from qspec_jax.cli import batch as batch_command
 from qspec_jax.decoding import ray_data
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
@@ -51,7 +52,8 @@ def lines(tmp_path_factory) -> Path:
 
 
 def command(source: Path, output: Path, model: Path, *flags: object) -> list[str]:
-    settings = ["--model", model, "--dtype", "float32", "--batch-size", 2, "--on-error", "skip", "--pass-columns", "from", *flags]
+    settings = ["--model", model, "--dtype", "float32", "--batch-size", 2, "--draft", "quantspec", "--on-error", "skip"]
+    settings += ["--pass-columns", "from", *flags]
     return [sys.executable, "-m", "qspec_jax.cli", "batch", *map(str, (source, output, *settings))]
 
 
@@ -154,9 +156,42 @@ def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
     assert "unknown key 'level'" in ray_data.Predictor(str(directory), config)({"prompt": ["a"], "level": [1]})["error"][0]
 
 
+def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
+    """By the device, and not by the rows, so that a row's result depends on the row alone."""
+    settled, run_batch = [], ray_data.run_batch
+
+    def watched(model, requests, **settings):
+        settled.extend(each.config for each in requests)
+        return run_batch(model, requests, **settings)
+
+    monkeypatch.setattr(ray_data, "run_batch", watched)
+    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+        predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6), dtype="float32")
+        for prompts in (["a"], ["a" * 60, "b"]):
+            predictor({"prompt": prompts})
+    assert {(each.draft, each.cache_config.kind) for each in settled} == {("none", "int8")} and len(settled) == 3
+    assert len(caplog.messages) == 1 and predictor.draft is None
+
+
+@pytest.mark.parametrize(("gpus", "draft"), [(0, "none"), (2, "quantspec")])
+def test_a_run_on_a_cluster_is_known_by_the_draft_of_its_devices(run, directory, tmp_path, monkeypatch, caplog, gpus, draft):
+    sent = []
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    monkeypatch.setattr(batch_command, "connect", lambda address: None)
+    monkeypatch.setattr(batch_command, "cluster_gpus", lambda: gpus)
+    monkeypatch.setattr(batch_command, "_through_ray", lambda todo, content, stored_at, config, *_, **__: sent.append(config) or 0.0)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n')
+    code, _, err = run(
+        "batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--max-new-tokens", 4, "--ray", "local"
+    )
+    assert code == 0, err
+    assert [(each.draft, each.cache_config.kind) for each in sent] == [(draft, "int8")]
+    (line,) = [line for line in caplog.messages if line.startswith("draft auto")]
+    assert line.startswith(f"draft auto: {draft}")
+
+
 def test_what_does_not_go_with_ray(fails, directory, tmp_path):
     asked = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory]
-    fails([*asked, "--ray", "local", "--draft", "auto"], "--draft auto is settled by the machine that decodes")
     fails([*asked, "--ray", "local", "--draft", "quantspec:skip=auto"], "name a draft and its layers")
     fails([*asked, "--ray", "local", "--adaptive"], "--adaptive needs --draft-cost")
     fails([*asked, "--ray", "local", "--devices", 1], "are for one machine")

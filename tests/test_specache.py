@@ -309,4 +309,4 @@ def test_by_its_name(run, directory):
     assert GenerationConfig(draft="specache").cache == "specache"
     named = {"specache:bits=1": "specache", "specache:fetch=now": "none", "kivi": "auto", None: "auto"}
     assert {cache: GenerationConfig(draft=options.chosen_draft(None, None), cache=cache).draft for cache in named} == named
-    assert options.chosen_draft("none", None, "specache") == "none"
+    assert options.chosen_draft("none", None) == "none"

@@ -251,7 +251,7 @@ def _content(source: Path, output: Path) -> str:
 def _check_for_ray(config: GenerationConfig, devices: str, tensor_parallel: int, refill: bool) -> None:
     """Raises InputError for what only the machine that the weights are on could settle, and for what goes with one process alone."""
     if "skip=auto" in config.draft:
-        raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name the layers")
+        raise InputError(f"--ray: --draft {config.draft} is settled by the machine that decodes; name a draft and its layers")
     if config.adaptive and config.draft_cost is None:
         raise InputError("--ray: --adaptive needs --draft-cost, for costs are stored for the machine that decodes")
     if config.cache_config.in_host_memory:

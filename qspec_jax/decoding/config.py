@@ -9,7 +9,7 @@ from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding import config_values as values
 from qspec_jax.drafts.draft import needs_of
-from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, parse_draft
+from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -172,11 +172,6 @@ class GenerationConfig:
         return self.top_logprobs if self.output_logprobs or self.top_logprobs else None
 
     @property
-    def max_drafts(self) -> int:
-        """The most drafts of a round: as given, or `GAMMA` where draft "auto" has not been settled."""
-        return GAMMA if self.num_speculative_tokens is None else self.num_speculative_tokens
-
-    @property
     def speculative(self) -> bool:
         """Whether a draft is named, or is yet to be chosen; with num_speculative_tokens 0 it has nothing to do."""
         return self.draft != NONE
@@ -186,6 +181,11 @@ class GenerationConfig:
         """The target's cache."""
         usual = "int8" if self.speculative else "full"
         return CacheConfig.parse(usual if self.cache is None else self.cache, self.group_size, self.scheme)
+
+
+def beside_draft(config: GenerationConfig) -> GenerationConfig:
+    """The config for a draft that is made already, to which "auto" gives way: with the usual draft's name and number of drafts."""
+    return dataclasses.replace(config, draft=USUAL) if config.draft == AUTO else config
 
 
 def fitting(pairs: Iterable[tuple[str, str | None]]) -> list[GenerationConfig]:

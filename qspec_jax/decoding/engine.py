@@ -20,7 +20,7 @@ from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.host_memory import HostSettings, in_host
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
-from qspec_jax.decoding.config import SPECACHE, GenerationConfig
+from qspec_jax.decoding.config import SPECACHE, GenerationConfig, beside_draft
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.programs import (
     APART,
@@ -107,8 +107,9 @@ class Engine:
         cls, model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], *, prompt_tokens: int, **settings: Any
     ) -> Self:
         """An engine with room for what any of these configs asks for; they share draft and cache. settings: see the class."""
+        configs = list(map(beside_draft, configs))
         most = lambda name: max(getattr(config, name) for config in configs)
-        longest = dataclasses.replace(configs[0], max_new_tokens=most("max_new_tokens"), num_speculative_tokens=most("max_drafts"))
+        longest = dataclasses.replace(configs[0], **{name: most(name) for name in ("max_new_tokens", "num_speculative_tokens")})
         alternatives = [config.logprobs for config in configs if config.logprobs is not None]
         return cls(
             model,
@@ -412,5 +413,5 @@ def most_drafts(model: Llama, config: GenerationConfig) -> int:
     """How many drafts a round is compiled for: no more than could ever be eligible."""
     if not config.speculative:
         return 0
-    gamma = min(config.max_drafts, bucket(config.max_new_tokens))
+    gamma = min(beside_draft(config).num_speculative_tokens, bucket(config.max_new_tokens))
     return config.cache_config.schedule_for(model.config.head_dim).most_drafts(gamma)

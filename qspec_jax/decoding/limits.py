@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from qspec_jax.checkpoints.vocabulary import padding_from
 from qspec_jax.decoding.compiled import rounded_up
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.processors import Processors, make_processors
 from qspec_jax.models.llama import Llama
 
@@ -53,12 +53,13 @@ class Limits:
 def make_limits(model: Llama, *configs: GenerationConfig, tokenizer: Any = None) -> Limits:
     """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft whose
     cost nobody gave costs `DRAFT_COST`. tokenizer: whose ids alone are generated; None: any of the vocabulary."""
+    configs = tuple(map(beside_draft, configs))  # one that is open yet is as for a draft that is given
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
     column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
     costs = [(DRAFT_COST if config.draft_cost is None else config.draft_cost) if config.adaptive else 0.0 for config in configs]
     return Limits(
         column("max_new_tokens", jnp.int32),
-        column("max_drafts", jnp.int32),
+        column("num_speculative_tokens", jnp.int32),
         jnp.array(eos + (-1,) * (rounded_up(max(1, len(eos))) - len(eos)), jnp.int32),
         _stop_sequences(configs),
         make_processors(*configs),

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import dispatch
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import most_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
 from qspec_jax.decoding.skip_search import layers_to_skip
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import AUTO, NONE, USUAL
+from qspec_jax.drafts.registry import AUTO, NONE
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.choice import Setting, choose, relative_cost
 
@@ -55,7 +55,7 @@ def with_draft(
     given = {config.num_speculative_tokens for config in configs}
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # as many as rounds are made for, whatever is asked
-        gamma = max(most_drafts(model, dataclasses.replace(config, draft=USUAL)) for config in configs)
+        gamma = max(most_drafts(model, beside_draft(config)) for config in configs)
     found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
     log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
 
@@ -66,11 +66,6 @@ def with_draft(
         return dataclasses.replace(config, draft=found.draft, num_speculative_tokens=gamma, cache=cache)
 
     return list(map(chosen, configs))
-
-
-def beside_draft(config: GenerationConfig) -> GenerationConfig:
-    """The config for a draft that is made already, to which "auto" gives way: with the usual draft's name and number of drafts."""
-    return dataclasses.replace(config, draft=USUAL) if config.draft == AUTO else config
 
 
 def _without_effect(configs: Sequence[GenerationConfig]) -> str:

@@ -18,7 +18,7 @@ from qspec_jax import plots
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Compiled
-from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import Limits, make_limits
@@ -26,7 +26,6 @@ from qspec_jax.decoding.programs import CacheChoice
 from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.settled import beside_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.drafts.draft import Draft, RoundResult
 from qspec_jax.drafts.registry import unbudgeted
