@@ -170,11 +170,12 @@ def test_a_prompt_that_does_not_fit(monkeypatch, directory, fails, run):
     monkeypatch.setattr(generate.Engine, "rounds", full)
     prompt = "x " * 96  # 97 tokens or so
     fails(
-        ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8"], "GB more than cpu has: at most 64 tokens a prompt"
+        ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8", "--draft", "quantspec"],
+        "GB more than cpu has: at most 64 tokens a prompt",
     )
     monkeypatch.setattr(diagnosis, "memory_bytes", lambda: None)
     fails(
-        ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8"],
+        ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8", "--draft", "quantspec"],
         "the memory of cpu is too small; give a shorter prompt",
     )
     monkeypatch.setattr(doctor.diagnosis, "problems", full)

@@ -46,7 +46,7 @@ def test_standard_input_that_is_closed_is_so_by_every_name(name):
 def test_no_result_is_lost_in_silence(output, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "def"}')
-    flags = ["--model", demo.MODEL, "--max-new-tokens", 2]
+    flags = ["--model", demo.MODEL, "--max-new-tokens", 2, "--draft", "quantspec"]
     for command in (["batch", source, output], ["generate", "--prompt", "def", "--output", output]):
         process = processes.command_line([*command, *flags], None, tmp_path / "err")
         process.join(120)
