@@ -43,7 +43,12 @@ def part(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-@pytest.mark.parametrize(("template", "joint"), [(TEXT, "\n"), (PARTS, ""), (PARTS_ALONE, "")])
+FIRST = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}" + END + "{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.parametrize(("template", "joint"), [(TEXT, "\n"), (FIRST, "\n"), (PARTS, ""), (PARTS_ALONE, "")])
 def test_a_content_of_parts_is_the_text_in_them(template, joint):
     assert rendered(template, user([part("one"), part("two")])) == f"[user]one{joint}two{END}[assistant]"
     assert rendered(template, user([part("one")])) == rendered(template, user("one")) == f"[user]one{END}[assistant]"

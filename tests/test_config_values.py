@@ -2,6 +2,7 @@
 
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from qspec_jax import GenerationConfig, InputError
         ("temperature", None, 0.0),
         ("temperature", np.float32(0.5), 0.5),
         ("temperature", 1, 1),
+        ("temperature", jnp.float32(0.5), 0.5),
         ("top_p", None, 1.0),
         ("repetition_penalty", None, 1.0),
         ("ignore_eos", np.bool_(True), True),

@@ -50,6 +50,21 @@ def test_what_is_taken_and_said(options, expected, said, sampling, taken, caplog
     assert (said in caplog.text) if said else "generation" not in caplog.text
 
 
+@pytest.mark.parametrize("stored", [{"temperature": 0.0}, {"top_p": 0}, {"top_k": "50"}, {"repetition_penalty": 0}])
+def test_a_value_that_is_not_taken_may_be_wrong(stored, sampling, tmp_path, taken, caplog):
+    folder = tmp_path / "wrong"
+    shutil.copytree(sampling, folder)
+    (folder / "generation_config.json").write_text(json.dumps(STORED | stored))
+    assert taken("--model", folder) == (0, 0, 1, 1)
+    assert "generation_config.json is not taken; --generation-config model takes it" in caplog.text
+
+
+def test_a_temperature_that_is_given_needs_no_hint(sampling, taken, caplog):
+    for options in (("--temperature", "0"), ("--generation-config", "model", "--temperature", "0")):
+        taken("--model", sampling, *options)
+    assert [record.getMessage() for record in caplog.records] == ["generation: greedy, repetition_penalty 1.2 (of generation_config.json)"]
+
+
 def test_a_greedy_checkpoint_says_nothing(directory, taken, caplog):
     assert taken("--model", directory) == (0, 0, 1, 1) and not caplog.text
 

@@ -78,6 +78,11 @@ def test_draws_want_a_key(call):
         call(config=CONFIG, sampler=Greedy())
 
 
+def test_what_is_no_sampler_is_refused():
+    with pytest.raises(InputError, match=r"sampler should have the methods of .*Sampler, and 'greedy' has not"):
+        generate(model_of(), PROMPTS, config=CONFIG, sampler="greedy", key=jax.random.key(0))
+
+
 def test_prompts_may_come_from_a_generator():
     assert generate(model_of(), (p for p in PROMPTS), config=CONFIG).token_ids == generate(model_of(), PROMPTS, config=CONFIG).token_ids
 

@@ -147,6 +147,7 @@ def test_null_is_as_an_absent_key(model, tokenizer):
     absent = dict.fromkeys(KEYS)
     bare, nulls = (read(model, tokenizer, more | {"token_ids": [5, 6]}, temperature=0.5, top_k=3)[0] for more in ({}, absent))
     assert nulls == bare and nulls.request
+    assert read(model, tokenizer, {"token_ids": [5], "answer": None, "custom_id": None})[0].error is None
     assert "has none" in read(model, tokenizer, absent)[0].error
     assert read(model, tokenizer, {"token_ids": [5], "top_k": -1}, top_k=3)[0].request.config.top_k == 0
     assert "top_k" in read(model, tokenizer, {"token_ids": [5], "top_k": -2})[0].error

@@ -39,6 +39,13 @@ def test_a_key_of_a_seed_is_the_same_of_every_generator(generator):
         assert (jax.random.key_data(key_of(7)) == jax.random.key_data(jax.random.key(7, impl="threefry2x32"))).all()
 
 
+@pytest.mark.parametrize("key", [lambda impl: jax.random.key(3, impl=impl), lambda impl: jax.random.split(jax.random.key(3, impl=impl))[1]])
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_key_becomes_the_same_under_jit(generator, key):
+    made = key(generator)
+    assert (jax.random.key_data(jax.jit(as_threefry)(made)) == jax.random.key_data(as_threefry(made))).all()
+
+
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_keys_that_differ_stay_different(generator):
     """Those that fold_in and split make, which differ in all of their words."""

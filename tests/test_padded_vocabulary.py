@@ -96,6 +96,27 @@ def test_a_prompt_with_padding_is_read(folders):
     assert np.isfinite(out.stats.draft_acceptance_rate)
 
 
+@pytest.mark.parametrize("settings", [{"banned_token_ids": range(IDS)}, {"logit_bias": dict.fromkeys(range(IDS), -np.inf)}])
+def test_banning_all_tokens_is_refused(settings, loud):
+    with pytest.raises(InputError, match="no token is left that may be generated"):
+        generate(loud, [PROMPT], config=dataclasses.replace(GREEDY, **settings), tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize("settings", [{"logit_bias": {IDS + 9: 5.0}}, {"stop_token_ids": ((3, IDS + 9),)}])
+def test_favouring_and_stopping_at_padding_is_refused(settings, loud):
+    with pytest.raises(
+        InputError, match=f"token id {IDS + 9} to favour or stop at is padding of the vocabulary: the tokenizer has {IDS} ids"
+    ):
+        generate(loud, [PROMPT], config=dataclasses.replace(GREEDY, **settings), tokenizer=TOKENIZER)
+
+
+def test_an_eos_in_the_padding_ends_rows(loud):
+    """A checkpoint's EOS that its tokenizer does not have."""
+    config = dataclasses.replace(GREEDY, draft="none", eos_token_ids=(PADDED - 1, PADDED - 2), ignore_eos=False)
+    out = generate(loud, [PROMPT], config=config, tokenizer=TOKENIZER)
+    assert out.finish_reason == ["eos"] and out.token_ids[0][-1] in config.eos_token_ids
+
+
 def test_a_vocabulary_without_all_ids_is_refused(folders):
     with pytest.raises(InputError, match=f"a vocabulary of {IDS - 1} tokens; a draft needs the target's, of {PADDED}$"):
         make_draft(f"small-model:model={folders[IDS - 1]}", load_model(folders[PADDED]))

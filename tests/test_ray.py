@@ -156,6 +156,23 @@ def test_a_row_is_a_line_of_batch(directory, model, tokenizer):
     assert "unknown key 'level'" in ray_data.Predictor(str(directory), config)({"prompt": ["a"], "level": [1]})["error"][0]
 
 
+def test_columns_that_json_has_no_form_for(directory):
+    """Left out or passed through they do no harm, and a column may have any name."""
+    rows = {
+        "prompt": np.array(["import"], object),
+        "image": np.array([b"x"], object),
+        "when": np.array(["2026-01-01"], "datetime64[D]"),
+        "score": np.array([np.inf]),
+        "request": np.array(["{}"], object),
+    }
+    config = GenerationConfig(max_new_tokens=2, draft="none")
+    predictor = ray_data.Predictor(str(directory), config, ignore_columns=True, pass_columns=["image", "request"])
+    found = predictor(rows)
+    assert found["error"] == [None] and found["image"] is rows["image"] and json.loads(found["result"][0])["request"] == "{}"
+    (error,) = ray_data.Predictor(str(directory), config)(rows)["error"]
+    assert error.startswith("unknown key 'image'")
+
+
 def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
     """By the device, and not by the rows, so that a row's result depends on the row alone."""
     settled, run_batch = [], ray_data.run_batch

@@ -122,6 +122,13 @@ def test_what_follows_a_rejected_draft_would_show():
     assert min(p_values(UsesGuesses, 0.0)) < 1e-6
 
 
+def test_a_result_is_a_tree():
+    one = jnp.ones(1, jnp.int32)
+    result = RoundResult(one[None], one, 5 * one, one, 0 * one)
+    assert result.drafted == 2 and jax.tree.map(lambda x: x.shape, result).drafted == (1,)
+    assert jax.eval_shape(lambda result: result, result).count.shape == (1,)
+
+
 @pytest.mark.parametrize(("accepted", "gamma"), [(0, 3), (1, 5), (2, 7)])
 def test_retrieval_chooses_by_judged_drafts_alone(accepted, gamma):
     """Rounds that differ in nothing but how many drafts came after the first rejected one leave the same state."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qspec_jax.checkpoints.hub import local
-from qspec_jax.errors import InputError
+from qspec_jax.errors import InputError, warn_once
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
@@ -147,9 +147,8 @@ def stored_defaults(directory: str | Path) -> StoredDefaults:
         return StoredDefaults(None, {})
     values = {name: value for name, value in read_json(path).items() if value is not None}
     if left_out := [name for name, neutral in _NOT_TAKEN.items() if name in values and values[name] not in neutral]:
-        log.warning(
-            "%s: %s not taken: there is no such setting here", path, ", ".join(left_out) + (" is" if len(left_out) == 1 else " are")
-        )
+        names = ", ".join(left_out) + (" is" if len(left_out) == 1 else " are")
+        warn_once(log, f"{path}: {names} not taken: there is no such setting here")
     return StoredDefaults(path, values)
 
 

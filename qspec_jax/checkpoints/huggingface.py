@@ -149,9 +149,8 @@ class Source:
         """Raises InputError where a tensor that is there twice, or the head of tied embeddings, is not the same both times."""
         for name, one, other in self.twice:
             if not one.equals(other):
-                raise InputError(
-                    f"{self.directory}: {name} is in both {one.file.name} and {other.file.name}, and differs; one of them is wrong"
-                )
+                where = f"both {one.file.name} and {other.file.name}" if one.file != other.file else f"{one.file.name} by two names"
+                raise InputError(f"{self.directory}: {name} is in {where}, and differs; one of them is wrong")
         if self.carries_head and not self.tensors[self.head].equals(self.tensors[self.embedding]):
             raise InputError(
                 f"{self.directory}: config.json says tie_word_embeddings, but {self.head} differs from the embedding; one of them is wrong"

@@ -14,12 +14,12 @@ def padding_from(tokenizer: Any, vocab_size: int) -> int | None:
     """The first id of a model's vocabulary that is padding: no text has it, and nothing should be generated of it.
 
     Args:
-        tokenizer: of the model; None where there is none.
+        tokenizer: of the model; None, or one that does not say which ids it has, knows no padding.
         vocab_size: of the model.
 
     Returns:
         The id, or None where the tokenizer has every id, or is not known.
     """
-    if tokenizer is None or len(tokenizer) >= vocab_size:
+    if not hasattr(tokenizer, "get_vocab") or len(tokenizer) >= vocab_size:
         return None
     return known if (known := known_ids(tokenizer)) < vocab_size else None

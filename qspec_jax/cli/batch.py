@@ -83,6 +83,7 @@ def batch(
     ],
     model: ModelDirectory,
     config: GenerationConfig,
+    silent_on_sampling: bool,
     batch_size: Annotated[
         str,
         typer.Option(metavar="ROWS", help="Prompts at a time on each device, or auto: as many as fit its memory."),
@@ -148,7 +149,7 @@ def batch(
     checkpoints = processes.all_or_none(lambda: {path: of_checkpoint(directory) for path, directory in directories.items()})
     if ray is None:
         network, tokenizer = processes.all_or_none(
-            lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config], greedy=not config.temperature)
+            lambda: load(model, dtype, quiet=quiet, place=places[0], caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
         )
     else:
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
@@ -344,6 +345,7 @@ def _through_ray(
     content: bytes,
     directory: Path,
     config: GenerationConfig,
+    silent_on_sampling: bool,
     journal: Journal,
     settings: dict[str, Any],
     *,

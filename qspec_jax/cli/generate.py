@@ -58,6 +58,7 @@ ROUNDS_PER_UPDATE = 16
 def generate_command(
     model: ModelDirectory,
     config: GenerationConfig,
+    silent_on_sampling: bool,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="A text file that holds a prompt, or - for standard input; may be given several times.")
@@ -108,7 +109,7 @@ def generate_command(
     with contextlib.ExitStack() as opened:
         write = processes.all_or_none(lambda: opened.enter_context(output_to(written_by_first(output))))
         network, tokenizer = processes.all_or_none(
-            lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], greedy=not config.temperature)
+            lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
         )
         tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
         hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)

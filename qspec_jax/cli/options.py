@@ -1,5 +1,6 @@
 """What the commands share: options, how a checkpoint is read, how a report is shown."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -303,7 +304,9 @@ def with_sensitive_layers(settings: DraftSettings | None, sensitive_layers: int)
 
 
 def with_settings(command: Callable) -> Callable:
-    """The command, which has a parameter `model`, with the options of `_settings` in place of its parameter `config`."""
+    """The command, which has a parameter `model`, with the options of `_settings` in place of its parameter `config`. Its parameter
+    `silent_on_sampling` is whether nothing is to be said of a checkpoint that would sample: its settings are taken, or a temperature is
+    given."""
     own, shared = (list(inspect.signature(function).parameters.values()) for function in (command, _settings))
     source = inspect.Parameter("generation_config", inspect.Parameter.KEYWORD_ONLY, default=Defaults.qspec, annotation=GenerationDefaults)
 
@@ -313,9 +316,9 @@ def with_settings(command: Callable) -> Callable:
         defaults, config = given.pop(source.name), _settings(**{parameter.name: given.pop(parameter.name) for parameter in shared})
         if defaults is Defaults.model:
             config = dataclasses.replace(config, **_of_checkpoint(given["model"], said))
-        return command(config=config, **given)
+        return command(config=config, silent_on_sampling=defaults is Defaults.model or "temperature" in said, **given)
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared, source) if p.name != "config"]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared, source) if p.name not in ("config", "silent_on_sampling")]
     with_options.__signature__ = inspect.Signature(parameters)
     with_options.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_options
@@ -333,9 +336,12 @@ def _of_checkpoint(model: Path, said: dict[str, float]) -> dict[str, float]:
 def _hint_at_sampling(directory: Path) -> None:
     """Says that a checkpoint would have tokens sampled, where it would."""
     stored = stored_defaults(directory)
-    if stored.values.get("do_sample"):
-        described = stored.described({}, stored.with_said({}), "")
-        log.warning("decoding is greedy, and %s is not taken (%s); --generation-config model takes it", stored.path, described)
+    if not stored.values.get("do_sample"):
+        return
+    described = ""
+    with contextlib.suppress(InputError):  # of values that are not taken, and so may be wrong
+        described = f" ({stored.described({}, stored.with_said({}), '')})"
+    log.warning("decoding is greedy, and %s is not taken%s; --generation-config model takes it", stored.path, described)
 
 
 def load(
@@ -345,7 +351,7 @@ def load(
     quiet: bool,
     place: Place | None = None,
     caches: Sequence[CacheConfig] = (),
-    greedy: bool = False,
+    silent_on_sampling: bool = True,
 ):
     """The model of a checkpoint directory, and its tokenizer.
 
@@ -355,7 +361,7 @@ def load(
         quiet: whether to show no progress bar.
         place: the mesh to divide it over.
         caches: what it will have; one that no model of its shape can have is refused before weights are read.
-        greedy: whether it will decode greedily, so that a line says so where the checkpoint would sample.
+        silent_on_sampling: False if a line is to say so where the checkpoint would sample, and decoding is greedy.
     """
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
@@ -364,7 +370,7 @@ def load(
         log.warning("%s", problem)
     mesh, progress = place if isinstance(place, Mesh) else None, False if quiet else None
     directory = hub.local(directory, progress=progress)
-    if greedy:
+    if not silent_on_sampling:
         _hint_at_sampling(directory)
     for cache in caches:
         cache.check(loading.config_and_dtype(directory)[0])

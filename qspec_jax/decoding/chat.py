@@ -145,11 +145,12 @@ class _Template:
     """
 
     def __init__(self, tokenizer: Any):
-        of_text, of_parts = (_rendered(tokenizer, content) for content in (PROBE, [_text_part(PROBE)]))
+        of_text, of_parts, of_two = (_rendered(tokenizer, [_text_part(PROBE)] * n if n else PROBE) for n in range(3))
         if PROBE in of_text:
             self.takes_parts = of_parts == of_text
         else:
             self.takes_parts = PROBE in of_parts and not any(key in of_parts for key in ("'type'", '"type"'))
+        self.takes_parts = self.takes_parts and of_two.count(PROBE) == 2 * of_parts.count(PROBE)  # some read the first part alone
         self.parts_alone = self.takes_parts and PROBE not in of_text
         text = (of_parts if self.parts_alone else of_text).replace(tokenizer.bos_token or "\0", "")
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)

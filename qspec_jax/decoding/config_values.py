@@ -20,7 +20,9 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A number, as a float. Raises InputError for any other value, a bool and a text among them."""
+    """A number. Raises InputError for any other value, a bool and a text among them."""
+    if getattr(value, "ndim", None) == 0:  # of JAX or numpy
+        value = value.item()
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise InputError(f"{name} should be a number, not {value!r}")
     return value if isinstance(value, int | float) else float(value)

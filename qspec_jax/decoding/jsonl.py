@@ -225,7 +225,7 @@ class LineReader:
             return dataclasses.replace(line, error=in_openai_names(str(error).replace("prompt 0", "the prompt"), names))
 
     def _check_keys(self, said: Mapping[str, Any], known: Sequence[str]) -> None:
-        unknown = sorted(said.keys() - {*known, *self.columns.passed})
+        unknown = sorted(name for name, value in said.items() if value is not None and name not in {*known, *self.columns.passed})
         if unknown and not self.columns.ignore:
             raise InputError(
                 f"unknown key {unknown[0]!r}; there are {', '.join(known)}; --ignore-columns leaves other keys out, and --pass-columns "

@@ -42,8 +42,9 @@ def as_threefry(key: Key[Array, ""]) -> Key[Array, ""]:
         raise InputError(f"{wanted}, not keys of shape {list(key.shape)}")
     if typed and jax.random.key_impl(key) == IMPLEMENTATION:
         return key
-    halves = words.reshape(-1, WORDS)
-    # rbg repeats the words of a seed's key; those of other keys all differ, and all count.
-    more = [half for half in halves[1:] if not (half == halves[0]).all()]
-    first = jax.random.wrap_key_data(halves[0], impl=IMPLEMENTATION)
-    return functools.reduce(jax.random.fold_in, (word for half in more for word in half), first)
+    first, *more = words.reshape(-1, WORDS)
+    for half in more:
+        # rbg repeats the words of a seed's key; those of other keys differ, and all count.
+        folded = functools.reduce(jax.random.fold_in, half, jax.random.wrap_key_data(first, impl=IMPLEMENTATION))
+        first = jnp.where((half == first).all(), first, jax.random.key_data(folded))
+    return jax.random.wrap_key_data(first, impl=IMPLEMENTATION)

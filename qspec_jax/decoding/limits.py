@@ -44,9 +44,10 @@ class Limits:
         return self.processors is not None and self.processors.repetition_penalty is not None
 
     def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
-        """Logits as tokens are chosen from them: without padding of the vocabulary; and see `Processors`."""
+        """Logits as tokens are chosen from them: without padding of the vocabulary, EOS ids apart; and see `Processors`."""
         if self.padding_from is not None:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < self.padding_from, logits, -jnp.inf)
+            ids = jnp.arange(logits.shape[-1])
+            logits = jnp.where((ids < self.padding_from) | (ids[:, None] == self.eos_token_ids).any(1), logits, -jnp.inf)
         return logits if self.processors is None else self.processors(logits, new, since, self.eos_token_ids)
 
 

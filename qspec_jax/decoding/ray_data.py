@@ -22,7 +22,7 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import ROWS_OF_AUTO, Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
+from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
 from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
@@ -33,7 +33,9 @@ LOCAL = "local"  # in place of an address: a cluster of this machine alone, whic
 # Once actors have died so often, all together, the run ends: Ray itself would start them again for ever, as where memory is too small.
 RESTARTS = 16
 BATCHES = 8  # an actor is handed the lines of so many batches at once, so that slots seldom stand empty at the end of them
-LINE, REQUEST, RESULT = "line", "request", "result"  # columns. REQUEST: the JSON of a line, in place of a column for each key
+# Columns. REQUEST: the JSON of a line, in place of a column for each key; a name that no data set has.
+LINE, REQUEST, RESULT = "line", "qspec: request", "result"
+KNOWN = {*KEYS, *OPENAI_KEYS}  # of a line
 
 
 class Predictor:
@@ -69,7 +71,7 @@ class Predictor:
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)
         columns = Columns(ignore_columns, tuple(pass_columns))
-        self.batch_size, self.pass_columns = batch_size, columns.passed
+        self.batch_size, self.pass_columns, self.ignores = batch_size, columns.passed, ignore_columns
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
         (config,) = with_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
@@ -101,11 +103,22 @@ class Predictor:
         if number is not None and not (is_whole(number) and number > 0):
             return Line(None, error=f"line should be a whole number from 1, not {number!r:.40}")
         number = None if number is None else int(number)
-        try:
-            said = json.dumps({name: value for name, value in row.items() if value is not None}) if said is None else said
-        except TypeError as error:  # of values that JSON has no form for, such as bytes and times
-            return Line(number, error=f"a column cannot be read ({one_line(error)})")
+        if said is None:
+            kept = (name for name, value in row.items() if value is not None and (name in KNOWN | {*self.pass_columns} or not self.ignores))
+            try:
+                said = json.dumps({name: row[name] if name in KNOWN else _in_json(row[name]) for name in kept}, allow_nan=False)
+            except (TypeError, ValueError) as error:  # of values that JSON has no form for, such as bytes, times and infinities
+                return Line(number, error=f"a column cannot be read ({one_line(error)})")
         return self.reader.read(number, said.encode())
+
+
+def _in_json(value: Any) -> Any:
+    """The value of a column that no request reads; its text where JSON has no form for it, such as bytes and times."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 class _StartCounter:

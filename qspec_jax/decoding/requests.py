@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from qspec_jax.checkpoints.tokenizers import special_tokens
+from qspec_jax.checkpoints.vocabulary import padding_from
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import as_threefry
 from qspec_jax.decoding.limits import eos_ids
@@ -71,7 +72,7 @@ def checked_prompts(
             raise InputError(f"prompt {i} has token id {row[at]} in place {at}, outside the vocabulary of {model.config.vocab_size}")
         rows.append(row)
     _check_lengths(model, rows, config)
-    _check_ids(model, with_special_stops(config, tokenizer))
+    _check_ids(model, with_special_stops(config, tokenizer), tokenizer)
     return [CheckedTokens(row, model, config) for row in rows]
 
 
@@ -120,16 +121,21 @@ def with_special_stops(config: GenerationConfig, tokenizer: Any) -> GenerationCo
     return dataclasses.replace(config, stop=stop, stop_token_ids=tuple(dict.fromkeys([*config.stop_token_ids, *ids])))
 
 
-def _check_ids(model: Llama, config: GenerationConfig) -> None:
+def _check_ids(model: Llama, config: GenerationConfig, tokenizer: Any) -> None:
     size = model.config.vocab_size
+    first_padded = padding_from(tokenizer, size)
+    known = size if first_padded is None else first_padded
     sequences = (config.logit_bias, config.banned_token_ids, config.eos_token_ids or (), *config.stop_token_ids)
     for token in (token for sequence in sequences for token in sequence):
         if not 0 <= token < size:
             raise InputError(f"token id {token} to favour, ban or stop at is outside the vocabulary of {size}")
     forbidden = {*config.banned_token_ids, *(token for token, bias in config.logit_bias.items() if bias == -math.inf)}
     eos = eos_ids(model, config) if config.min_new_tokens and not config.ignore_eos else ()
-    if len(forbidden.union(eos)) >= size:
+    if len([token for token in forbidden.union(eos) if token < known]) >= known:
         raise InputError("no token is left that may be generated: fewer should be banned")
+    favoured = (token for token, bias in config.logit_bias.items() if bias > 0)
+    if padded := [token for sequence in (favoured, *config.stop_token_ids) for token in sequence if token >= known]:
+        raise InputError(f"token id {padded[0]} to favour or stop at is padding of the vocabulary: the tokenizer has {known} ids")
     if config.top_logprobs > size:
         raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")
 

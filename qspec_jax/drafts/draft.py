@@ -96,7 +96,8 @@ class RoundResult:
     likeliest: Int[Array, "B gamma+1"] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "drafted", jnp.minimum(self.drafted, self.accepted + 1))
+        if isinstance(self.drafted, jax.Array):  # and not what a function of trees puts in its place
+            object.__setattr__(self, "drafted", jnp.minimum(self.drafted, self.accepted + 1))
 
 
 class Round(Protocol):

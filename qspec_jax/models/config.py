@@ -200,6 +200,8 @@ class _Reader:
         by_type = next((name for name in ARCHITECTURES if _family(name).lower() == model_type), None)
         named = next((name for name in ARCHITECTURES if given.lower() in (name.lower(), f"{_family(name)}Model".lower())), None)
         if by_type is None:
+            if named and isinstance(model_type, str):
+                warn_once(log, f"{self.source}: read as {named}, by its architectures; its model_type is {flat(model_type)}")
             is_other = isinstance(model_type, str) and (names is None or names == [])
             return f"of model type {model_type}" if is_other else named or given
         if named not in (None, by_type):
