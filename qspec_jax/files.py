@@ -28,6 +28,7 @@ PARTIAL = ".partial"  # of the name of a file beside an output, with what is fin
 UNFINISHED_REPORT = "unfinished_report"  # the key of the first line of such a file, where it keeps the rows of a report
 OLD = "old"  # a folder in that one: what stood in the place of a directory
 _POINTER = b"version https://git-lfs.github.com/spec/"
+IS_POINTER = "is a git-lfs pointer and not the file itself; `git lfs pull` in its folder fetches that"
 half_written: set[Path] = set()  # such folders of this process; by them `qspec_jax.cli.process` knows that they are being removed
 
 
@@ -332,7 +333,7 @@ def refuse_pointer(path: Path, content: bytes) -> None:
         content: its first bytes at least.
     """
     if is_pointer(content):
-        raise InputError(f"{path}: is a git-lfs pointer and not the file itself; `git lfs pull` in its folder fetches that")
+        raise InputError(f"{path}: {IS_POINTER}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

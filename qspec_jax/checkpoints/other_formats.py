@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from qspec_jax.files import is_pointer
+from qspec_jax.files import IS_POINTER, is_pointer
 
 _GGUF = b"GGUF"  # how such files begin
 _LOOKED_INTO = 200  # files of a folder, whose first bytes are read
@@ -58,7 +58,7 @@ def describe_file(path: Path) -> str:
     if begins.startswith(_GGUF) or path.suffix.lower() == ".gguf":
         return f"is a model in GGUF (llama.cpp), which is not read; {_INSTEAD}"
     if is_pointer(begins):
-        return "is a git-lfs pointer and not the file itself; `git lfs pull` in its folder fetches that"
+        return IS_POINTER
     if path.suffix == ".safetensors":
         return "is a file of weights; give the directory that it is in, with config.json and the tokenizer's files"
     return "is a file; the directory of a Hugging Face checkpoint is needed"

@@ -14,7 +14,7 @@ from typing import Any
 
 from qspec_jax.checkpoints.hub import TEMPLATES, local
 from qspec_jax.errors import InputError, reading, with_type
-from qspec_jax.files import read_json
+from qspec_jax.files import read_json, refuse_pointer
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,6 @@ TOKENIZER_JSON, SENTENCEPIECE, CONFIG = "tokenizer.json", "tokenizer.model", "to
 TOKENIZER_FILES = (TOKENIZER_JSON, SENTENCEPIECE, "vocab.json")
 LEGACY_TEMPLATE = "chat_template.json"  # of processors, of transformers before 4.51; AutoTokenizer does not read it
 _TEXTS = (".json", ".jinja", ".txt")  # what may begin with a byte order mark
-_LFS = b"version https://git-lfs.github.com/spec/"
 _PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # module and package, for SentencePiece models
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What decides on the ids of a text and the text of ids.
@@ -42,8 +41,8 @@ def load_tokenizer(directory: str | Path):
     if not found:
         raise InputError(f"{directory}: no tokenizer in it; one of {', '.join(TOKENIZER_FILES)} is needed")
     for path in found:
-        if _begins_with(path, _LFS):
-            raise InputError(f"{path}: is a git-lfs pointer, not the file itself; fetch it with `git lfs pull`")
+        with reading(path), path.open("rb") as file:
+            refuse_pointer(path, file.read(64))
     missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
     if missing and found[0].name == SENTENCEPIECE and _is_sentencepiece(found[0]):
         wanted = f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"

@@ -84,7 +84,8 @@ def generate_command(
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
     if (calibrate or sensitive_layers) and config.draft == AUTO:
-        log.info("draft %s: %s, which has the INT4 weights that --calibrate and --sensitive-layers are for", AUTO, USUAL)
+        option = "--calibrate" if calibrate else "--sensitive-layers"
+        log.info("draft %s: %s, which has the INT4 weights that %s is for", AUTO, USUAL, option)
         config = dataclasses.replace(config, draft=USUAL)
     if (calibrate or sensitive_layers) and not config.speculative:
         option = "--calibrate" if calibrate else "--sensitive-layers"

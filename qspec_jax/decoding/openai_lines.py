@@ -17,7 +17,7 @@ KEYS = ("custom_id", "method", "url", "body")
 # What a body may say of the settings of a line, by our names for it.
 SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "logit_bias")
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-OWN = ("logprobs", "top_logprobs", "stop_token_ids", "ignore_eos")
+THEIRS = ("logprobs", "top_logprobs", "stop_token_ids", "ignore_eos")
 IGNORED = ("model", "user", "metadata")
 # What is not supported, and the value that asks for nothing.
 NEUTRAL = {"n": 1, "best_of": 1, "stream": False, "echo": False, "presence_penalty": 0, "frequency_penalty": 0}
@@ -108,7 +108,7 @@ def as_own(said: Mapping[str, Any], config: GenerationConfig) -> tuple[dict[str,
         raise InputError("body should be an object")
     chat, body = said["url"] == CHAT, {name: value for name, value in said["body"].items() if value is not None}
     prompt = "messages" if chat else "prompt"
-    known = (prompt, *SAME, *RENAMED, *OWN, *NEUTRAL, *IGNORED)
+    known = (prompt, *SAME, *RENAMED, *THEIRS, *NEUTRAL, *IGNORED)
     if unknown := [name for name in body if name not in known]:
         raise InputError(f"body has {unknown[0]!r}, which is not supported; there are {', '.join(known)}")
     for name, nothing in NEUTRAL.items():
