@@ -20,7 +20,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A number, as a float. Raises InputError for any other value, a bool and a text among them."""
+    """A number: an int stays one, and other kinds are floats. Raises InputError for any other value, a bool and a text among them."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise InputError(f"{name} should be a number, not {value!r}")
     return value if isinstance(value, int | float) else float(value)
