@@ -138,6 +138,15 @@ def test_commands_in_the_text_exist(page):
         check_drafts(rest)
 
 
+def test_the_table_of_commands_is_complete():
+    def leaves(command) -> list:
+        return [found for below in command.commands.values() for found in leaves(below)] if hasattr(command, "commands") else [command]
+
+    table = (ROOT / "docs" / "cli.md").read_text().split("\n## ")[0]
+    shown = [leaf(shlex.split(row))[0] for row in re.findall(r"^\| `qspec ([^`]+)` \|", table, re.M)]
+    assert [command.name for command in leaves(COMMAND) if command not in shown] == []
+
+
 @each_page
 def test_options_in_the_text_exist(page):
     def all_options(command) -> set[str]:

@@ -79,7 +79,7 @@ def _others(directory: Path, chosen: WeightFiles) -> tuple[str, ...]:
     if (directory / INDEX).is_file() and chosen.index != INDEX:
         try:
             named = _by_index(directory, INDEX).names
-        except InputError:  # nobody reads it
+        except InputError:  # an index that is not read may be wrong
             named = ()
         index = () if named and set(named) <= set(chosen.names) else (INDEX,)
     else:

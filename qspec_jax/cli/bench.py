@@ -105,7 +105,7 @@ def bench_attention(
     tune: Annotated[bool, typer.Option("--tune", help="Try the configurations of our kernels and keep the best for this GPU.")] = False,
     as_json: Json = False,
 ):
-    """Decode attention, beside other libraries. Our kernels, and others on a bfloat16 cache, in one run."""
+    """Decode attention, beside other libraries. One run times our kernels, and other libraries on a bfloat16 cache."""
     if tune:
         attention_tuning.check()
     shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe, append=append)
@@ -152,7 +152,7 @@ def bench_matmul(
     plot: Annotated[Path | None, typer.Option(help="Draw the times of each layer to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """INT4 matmuls, beside bfloat16 ones. Our kernels, and bfloat16 matmuls of the same shapes, in one run."""
+    """INT4 matmuls, beside bfloat16 ones. One run times our kernels, and bfloat16 matmuls of the same shapes."""
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
     if plot:
@@ -178,7 +178,7 @@ def bench_flush(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Flushing the cache. When rows are due, when none is, and the share of a round."""
+    """Flushing the cache. It is timed when all rows are due and when none is, and its share of a round is computed."""
     shapes = flush.select_shapes(shape or [])
     _check_gamma(num_speculative_tokens)
     with output_to(output) as write:
@@ -195,7 +195,7 @@ def bench_all_reduce(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Adding up hidden states over devices. As a model that is divided over them does twice in a layer."""
+    """Adding up hidden states over devices. A model that is divided over them does this twice in a layer."""
     if len(found := devices_of(devices)) < 2:
         raise InputError("there is one device; an all-reduce needs two or more")
     with output_to(output) as write:
@@ -272,7 +272,7 @@ def bench_decode(
     ] = None,
     as_json: Json = False,
 ):
-    """Whole decodes and their steps, by each method. Against the bytes that they must read."""
+    """Whole decodes and their steps, by each method. Times are compared with the bytes that each step must read."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     if layers is not None and (arch is None or transformers):
@@ -372,7 +372,7 @@ def bench_batch(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Many prompts of mixed lengths. A batch that is refilled, against fixed batches."""
+    """Many prompts of mixed lengths. A batch that is refilled is compared with fixed batches."""
     if (arch is None) == (model is None):
         raise InputError("one of --arch and --model should be given")
     if simulate_ratio is not None and temperature:
@@ -446,7 +446,7 @@ def bench_drafts(
     output: Output = None,
     as_json: Json = False,
 ):
-    """Whole decodes with each draft against none, in turns: what pays on this machine, a CPU for one."""
+    """Whole decodes with each draft against none, in turns. This shows what pays on this machine, which may be a CPU."""
     if arch is not None and (model is not None or file):
         raise InputError("--arch has random weights and a random prompt; leave out --model and --file")
     if num_speculative_tokens is not None:
@@ -512,7 +512,7 @@ def bench_pretrain(
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model on a tiny corpus, to see that everything works.")] = False,
     as_json: Json = False,
 ):
-    """Train a model of 419 M parameters on the demo's corpus. In segments, for `bench end-to-end`; needs GPUs of 80 GB, one or more."""
+    """Train a model of 419 M parameters on the demo's corpus. It runs in segments, for `bench end-to-end`, on one or more GPUs of 80 GB."""
     try:
         from qspec_jax.training import benchmark_model
     except ModuleNotFoundError as error:
@@ -550,7 +550,7 @@ def bench_end_to_end(
     plot: Annotated[Path | None, typer.Option(help="Draw speed-up and acceptance to this file (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ):
-    """A trained model on real text. Acceptance, and speed-up over autoregressive decoding."""
+    """A trained model on real text. This measures acceptance, and the speed-up over autoregressive decoding."""
     methods = decode_rows.select_methods([], draft or [USUAL])
     for method in methods:
         if method.draft != NONE:

@@ -56,7 +56,13 @@ def demo(
     results = {}
     for name, config in runs.items():
         results[name] = generate_with_progress(
-            network, tokenizer, [prompt], config, seed, Progress(max_new_tokens, quiet=as_json, label=name), draft
+            network,
+            tokenizer,
+            [prompt],
+            config,
+            seed,
+            Progress(max_new_tokens, quiet=as_json, label=name),
+            draft if config.speculative else None,
         )
     if as_json:
         print(to_json({"file": path.name, "dtype": network.dtype.name} | {name: as_object(out) for name, out in results.items()}))

@@ -122,7 +122,7 @@ def acceptance_command(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """Share of drafts that the target accepts. Teacher-forced and free-running: against gamma, or of several drafts by what each reads."""
+    """Share of drafts that the target accepts. It is measured teacher-forced and free-running, by gamma or by what each draft reads."""
     if plot:
         plots.check(plot, output)
     asked = _with_budgets(draft or [USUAL], budget or [])
@@ -317,7 +317,7 @@ def perplexity_command(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """Perplexity of real text through each KV cache. And how far its predictions are from the full cache's."""
+    """Perplexity of real text through each KV cache. It also measures how far the predictions are from the full cache's."""
     if plot:
         plots.check(plot, output)
     names = _cache_names(cache)
@@ -358,7 +358,7 @@ def quantizers_command(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """What the KV quantizer's choices cost. Axes of the scales, rounding or truncation to the draft's 4 bits."""
+    """What the KV quantizer's choices cost. It compares axes of the scales, and rounding with truncation to the draft's 4 bits."""
     if plot:
         plots.check(plot, output)
     network, tokenizer, texts = _texts(model, file, dtype, quiet=as_json)
@@ -422,7 +422,7 @@ def needle_command(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """How often a model finds a value in a synthetic text. By length and depth, with none and quantspec, or the caches and drafts given."""
+    """How often a model finds a value in a synthetic text. It is counted by length and depth, for each draft and cache that is given."""
     if method is not None:
         draft = [chosen_draft(draft[0] if draft else None, method)]
     methods = answers.methods_of(draft or [], cache or [])
@@ -475,7 +475,7 @@ def tasks_command(
     plot: Plot = None,
     as_json: Json = False,
 ):
-    """Tasks of LongBench's kinds, made from the texts. Code completion, continuation, retrieval; several caches and drafts side by side."""
+    """Tasks of LongBench's kinds, made from the texts. They are completion, continuation and retrieval, for several caches and drafts."""
     methods = answers.methods_of(draft or [], cache or [])
     caches = [CacheConfig.parse(method.cache) for method in methods]
     names, shares = list(dict.fromkeys(name.value for name in task or TaskName)), number_list("--depths", depths, float)

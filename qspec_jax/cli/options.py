@@ -206,7 +206,7 @@ def _settings(
         float | None,
         typer.Option(help="The cost of a draft, for --adaptive; verifying a round is 1. By stored costs, if not given."),
     ] = None,
-    min_draft_confidence: Annotated[float, typer.Option(help="Draft no further where the draft's likeliest token has less.")] = 0.0,
+    min_draft_confidence: Annotated[float, typer.Option(help="Stop drafting when the draft's top-token probability is below this.")] = 0.0,
     temperature: Annotated[float | None, typer.Option(help="0, if not given, is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0, if not given, is off.")] = None,
     top_p: Annotated[float | None, typer.Option(help="1, if not given, is off.")] = None,

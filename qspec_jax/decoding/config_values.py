@@ -20,7 +20,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A number. Raises InputError for any other value, a bool and a text among them."""
+    """A number: an int stays one, and other kinds are floats. Raises InputError for any other value, a bool and a text among them."""
     if getattr(value, "ndim", None) == 0:  # of JAX or numpy
         value = value.item()
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):

@@ -52,8 +52,8 @@ class Limits:
 
 
 def make_limits(model: Llama, *configs: GenerationConfig, tokenizer: Any = None) -> Limits:
-    """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft whose
-    cost nobody gave costs `DRAFT_COST`. tokenizer: whose ids alone are generated; None: any of the vocabulary."""
+    """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft's
+    cost is `DRAFT_COST` where it is not given. tokenizer: whose ids alone are generated; None: any of the vocabulary."""
     configs = tuple(map(beside_draft, configs))  # one that is open yet is as for a draft that is given
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
     column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)

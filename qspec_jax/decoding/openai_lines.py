@@ -170,7 +170,7 @@ def _ask_chat_logprobs(body: Mapping[str, Any], own: dict[str, Any], names: dict
 
 
 def _logprobs(result: Result, tokenizer: Any) -> dict[str, Any]:
-    """Of the new tokens, as completions have them."""
+    """The log-probabilities of the new tokens, as completions have them."""
     tokens = [_text(tokenizer, token) for token in result.token_ids]
     offsets = [0]
     for token in tokens[:-1]:
@@ -181,7 +181,7 @@ def _logprobs(result: Result, tokenizer: Any) -> dict[str, Any]:
 
 
 def _chat_logprobs(result: Result, tokenizer: Any) -> dict[str, Any]:
-    """Of the new tokens, as messages have them."""
+    """The log-probabilities of the new tokens, as messages have them."""
 
     def entry(token: int, chance: float) -> dict[str, Any]:
         text = _text(tokenizer, token)

@@ -71,7 +71,7 @@ class SmallModelDraft(ModelDraft):
     """Single-token steps of a model over a cache of its own.
 
     `commit` keeps what the cache holds of a round's drafts as far as they were emitted, whoever proposed those. sinks, window: the tokens
-    that it reads; a window of 0 stands for the whole text. vocab_size: the target's, where the model's own is padded differently.
+    that it reads; a window of 0 is the whole text. vocab_size: the target's, where the model's own is padded differently.
     """
 
     step: ViewedModel

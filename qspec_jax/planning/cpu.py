@@ -49,7 +49,7 @@ MEASURED = (
 
 
 def nearest(model: LlamaConfig, dtype: str) -> CpuCosts:
-    """The measured costs that stand for a model: of its kind of dtype, 16 bits or more, and of the number of parameters nearest to its."""
+    """The measured costs used for a model: of its kind of dtype, 16 bits or more, and of the number of parameters nearest to its."""
     kind = "bfloat16" if dtype in ("bfloat16", "float16") else "float32"
     millions = model_bytes(model) / ITEM_BYTES / 1e6
     return min((costs for costs in MEASURED if costs.dtype == kind), key=lambda costs: abs(math.log(costs.millions / millions)))
@@ -74,6 +74,6 @@ def choose(model: LlamaConfig, dtype: str, gamma: int | None) -> tuple[str, int,
 
 
 def _quantspec(costs: CpuCosts, gamma: int) -> float:
-    """What a token takes with the quantspec draft, in the mean."""
+    """What a token takes with the quantspec draft, on average."""
     tokens = sum(ACCEPTANCE["quantspec"].rate ** i for i in range(gamma + 1))
     return (gamma * costs.int4_step + costs.verification_of(gamma)) / tokens
