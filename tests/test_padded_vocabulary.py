@@ -65,8 +65,7 @@ def test_padding_is_never_generated(config, draft, loud):
     assert min(generate(loud, [TOKENIZER(PROMPT)["input_ids"]], **settings).token_ids[0]) >= IDS
 
 
-@pytest.mark.parametrize("size", [IDS, PADDED + 64])
-@pytest.mark.parametrize("reads", ["text", "window,sinks=2,window=30"])
+@pytest.mark.parametrize(("size", "reads"), [(IDS, "text"), (PADDED + 64, "window,sinks=2,window=30")])
 def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
     """It is the target but for the padding, so that every draft is accepted."""
     target = load_model(folders[PADDED])
