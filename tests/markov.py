@@ -70,6 +70,9 @@ class MarkovSteps(StepwiseDraft):
     def step_in_round(self, state, cache):
         return self.step
 
+    def made_for(self):
+        return ()
+
     def reads(self, layer, quantized, buffered, group_size):
         return Reads(0, 0, 1)
 
@@ -114,12 +117,25 @@ LOOP, WRONG = loop_of_its_own(), loop_of_its_own()
 
 
 def counted(
-    target, draft, sampler, *, room=100, seed=0, gamma=GAMMA, rows=slice(None), loop=LOOP, at=1, length=2, settings=None, draft_state=()
+    target,
+    draft,
+    sampler,
+    *,
+    room=100,
+    seed=0,
+    batches=1,
+    gamma=GAMMA,
+    rows=slice(None),
+    loop=LOOP,
+    at=1,
+    length=2,
+    settings=None,
+    draft_state=(),
 ):
     """Counts [V] * length of the tokens emitted from `at` on, after token 0, over ROWS rows or some of them.
 
-    target, draft: tables, or a model and a draft. settings: a config, for what `make_limits` makes of it. draft_state: what the draft
-    begins with.
+    target, draft: tables, or a model and a draft. batches: of rows, of seeds from `seed` on. settings: a config, for what `make_limits`
+    makes of it. draft_state: what the draft begins with.
     """
     nothing, new = jnp.zeros(ROWS, jnp.int32), at + length + 1
     cache = NoCache(Lengths(nothing, nothing), jnp.broadcast_to(jnp.asarray(room, jnp.int32), ROWS))
@@ -128,17 +144,19 @@ def counted(
     )
     limits = make_limits(None, *[config] * ROWS)
     seen = jnp.zeros((ROWS, V), bool) if limits.asks_what_was_seen else None
-    state = start(
-        cache, nothing, prompt_keys(jax.random.key(seed), ROWS), limits, max_new_tokens=new, gamma=gamma, draft=draft_state, seen=seen
-    )
     if not isinstance(draft, Draft):
         draft = MarkovDraft(Markov(jnp.asarray(draft)))
     if isinstance(target, np.ndarray):
         target = Markov(jnp.asarray(target))
-    state = loop(target, draft, sampler, state, limits, jnp.int32(UNLIMITED))
-    tokens = np.asarray(state.tokens)[rows, at : at + length]
-    assert (np.asarray(state.emitted) >= at + length).all()
-    return np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length).reshape([V] * length)
+    counts = np.zeros(V**length, int)
+    for each in range(seed, seed + batches):
+        keys = prompt_keys(jax.random.key(each), ROWS)
+        state = start(cache, nothing, keys, limits, max_new_tokens=new, gamma=gamma, draft=draft_state, seen=seen)
+        state = loop(target, draft, sampler, state, limits, jnp.int32(UNLIMITED))
+        tokens = np.asarray(state.tokens)[rows, at : at + length]
+        assert (np.asarray(state.emitted) >= at + length).all()
+        counts += np.bincount(tokens @ V ** np.arange(length)[::-1], minlength=V**length)
+    return counts.reshape([V] * length)
 
 
 def p_value(counts, expected):

@@ -10,7 +10,7 @@ from qspec_jax.decoding.generate import generate
 SIZES = ["--context", 12, "--max-new-tokens", 6]
 
 
-def test_medians_over_turns(monkeypatch, run):
+def test_medians_over_turns(monkeypatch, run, one_layer):
     """Ratios are of decodes of one turn; what compiles, the first turn, does not count."""
     asked, speeds = [], {"none, full": 10.0, "none, int8": 5.0, "auto, int8": 5.0, "quantspec, int8": 2.0}
 
@@ -41,8 +41,9 @@ def test_medians_over_turns(monkeypatch, run):
     assert len(set(begun)) > 1  # each is first at times
 
 
-def test_the_table(run, caplog):
-    code, out, err = run("bench", "drafts", *SIZES, "--draft", "auto", "--draft", "prompt-lookup", "--cache", "full", "--repeats", 1)
+def test_the_table(run, shallow, caplog):
+    drafts_of = ["--draft", "auto", "--draft", "prompt-lookup"]
+    code, out, err = run("bench", "drafts", "--model", shallow, *SIZES, *drafts_of, "--cache", "full", "--repeats", 1)
     assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert [line[:2] for line in lines if line[:1] == ["none"]] == [["none", "full"]]

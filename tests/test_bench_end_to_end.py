@@ -13,6 +13,7 @@ from qspec_jax import demo, drafts, plots
 from qspec_jax.bench import decode, end_to_end
 from qspec_jax.bench.decode_rows import DecodeRow, select_methods
 from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.sampling import prompt_keys
 from qspec_jax.errors import InputError
@@ -40,7 +41,7 @@ def file() -> Path:
 
 @pytest.fixture(scope="module")
 def stream(directory, file) -> list[int]:
-    return token_stream(loading.load_tokenizer(directory), [file.read_text(encoding="utf-8")])
+    return token_stream(load_tokenizer(directory), [file.read_text(encoding="utf-8")])
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def named(rows: list[DecodeRow]) -> list[tuple]:
 
 
 def test_a_stream_has_a_beginning_for_every_text(directory):
-    tokenizer = loading.load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     one, other = (tokenizer(text)["input_ids"] for text in ("import os", "x = 1"))
     assert token_stream(tokenizer, ["import os", "x = 1"]) == [0, *one, 0, *other]
     tokenizer.bos_token = None

@@ -19,6 +19,7 @@ from tqdm import tqdm
 pytest.importorskip("optax", reason="the extra train is not installed")
 
 from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import needle
 from qspec_jax.training import benchmark_model, corpus
@@ -147,7 +148,7 @@ def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     trainer = Trainer(benchmark_model.SMOKE, np.load(directory / "smoke.npy"))
     trainer.load(directory / "state.safetensors")
     model = loading.load_model(directory, dtype="float32", progress=False)
-    assert loading.load_tokenizer(directory).bos_token_id == 0
+    assert load_tokenizer(directory).bos_token_id == 0
     for name, weight in model.weights().items():
         np.testing.assert_array_equal(weight, trainer.params[name].astype(jnp.bfloat16).astype(jnp.float32))
     rows = jnp.asarray(np.asarray(trainer.stream[:129])[None].astype(np.int32))

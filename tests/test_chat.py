@@ -93,7 +93,7 @@ def test_what_is_no_conversation_of_texts(messages, words):
         assert words in str(refused.value)
 
 
-def test_messages_without_a_template(tokenizer, model):
+def test_messages_without_a_template(tokenizer):
     with pytest.raises(InputError, match="messages need a tokenizer with a chat template, and this checkpoint has none"):
         chat_tokens(tokenizer, [user("a")])
 
@@ -145,7 +145,7 @@ def test_a_raw_text_where_messages_are_meant(model, caplog):
 
 
 def test_generate_chat(run, fails, shallow, tmp_path, caplog):
-    """Of the embedded model with a template, and without one."""
+    """The options of a checkpoint without a template are refused; with one, a system message goes first and a raw text is hinted at."""
     asked = ["generate", "--model", shallow, "--prompt", "hi", "--max-new-tokens", 2, "--draft", "none", "--json"]
     fails([*asked, "--chat"], "--chat needs a tokenizer with a chat template")
     fails([*asked, "--system", "s"], "--system is for --chat")

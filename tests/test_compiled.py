@@ -108,13 +108,13 @@ def test_few_traces_are_kept():
 @pytest.mark.slow
 def test_prompts_of_a_bucket_compile_once(compilations):
     model = random_model(jnp.float32, vocab_size=61, num_hidden_layers=1)  # shapes that no other test has
-    draft = quantspec(model)
+    drafts = {"quantspec": quantspec(model)}
 
     def run(length: int, key: int = 0, **settings):
         usual = {"draft": "quantspec", "max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0}
         config = GenerationConfig(**(usual | settings))
         before = len(PREFILL.programs), len(DECODE.programs), len(compilations)
-        out = generate(model, random_prompts([length], 61), config=config, draft=draft, key=jax.random.key(key))
+        out = generate(model, random_prompts([length], 61), config=config, draft=drafts.get(config.draft), key=jax.random.key(key))
         grown = len(PREFILL.programs) - before[0], len(DECODE.programs) - before[1]
         return grown, out.stats.compile_s, len(compilations) - before[2]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from runs import random_model, random_prompts
 
 from qspec_jax import demo, plots
-from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import evaluate
 from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
@@ -194,12 +194,12 @@ def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatc
     measured, texts = acceptance.Acceptance(0.5, 1.5, None, 1, 2, 1, 4, 0.0), []
     take = lambda runs: (texts.append(run[2]) or measured for run in runs)
     monkeypatch.setattr(acceptance, "teacher_forced_in_turn", take)
-    size = len(loading.load_tokenizer(directory)(file.read_text())["input_ids"])
+    size = len(load_tokenizer(directory)(file.read_text())["input_ids"])
     base = ["eval", "acceptance", "--model", directory, "--file", file, "--file", file, "--joined", "--no-calibrate", "--temperature", 0]
     base += ["--mode", "teacher-forced", "--max-new-tokens", 4]
     code, out, _ = run(*base, "--context", 20, "--texts", 3, "--json")
     assert code == 0 and json.loads(out)["texts"] == 3 and [len(text) for text in texts[0]] == [24] * 3
-    stream = token_stream(loading.load_tokenizer(directory), [file.read_text()] * 2)
+    stream = token_stream(load_tokenizer(directory), [file.read_text()] * 2)
     assert texts[0] == [list(text) for text in cut(stream, 24, 3)]
     fails([*base, "--context", 2 * size], "--file")
     fails([*base, "--context", -4], "prompt_tokens -4")

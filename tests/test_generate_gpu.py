@@ -10,6 +10,7 @@ from models import target_logits
 from pallas_kernels import append_attend, attention, flush, rope_append
 from qspec_jax import GenerationConfig, demo
 from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.generate import generate
 from qspec_jax.training import corpus
@@ -44,7 +45,7 @@ def test_greedy_tokens_are_the_targets_but_for_ties(settings, monkeypatch):
     model = loading.load_model(demo.MODEL, progress=False)
     assert model.dtype == jnp.bfloat16
     text = corpus.held_out_files()[0].read_text(encoding="utf-8")
-    tokens = loading.load_tokenizer(demo.MODEL)(text)["input_ids"]
+    tokens = load_tokenizer(demo.MODEL)(text)["input_ids"]
     prompts = [tokens[:1500], tokens[1500:2300], tokens[2300:2340]]
     with_kernels = generated(model, prompts, **settings)
     for operation in (append_attend, attention, flush, rope_append):

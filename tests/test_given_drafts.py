@@ -23,25 +23,22 @@ PROMPTS = random_prompts([20])
 model_of = functools.cache(lambda **shape: random_model(jnp.float32, **{"num_hidden_layers": 1} | shape))
 
 
-def of_both(text):
-    """A draft of a text, and one that is made of another draft of the same model."""
+def made_of(text):
+    """A function of a model that makes the draft of a text for it."""
     return lambda model: make_draft(text, model)
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        of_both("quantspec"),
-        of_both("sparse"),
-        of_both("streaming-llm"),
-        of_both("combine:prompt-lookup+quantspec"),
+        made_of("quantspec"),
+        made_of("sparse"),
+        made_of("streaming-llm"),
+        made_of("combine:prompt-lookup+quantspec"),
         lambda model: TriForceDraft(make_draft("prompt-lookup", model), make_draft("quantspec", model)),
     ],
 )
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [({"num_hidden_layers": 2}, "num_layers is 2"), ({"vocab_size": 80}, "vocab_size is 80"), ({"vocab_size": 48}, "vocab_size is 48")],
-)
+@pytest.mark.parametrize(("shape", "message"), [({"num_hidden_layers": 2}, "num_layers is 2"), ({"vocab_size": 80}, "vocab_size is 80")])
 def test_a_draft_of_another_model_is_refused(made, shape, message):
     draft = made(model_of(**shape))
     for call in (lambda: generate(model_of(), PROMPTS, config=CONFIG, draft=draft), lambda: list(batch(draft))):
@@ -49,10 +46,9 @@ def test_a_draft_of_another_model_is_refused(made, shape, message):
             call()
 
 
-@pytest.mark.parametrize("size", [48, 80])
-def test_a_lookup_in_another_vocabulary_is_refused(size):
-    with pytest.raises(InputError, match=f"vocab_size is {size}"):
-        generate(model_of(), PROMPTS, config=CONFIG, draft=make_draft("prompt-lookup", model_of(vocab_size=size)))
+def test_a_lookup_in_another_vocabulary_is_refused():
+    with pytest.raises(InputError, match="vocab_size is 48"):
+        generate(model_of(), PROMPTS, config=CONFIG, draft=make_draft("prompt-lookup", model_of(vocab_size=48)))
 
 
 def batch(made, **settings):

@@ -177,9 +177,8 @@ def test_needles_that_the_model_does_not_find_are_void(run, directory, caplog):
     code, out, _ = run(*base, "--temperature", 0, "--gamma", 2, "--no-calibrate", "--json")
     (row,) = json.loads(out)["results"]
     assert code == 0 and (row["right"], row["texts"], row["mode"], row["context"]) == (0, 1, "teacher-forced", 100)
-    assert [record.getMessage() for record in caplog.records] == [
-        "void: with a full cache the model finds 0 of 1 needles of 100 tokens, so that acceptance there says little of drafts"
-    ]
+    said = [record.getMessage() for record in caplog.records if record.name != "qspec_jax.decoding.requests"]  # of its EOS, once a process
+    assert said == ["void: with a full cache the model finds 0 of 1 needles of 100 tokens, so that acceptance there says little of drafts"]
 
 
 def test_needles_are_texts_of_their_own(fails, directory, tmp_path):

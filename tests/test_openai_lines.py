@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qspec_jax import demo
-from qspec_jax.checkpoints.loading import load_tokenizer
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import Result
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import Line, as_line, as_wrong, read_lines

@@ -16,6 +16,7 @@ from pallas_kernels.formats.views import UPPER_PLANE
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints import loading
+from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate import perplexity
@@ -178,7 +179,7 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     report = json.loads(out)
     assert set(report) == {field.name for field in dataclasses.fields(perplexity.PerplexityReport)}
     assert (report["texts"], report["tokens"], report["group_size"], report["scheme"]) == (3, 72, 8, "int8_first")
-    tokenizer = loading.load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
     encoded = [tokenizer(path.read_text(), return_offsets_mapping=True) for path in files]
     assert report["too_short"] == [{"name": str(files[1]), "tokens": len(encoded[1]["input_ids"])}]
     whole = [text for text in encoded if len(text["input_ids"]) >= 64]

@@ -171,11 +171,15 @@ def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
     ("changes", "count", "words"),
     [
         (
-            dict(num_attention_heads=6, num_key_value_heads=3),
+            dict(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
             4,
             "4 devices do not divide the model's 6 attention heads evenly; 1, 3, 6 do",
         ),
-        (dict(num_attention_heads=12, num_key_value_heads=3), 2, "2 devices neither divide the model's 3 KV heads nor hold them equally"),
+        (
+            dict(hidden_size=96, num_attention_heads=12, num_key_value_heads=3),
+            2,
+            "2 devices neither divide the model's 3 KV heads nor hold them equally",
+        ),
         (dict(intermediate_size=90), 4, "4 devices do not divide the model's 90 columns of the MLP evenly; 1, 2 do"),
     ],
 )
@@ -222,7 +226,7 @@ def test_an_array_without_elements_lies_where_it_should(eight):
 @pytest.mark.several_devices
 def test_more_heads_than_rows_divide(tmp_path, eight):
     """A KV head on three devices, none of which could have a third of it; and an oracle that would choose by a part of its queries."""
-    changes = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=64, intermediate_size=96, num_hidden_layers=1)
+    changes = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=64, intermediate_size=96, num_hidden_layers=1)
     source = write_checkpoint(tmp_path / "hf", hf_config(**changes))
     convert(source, tmp_path / "out", progress=False)
     config, found = dataclasses.replace(CONFIG, max_new_tokens=6, draft="none"), []
