@@ -11,7 +11,8 @@ from attention_problems import Case, random_problem
 
 from pallas_kernels import attention, dispatch
 from pallas_kernels.attention import mosaic_gpu, support, triton
-from pallas_kernels.formats.kv_cache import FullLayer, Lengths
+from pallas_kernels.flush import flush
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import UPPER_PLANE, ChosenTokens, DenseView, LargestMass, ListedGroups
 
 LISTED = ListedGroups(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
@@ -62,6 +63,17 @@ def test_other_gpus_run_the_reference_and_say_why(monkeypatch, caplog, capabilit
     *passed, last = caplog.records
     assert [record.getMessage().split(" is passed over")[0] for record in passed] == ["attention: mosaic_gpu", "attention: triton"]
     assert last.levelno == logging.WARNING and "attention runs in plain JAX" in last.getMessage()
+
+
+@pytest.mark.parametrize(("groups", "level"), [(0, logging.INFO), (2, logging.WARNING)])
+def test_a_cache_without_room_for_a_group_is_not_called_slow(monkeypatch, caplog, groups, level):
+    on_device(monkeypatch, "8.0")
+    dispatch._log_once.cache_clear()
+    layer = HierarchicalLayer.zeros(1, 1, groups, 8, 20, 64, jnp.bfloat16)
+    nothing = jnp.zeros(1, jnp.int32)
+    with caplog.at_level(logging.INFO):
+        flush(layer, Lengths(nothing, nothing), nothing > 0, scheme="int8_first")
+    assert max(record.levelno for record in caplog.records) == level
 
 
 def test_a_cpu_runs_the_reference(arguments):

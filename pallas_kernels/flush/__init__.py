@@ -16,5 +16,7 @@ def flush(
     Rows that are not due keep every bit. The caller updates the lengths.
     Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
-    module = choose("flush", GPU_IMPLEMENTATIONS, implementation, layer, lengths, due, scheme=scheme)
+    # Without room for a group, as in a short row, nothing is ever due.
+    slow = layer.groups > 0
+    module = choose("flush", GPU_IMPLEMENTATIONS, implementation, layer, lengths, due, scheme=scheme, slow_reference=slow)
     return module.flush(layer, lengths, due, scheme=scheme)
