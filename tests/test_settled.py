@@ -232,9 +232,9 @@ def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
 
 
-@pytest.mark.parametrize("gamma", [None, 2])
-def test_auto_gives_way_to_a_draft_that_is_given(model, gamma, caplog):
-    auto = GenerationConfig(max_new_tokens=6, num_speculative_tokens=gamma, ignore_eos=True)
+def test_auto_gives_way_to_a_draft_that_is_given(caplog):
+    model = random_model(dataclasses.replace(TINY, num_layers=1))
+    auto = GenerationConfig(max_new_tokens=6, ignore_eos=True)
     named, draft = dataclasses.replace(auto, draft="prompt-lookup"), make_draft("prompt-lookup", model)
     prompt = [1, 2, 3] * 5
     with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
@@ -243,6 +243,9 @@ def test_auto_gives_way_to_a_draft_that_is_given(model, gamma, caplog):
         (result,) = run_batch(model, [Request(prompt, auto, jax.random.key(0))], draft=draft)
     assert result.token_ids == one.token_ids[0] and result.stats == one.stats.rows[0]
     assert not caplog.messages
+    for gamma in (None, 2):
+        (beside,) = with_draft(model, [dataclasses.replace(auto, num_speculative_tokens=gamma)], [15], batch=1, draft=draft)
+        assert beside.draft != "auto" and beside.num_speculative_tokens == (gamma or GAMMA)
     found = teacher_forced(model, draft, [prompt], auto, jax.random.key(0))
     assert found == teacher_forced(model, draft, [prompt], named, jax.random.key(0)) and found.drafted
 
@@ -311,7 +314,8 @@ def test_settings_of_drafts_are_no_errors_without_one(cache, model, caplog):
         assert line.startswith("draft auto: none") and all(name in line for name in given) and ("no effect" in line) == bool(given)
 
 
-def test_without_a_draft_its_settings_change_no_token(model):
+def test_without_a_draft_its_settings_change_no_token():
+    model = random_model(dataclasses.replace(TINY, num_layers=1))
     named = GenerationConfig(draft="none", cache="full", max_new_tokens=4, ignore_eos=True)
     config = dataclasses.replace(named, draft="auto", adaptive=True, draft_cost=0.5, min_draft_confidence=0.3, num_speculative_tokens=3)
     out = generate(model, [[1, 2, 3] * 9], config=config)
@@ -320,7 +324,7 @@ def test_without_a_draft_its_settings_change_no_token(model):
 
 def test_the_default_emits_the_tokens_of_quantspec():
     with jax.enable_x64(True):
-        model = runs.random_model(jnp.float64)
+        model = runs.random_model(jnp.float64, num_hidden_layers=1)
         config = GenerationConfig(max_new_tokens=40, group_size=8, ignore_eos=True)
         prompts = runs.random_prompts([30, 3])
         default, named = (generate(model, prompts, config=dataclasses.replace(config, draft=draft)) for draft in ("auto", "quantspec"))
