@@ -346,7 +346,7 @@ def test_options_of_int4_weights_imply_quantspec(run, directory, caplog, option)
     code, out, _ = run("generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", 4, "--json", *option)
     assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] > 0
     said = [record.getMessage() for record in caplog.records if record.name != "qspec_jax.decoding.requests"]  # of its EOS, once a process
-    assert said == ["draft auto: quantspec, which has the INT4 weights that --calibrate and --sensitive-layers are for"]
+    assert said == [f"draft auto: quantspec, which has the INT4 weights that {option[0]} is for"]
 
 
 @pytest.mark.parametrize(
