@@ -22,7 +22,7 @@ docs: .venv/installed-test  ## The site, in docs/_build/html; a warning is an er
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 package: .venv/installed-test  ## sdist and wheel, checked, and the wheel tried outside the repository.
-	rm -rf dist build
+	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/try_wheel.py dist

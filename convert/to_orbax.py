@@ -30,7 +30,7 @@ from qspec_jax.checkpoints.converted import DRAFT, MANIFEST, TARGET, Manifest
 from qspec_jax.checkpoints.hub import SMALL_FILES, local
 from qspec_jax.checkpoints.huggingface import Source
 from qspec_jax.checkpoints.loading import stored_dtype
-from qspec_jax.checkpoints.tokenizers import tokenizer_problem
+from qspec_jax.checkpoints.tokenizers import has_tokenizer, tokenizer_problem
 from qspec_jax.errors import InputError, with_type, writing
 from qspec_jax.files import read_json
 from qspec_jax.quantization.weights import is_linear
@@ -87,7 +87,7 @@ def convert(
     if wanted not in DTYPES:
         raise InputError(f"dtype {wanted} is not one to convert to; {', '.join(DTYPES)} are (--dtype)")
     opened.check_contents()
-    if unread := tokenizer_problem(folder):
+    if has_tokenizer(folder) and (unread := tokenizer_problem(folder)):
         log.warning("%s; without it a conversion takes no text", unread)
     check = lambda: _check_places(folder, directory, overwrite)
     with written(directory, _bytes_needed(opened, jnp.dtype(wanted), draft_bits), check) as unfinished:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoints import hf_config, write_checkpoint
 
+from qspec_jax import demo
 from qspec_jax.checkpoints import hub
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
@@ -63,7 +64,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path):
     source = write_checkpoint(tmp_path / "repository", hf_config(), shards=2)
-    (source / "tokenizer.json").write_text("{}")
+    shutil.copy(demo.MODEL / "tokenizer.json", source)
     for left in ("modeling_own.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"):
         (source / left).parent.mkdir(exist_ok=True)
         (source / left).write_text("raise SystemExit")

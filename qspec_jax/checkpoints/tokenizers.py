@@ -66,6 +66,15 @@ def load_tokenizer(directory: str | Path):
     return tokenizer
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether there are files of a tokenizer in a directory, readable or not.
+
+    Args:
+        directory: of a checkpoint.
+    """
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def tokenizer_problem(directory: str | Path) -> str | None:
     """Says why the tokenizer of a directory cannot be read; None where it can.
 

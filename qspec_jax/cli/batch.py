@@ -345,7 +345,6 @@ def _through_ray(
     content: bytes,
     directory: Path,
     config: GenerationConfig,
-    silent_on_sampling: bool,
     journal: Journal,
     settings: dict[str, Any],
     *,
