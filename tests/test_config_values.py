@@ -82,3 +82,9 @@ def test_what_is_taken(name, given, kept):
 def test_what_is_refused(settings, message):
     with pytest.raises(InputError, match=re.escape(message) + "$"):
         GenerationConfig(**settings)
+
+
+def test_a_long_value_is_cut():
+    with pytest.raises(InputError) as refused:
+        GenerationConfig(draft=list(range(9999)))
+    assert len(str(refused.value)) < 100

@@ -16,7 +16,7 @@ from qspec_jax.errors import InputError
 
 def whole(name: str, value: Any) -> int:
     """A whole number. Raises InputError for any other value, a bool and 2.0 among them."""
-    return int(_index(value, f"{name} should be a whole number, not {value!r}"))
+    return int(_index(value, f"{name} should be a whole number, not {value!r:.60}"))
 
 
 def number(name: str, value: Any) -> float:
@@ -24,21 +24,21 @@ def number(name: str, value: Any) -> float:
     if getattr(value, "ndim", None) == 0:  # of JAX or numpy
         value = value.item()
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        raise InputError(f"{name} should be a number, not {value!r}")
+        raise InputError(f"{name} should be a number, not {value!r:.60}")
     return value if isinstance(value, int | float) else float(value)
 
 
 def flag(name: str, value: Any) -> bool:
     """True or False. Raises InputError for any other value."""
     if not isinstance(value, bool | np.bool_):
-        raise InputError(f"{name} should be True or False, not {value!r}")
+        raise InputError(f"{name} should be True or False, not {value!r:.60}")
     return bool(value)
 
 
 def text(name: str, value: Any) -> str:
     """A text. Raises InputError for any other value."""
     if not isinstance(value, str):
-        raise InputError(f"{name} should be a text, not {value!r}")
+        raise InputError(f"{name} should be a text, not {value!r:.60}")
     return value
 
 
@@ -52,14 +52,14 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 def ids(name: str, value: Any) -> tuple[int, ...]:
     """Token ids, or a single one. Raises InputError for any other value."""
-    wrong = f"{name} should be a token id or a list of them, not {value!r}"
+    wrong = f"{name} should be a token id or a list of them, not {value!r:.60}"
     listed = _listed(value)
     return tuple(_index(each, wrong) for each in ((value,) if listed is None else listed))
 
 
 def sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     """Sequences of token ids; an id in place of a sequence is one of a single id. Raises InputError for any other value."""
-    wrong = f"{name} should be a list of token ids and of lists of them, not {value!r}"
+    wrong = f"{name} should be a list of token ids and of lists of them, not {value!r:.60}"
     listed = (value,) if (found := _listed(value)) is None else found
     of_each = ((each,) if (parts := _listed(each)) is None else parts for each in listed)
     return tuple(tuple(_index(token, wrong) for token in each) for each in of_each)
@@ -68,7 +68,7 @@ def sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def biases(name: str, value: Any) -> dict[int, float]:
     """Numbers by token id. Raises InputError for any other value."""
     if not isinstance(value, Mapping):
-        raise InputError(f"{name} should be a dictionary with a number for each token id, not {value!r}")
+        raise InputError(f"{name} should be a dictionary with a number for each token id, not {value!r:.60}")
     key = lambda token: _index(token, f"{name} should have token ids as its keys, not {token!r}")
     return {key(token): number(f"{name} of token {token}", bias) for token, bias in value.items()}
 

@@ -268,7 +268,7 @@ class _Run:
         if rounds_per_look < 1:
             raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
         if not (sampler is None or hasattr(sampler, "verify")):
-            raise InputError(f"sampler should have the methods of qspec_jax.decoding.sampling.Sampler, and {sampler!r} has not")
+            raise InputError(f"sampler should have the methods of qspec_jax.decoding.sampling.Sampler, and {sampler!r:.60} has not")
         if key is None and (config.temperature or sampler is not None):
             draws = "a sampler of your own draws" if sampler is not None else f"temperature {config.temperature:g} draws tokens at random"
             raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")

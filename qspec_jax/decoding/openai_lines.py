@@ -20,8 +20,15 @@ RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tok
 THEIRS = ("logprobs", "top_logprobs", "stop_token_ids", "ignore_eos")
 IGNORED = ("model", "user", "metadata")
 # What is not supported, and the value that asks for nothing.
-NEUTRAL = {"n": 1, "best_of": 1, "stream": False, "echo": False, "presence_penalty": 0, "frequency_penalty": 0}
-NEUTRAL |= {"response_format": {"type": "text"}}
+NEUTRAL = {
+    "n": 1,
+    "best_of": 1,
+    "stream": False,
+    "echo": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "response_format": {"type": "text"},
+}
 MIN_LOGPROB = -9999.0  # OpenAI's: JSON has no -inf
 ERROR_CODE = "invalid_request_error"
 

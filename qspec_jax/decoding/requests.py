@@ -162,7 +162,7 @@ def check_given(draft: Draft | None, config: GenerationConfig) -> None:
     if draft is None:
         return
     if not isinstance(draft, Draft):
-        raise InputError(f"draft should be what make_draft makes, not {draft!r}; a draft's name belongs in GenerationConfig(draft=...)")
+        raise InputError(f"draft should be what make_draft makes, not {draft!r:.60}; a draft's name belongs in GenerationConfig(draft=...)")
     if not config.speculative:
         raise InputError(f"draft {config.draft!r} decodes without a draft, and one is given; leave it out, or name it in the config")
 
