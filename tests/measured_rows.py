@@ -5,7 +5,7 @@
 
 from typing import NamedTuple
 
-LLAMA_419M = {  # docs/results.md, "Whole decodes, a trained model"; its shape is qspec_jax.training.benchmark_model.RECIPE's
+LLAMA_419M = {  # docs/measurements/2026-11.md, "Whole decodes, a trained model"; its shape is qspec_jax.training.benchmark_model.RECIPE's
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 4096,
     "hidden_size": 2048,
@@ -39,11 +39,11 @@ class Decode(NamedTuple):
     used: bool = False
 
 
-_WHOLE = "results.md, Whole decodes, simulated acceptance"
-_TRAINED = "results.md, Whole decodes, a trained model"
+_WHOLE = "measurements/2026-11.md, Whole decodes, simulated acceptance"
+_TRAINED = "measurements/2026-11.md, Whole decodes, a trained model"
 _HALVES = f"{_WHOLE}, the two halves alone"
 _CHANCE = f"{_WHOLE}, at a chance of 0.92"
-_SPARSE = "results.md, Sparse drafts on an H200"
+_SPARSE = "measurements/2026-11.md, Sparse drafts on an H200"
 
 DECODES = [
     Decode(_WHOLE, "llama-2-7b", "h100", 4096, 6, 0.917, 5.65, 2.79, 2.03, 1.90, 6.11),
@@ -111,7 +111,7 @@ def _k(*thousands: int) -> tuple[int, ...]:
 
 
 _RAGGED = (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)
-# results.md, "Attention kernels". The times of `triton` are the fastest peer's over its ratio.
+# measurements/2026-11.md, "Attention kernels". The times of `triton` are the fastest peer's over its ratio.
 ATTENTION = [
     Attention("h100", "mosaic_gpu", 1, 1, 32, _k(64), 105),
     Attention("h100", "mosaic_gpu", 1, 1, 32, _k(128), 201),
@@ -165,7 +165,7 @@ class Matmul(NamedTuple):
     device: str = "h100"
 
 
-# results.md, "INT4 matmul kernels".
+# measurements/2026-11.md, "INT4 matmul kernels".
 MATMULS = [
     Matmul(28672, 4096, 1, 24.9, used=True),
     Matmul(28672, 4096, 4, 25.3),
@@ -178,7 +178,7 @@ MATMULS = [
     Matmul(4096, 4096, 1, 5.6, used=True),
     Matmul(4096, 4096, 4, 5.7),
     Matmul(4096, 4096, 7, 6.2),
-    # kernels.md, "INT4 matmul of many rows".
+    # docs/measurements/kernels.md, "INT4 matmul of many rows".
     Matmul(28672, 4096, 16, 24.4, used=True, device="h200"),
     Matmul(28672, 4096, 32, 29.8, device="h200"),
     Matmul(28672, 4096, 64, 45.7, used=True, device="h200"),
@@ -205,7 +205,7 @@ class Prefill(NamedTuple):
     used: bool = False
 
 
-_PREFILL = "results.md, Prefill, transformers, compiling"
+_PREFILL = "measurements/2026-11.md, Prefill, transformers, compiling"
 PREFILLS = [
     Prefill(f"{_PREFILL}, chunks of 512", 4096, 0.122),
     Prefill(f"{_PREFILL}, chunks of 512", 32768, 1.398),
@@ -230,7 +230,7 @@ class Memory(NamedTuple):
     used: bool = False
 
 
-# results.md, "Memory"
+# measurements/2026-11.md, "Memory"
 MEMORY = [
     Memory("llama-2-7b", 4096, 640, 1.38, 0.56, 18.6, 16.2),
     Memory("llama-2-7b", 16384, 640, 4.71, 0.53, 22.4, 23.0),
@@ -258,5 +258,5 @@ class Batch(NamedTuple):
 BATCHES = [Batch("fixed", 736, 0.423, used=True), Batch("refilled", 1339, 0.925)]
 BATCH_TOKENS, BATCH_PROMPTS, BATCH_CONTEXT = 34127, 200, 447
 
-# results.md, "Flushes": a flush of 32 layers in the runs of `bench decode`; `bench flush` had 0.8.
+# measurements/2026-11.md, "Flushes": a flush of 32 layers in the runs of `bench decode`; `bench flush` had 0.8.
 FLUSH_MS = 0.7

@@ -17,7 +17,7 @@ from qspec_jax.training import corpus
 
 pytestmark = pytest.mark.optimized
 
-# Milliseconds of a draft over those of verifying, on an H100 (docs/results.md): Llama-2-7B at 4k, Llama-3.1-8B at 128k.
+# Milliseconds of a draft over those of verifying, on an H100 (docs/measurements/2026-11.md): Llama-2-7B at 4k, Llama-3.1-8B at 128k.
 COSTS = (1.90 / 6.11, 3.59 / 9.27)
 FIXED, MOST = (1, 2, 3, 4, 6), 6
 TEXTS, PROMPT, NEW = 1, 64, 96

@@ -25,7 +25,7 @@ from qspec_jax.drafts import registry
 from qspec_jax.drafts.combine import CombinedSettings
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for folder in (".", "kernels", "measurements") for page in (ROOT / "docs" / folder).glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = typer.main.get_command(app)
 EMBEDDED = "qspec_jax/demo/model"

@@ -312,7 +312,7 @@ def test_most_rows_are_held_out():
 
 
 def test_ranges_of_the_trained_model():
-    """results.md: a round at 8k takes 2.2 to 2.3 ms, and with 4 drafts a round decoding is 1.40 to 1.80 times as fast."""
+    """docs/measurements/2026-11.md: a round at 8k takes 2.2 to 2.3 ms, and with 4 drafts a round decoding is 1.40 to 1.80 times as fast."""
     trained = [row for row in rows.DECODES if row.arch == "419m" and row.device == "h200"]
     for row in trained[:2]:
         p = planned.predicted(row)
@@ -326,7 +326,7 @@ def test_ranges_of_the_trained_model():
 
 
 def test_costs_of_a_draft():
-    """results.md, "Adaptive drafting": of verifying 0.311 for Llama-2-7B at 4k, 0.387 for Llama-3.1-8B at 128k."""
+    """docs/measurements/2026-11.md, "Adaptive drafting": of verifying 0.311 for Llama-2-7B at 4k, 0.387 for Llama-3.1-8B at 128k."""
     for arch, context, cost in ("llama-2-7b", 4096, 0.311), ("llama-3.1-8b", 131072, 0.387):
         row = next(row for row in rows.DECODES if (row.arch, row.context) == (arch, context))
         found = planned.predicted(row)

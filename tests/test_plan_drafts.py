@@ -148,7 +148,7 @@ def test_prompt_lookup_costs_a_verification():
     assert row.step_ms is None and row.round_ms == pytest.approx(round_ms(row))
     assert row.ms_per_token == pytest.approx(row.round_ms / rounds.tokens) and row.tokens_per_round == rounds.tokens
     assert (row.acceptance, row.proposing, row.kernels_measured) == (0.37, pytest.approx(0.9), True)
-    assert "0.371 with the embedded model" in row.acceptance_source and "docs/results.md" in row.acceptance_source
+    assert "0.371 with the embedded model" in row.acceptance_source and "docs/measurements/2026-11.md" in row.acceptance_source
     assert row.target_ms == row_for("quantspec").target_ms and row.memory.draft == 0
     settings = "whatever its settings but shortest"
     assert row.note.startswith(f"it is ASSUMED to have a proposal in 90% of the rounds that ask it, {settings}: 0.907")

@@ -4,7 +4,7 @@ A warp has a share of the tokens of one KV head, in tiles of 32: all of one grou
 that is masked out of a 16-bit word is, as a float, a subnormal number: the code times a known power of 2. So codes are only masked, not
 converted. They are the first operand of the tensor cores (16 tokens, or 16 channels). The second has 8 columns, the query rows: queries
 times the keys' scales in float16, or softmax weights times the values' scales in bfloat16. Zero points have products of their own.
-docs/kernels.md, "KIVI's format", says which lane holds what.
+docs/kernels/attention.md, "KIVI's format", says which lane holds what.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The arithmetic of a warp, in fragments of the tensor cores: logits, softmax and weighted values of a group or chunk in shared memory.
 
-Codes enter as 1024 + code in float16, which costs no arithmetic (docs/kernels.md, "Unpacking"). The excess is a multiple of the sum
+Codes enter as 1024 + code in float16, which costs no arithmetic (docs/kernels/formats.md, "Unpacking"). The excess is a multiple of the sum
 of the other operand as rounded, and is taken off every product. Queries and scales are brought to a common size by powers of two:
 float16 then has 2^20 from the largest scale of a group to the smallest (2^16 for high nibbles in one plane). The keys' zeros are a
 product of their own in bfloat16, the values' a number for all channels.

@@ -3,7 +3,7 @@
 It runs four stages of the INT4 matmul, and every multiprocessor one block from beginning to end. One kernel after the other would leave
 the memory idle whenever one ends and the next begins.
 
-Blocks wait for what others hand over (docs/kernels.md, "The fused layer"). They draw their work in the order in which
+Blocks wait for what others hand over (docs/kernels/fused-layer.md). They draw their work in the order in which
 it can be done (matmul/mosaic_block.py). So however few blocks run at once, all come to an end, and launches that do not depend on each
 other may run at the same time on one device. Where a model is divided over devices, they add up within the launch what each of them finds
 (matmul/mosaic_exchange.py).

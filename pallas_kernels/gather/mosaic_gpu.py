@@ -11,7 +11,7 @@ of the first warp begins behind the last warp's.
 
 Other kernels run at the same time. A block of attention or of a matrix product needs nearly all registers of a multiprocessor, and cannot
 begin where a block of this kernel is. Therefore all its warps are on a few multiprocessors, and attention has as many blocks as fit the
-others (docs/kernels.md, "Single tokens of host memory").
+others (docs/kernels/host-memory.md).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Tensor-core products and the fragments they read and write: what the 32 lanes of a warp hold of a matrix.
 
-Lanes are numbered 4 g + t, g = 0..7 a row or column of a fragment and t = 0..3 the place within it (drawn in docs/kernels.md). Besides
+Lanes are numbered 4 g + t, g = 0..7 a row or column of a fragment and t = 0..3 the place within it (docs/kernels/formats.md). Besides
 the products there are the ways in and out of fragments: loads of whole matrices, a transpose, and sums, maxima and the like over the
 lanes that share a row or a column. 16-bit floats travel in pairs, two to a word: "bf16" or "f16".
 """

@@ -78,7 +78,7 @@ def unpack(upper: Value, lower: Value | None, masks: tuple[Value, Value]) -> tup
     """The codes in the nibbles of 4 bytes as float16 numbers 1024 + code: a code becomes the last bits of the mantissa of 1024.
 
     With a lower plane a code is 16 upper + lower. Returns two pairs of float16 for the low nibbles, from bytes (0, 2) and (1, 3), and then
-    two for the high nibbles, which without a lower plane are 1024 + 16 code (docs/kernels.md, "Unpacking").
+    two for the high nibbles, which without a lower plane are 1024 + 16 code (docs/kernels/formats.md, "Unpacking").
     """
     if lower is None:
         both = upper, upper >> 8
@@ -103,7 +103,7 @@ def nibble_factors(scale: Value, zero: Value) -> tuple[Value, Value, Value]:
 def nibbles_to_bf16(x: Value, factors: tuple[Value, Value, Value]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
     """code * scale + zero, divided by NIBBLES_DIVISOR, for the codes in the nibbles of 4 bytes, rounded once to bfloat16.
 
-    A nibble alone in a bfloat16 is a multiple of 2^-133, the smallest number (docs/kernels.md, "Unpacking"). Returns two pairs for the low
+    A nibble alone in a bfloat16 is a multiple of 2^-133, the smallest number (docs/kernels/formats.md). Returns two pairs for the low
     nibbles, from bytes (0, 2) and (1, 3), and then two for the high nibbles.
     """
     low, high, zero = factors
@@ -116,7 +116,7 @@ CODES_DIVISOR = 64.0  # of `codes_to_bf16`
 
 
 def codes_to_bf16(x: Value) -> tuple[Value, Value]:
-    """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels.md, "Unpacking")."""
+    """Four signed bytes divided by CODES_DIVISOR, exactly, as two pairs of bfloat16 in their order (docs/kernels/formats.md)."""
     unsigned, factor, offset = x ^ 0x80808080, ptx.i32(0x7F007F00), ptx.i32(0xC000C000)  # pairs of 2^127 and of -2
     expand = lambda order: ptx.pure(f"prmt.b32 $0, $1, $2, {order};", unsigned, ptx.i32(0))
     return tuple(fma_bf16(expand(order), factor, offset) for order in ("0x4140", "0x4342"))

@@ -380,7 +380,7 @@ def once_loaded(address: Value, words: Sequence[Value]) -> Value:
     """The address, which is not known before these words are: whatever uses it waits for the loads of the words.
 
     `arrive` alone does not: its machine code is sent while loads before it are queued, and what they read may then be overwritten
-    (docs/kernels.md, "An arrival is made to wait for its loads").
+    (docs/kernels/matmul.md, "An arrival is made to wait for its loads").
     """
     ors = " ".join(f"or.b32 all, all, ${i};" for i in range(2, 2 + len(words)))
     # %ctaid.y is zero in launches of one dimension (launch.py), which the compiler does not know.

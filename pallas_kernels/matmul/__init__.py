@@ -84,8 +84,7 @@ def _plain(*weights: Weight) -> bool:
 
 
 def _skinny(x: Array, weights: Sequence[Weight], dtype, *, int8: bool) -> ModuleType:
-    """The module that multiplies by these weights, none of which is INT4. It is XLA's where an H200 was faster with that (docs/kernels.md,
-    "Skinny matmul")."""
+    """The module that multiplies by these weights, none of which is INT4: XLA's where that is faster (docs/kernels/matmul.md)."""
     rows = math.prod(x.shape[:-1])
     if int8:
         candidates = INT8_IMPLEMENTATIONS if rows == 1 or 8 < rows <= mosaic_int8_plan.MAX_ROWS else ()

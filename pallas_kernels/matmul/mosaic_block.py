@@ -16,7 +16,7 @@ block that runs already, or to another device's launch: the launch comes to its 
 beside other launches or not.
 A slot of the ring of codes holds a pass of a tile: codes [output][group][64 bytes], then scales and zeros [array][output][group].
 One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `add_group`. One of the ring of tickets holds a ticket.
-Rings, barriers and the handoff buffer are drawn in docs/kernels.md.
+Rings, barriers and the handoff buffer are drawn in docs/kernels/matmul.md.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB,
 idle. The first epilogue warp copies the activations, once, while the producers issue their copies. Each math warp takes the same inputs of
 every pass; rows of activations are the first operand of the tensor cores, where there is place for 16, and outputs the columns of the
 second. Epilogue warps add the math warps' sums of a tile in their order. INT8 codes become bfloat16 as they are multiplied, and sums meet
-the outputs' scales at the end. Rings and barriers are described in docs/kernels.md.
+the outputs' scales at the end. Rings and barriers are described in docs/kernels/matmul.md.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.processors import Processors, make_processors
 from qspec_jax.models.llama import Llama
 
-# Of a draft, where verifying a round is 1, if neither the user nor stored costs say; on an H100 it is 0.31 to 0.39 (docs/results.md).
+# Cost of a draft step relative to verification, if not given or stored; 0.31 to 0.39 on an H100 (docs/measurements/2026-11.md).
 DRAFT_COST = 0.35
 
 

@@ -25,15 +25,15 @@ _LOOKED_UP = "with the embedded model in 4 texts of 4,096 tokens, 64 more in eac
 # ACCEPTANCE and PROPOSING are by `key_of` a draft. The chance that a draft is accepted, given those before it in the round:
 ACCEPTANCE = {
     "quantspec": Chance(
-        0.97, f"0.970 with {_MEASURED}. Of all drafts in rounds of 6, another measure, such models accept 0.886 to 0.917 (docs/results.md)"
+        0.97, f"0.970 with {_MEASURED}. Of all drafts in rounds of 6 such models accept 0.886 to 0.917 (docs/measurements/2026-11.md)"
     ),
-    "sparse": Chance(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/results.md)"),
+    "sparse": Chance(0.93, f"0.929 with {_MEASURED}, where drafts read 6 % of the groups (docs/measurements/2026-11.md)"),
     "streaming-llm": Chance(0.87, f"{_PAPER} 0.79 to 0.91"),
     "snapkv": Chance(0.83, f"{_PAPER} 0.56 to 0.94"),
     "prompt-lookup": Chance(
         0.37,
         "0.371 with the embedded model, conditional, teacher-forced, at a context of 8k of code; 6 texts of 128 tokens, standard error "
-        "0.039, and 0.412 with 0.100 at 4k (docs/results.md)",
+        "0.039, and 0.412 with 0.100 at 4k (docs/measurements/2026-11.md)",
     ),
     "prompt-lookup:shortest=2": Chance(0.54, f"0.54 {_LOOKED_UP} 2 tokens (docs/plan.md)"),
     "prompt-lookup:shortest=3": Chance(0.59, f"0.59 {_LOOKED_UP} 3 tokens (docs/plan.md)"),

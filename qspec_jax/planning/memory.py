@@ -8,9 +8,9 @@ from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.operations import cache_bytes, cache_bytes_read, head_bytes, int4_bytes, layer_weight_bytes, model_bytes
 from qspec_jax.planning.steps import OutlinedDraft
 
-# What prefill holds for each token besides the cache: so many arrays as wide as the hidden state, and so many of a layer's keys and values.
-# Those of a full cache are fitted on two measured rows of docs/results.md; the others on what XLA says that programs take that it compiled
-# for an H100 (Llama-2-7B and Llama-3.1-8B, 131,072 tokens); of caches in host memory, where a prompt is read in three programs.
+# Arrays that prefill holds for each token besides the cache: of the hidden state's width, and of a layer's keys and values. Those of a full
+# cache are fitted on two measured rows of docs/measurements/2026-11.md; the others on the memory of programs that XLA compiled for an H100
+# (Llama-2-7B and Llama-3.1-8B, 131,072 tokens), where a prompt is read in three programs for caches in host memory.
 PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (2.4, 0.84), **dict.fromkeys(("full:host", "int8:lower=host", "int8:host"), (2.4, 0.96))}
 MOST = 1 << 26  # tokens or rows that are looked for
 
