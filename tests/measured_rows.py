@@ -39,11 +39,11 @@ class Decode(NamedTuple):
     used: bool = False
 
 
-_WHOLE = "measurements/2026-11.md, Whole decodes, simulated acceptance"
-_TRAINED = "measurements/2026-11.md, Whole decodes, a trained model"
+_WHOLE = "2026-11.md, Whole decodes, simulated acceptance"
+_TRAINED = "2026-11.md, Whole decodes, a trained model"
 _HALVES = f"{_WHOLE}, the two halves alone"
 _CHANCE = f"{_WHOLE}, at a chance of 0.92"
-_SPARSE = "measurements/2026-11.md, Sparse drafts on an H200"
+_SPARSE = "2026-11.md, Sparse drafts on an H200"
 
 DECODES = [
     Decode(_WHOLE, "llama-2-7b", "h100", 4096, 6, 0.917, 5.65, 2.79, 2.03, 1.90, 6.11),
@@ -205,7 +205,7 @@ class Prefill(NamedTuple):
     used: bool = False
 
 
-_PREFILL = "measurements/2026-11.md, Prefill, transformers, compiling"
+_PREFILL = "2026-11.md, Prefill, transformers, compiling"
 PREFILLS = [
     Prefill(f"{_PREFILL}, chunks of 512", 4096, 0.122),
     Prefill(f"{_PREFILL}, chunks of 512", 32768, 1.398),
@@ -213,7 +213,7 @@ PREFILLS = [
     Prefill(f"{_PREFILL}, chunks of 512", 131072, 11.6),
     Prefill(f"{_PREFILL}, chunks of 2,048", 32768, 1.304, used=True),
     # Prompts of 128 to 1,024 tokens, log-uniform, padded to 492 in the mean.
-    Prefill("batch.md, What refilling gives", 492, 0.022, used=True),
+    Prefill("batches.md, What refilling gives", 492, 0.022, used=True),
 ]
 
 
@@ -254,7 +254,7 @@ class Batch(NamedTuple):
     used: bool = False
 
 
-# batch.md, "What refilling gives"; the command's prompts with its default seed ask for 34,127 new tokens and have 447 tokens in the mean.
+# measurements/batches.md, "What refilling gives"; the command's prompts with its default seed ask for 34,127 new tokens and have 447 tokens in the mean.
 BATCHES = [Batch("fixed", 736, 0.423, used=True), Batch("refilled", 1339, 0.925)]
 BATCH_TOKENS, BATCH_PROMPTS, BATCH_CONTEXT = 34127, 200, 447
 

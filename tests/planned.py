@@ -24,7 +24,7 @@ from qspec_jax.planning.timing import FITTED, Cost, Efficiencies
 from qspec_jax.quantization.outline import outline
 
 FULL, G = CacheConfig("full"), 128
-DOCS = Path(__file__).parent.parent / "docs" / "plan.md"
+DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "plan.md"
 LLAMA_8B, H100 = architecture("llama-3.1-8b"), DEVICES["h100"]
 
 
@@ -226,7 +226,7 @@ def compared() -> list[Compared]:
 
 
 def tables() -> list[str]:
-    """What docs/plan.md shows of them, and which were fitted on."""
+    """What docs/measurements/plan.md shows of them, and which were fitted on."""
     mark = lambda used: "fitted" if used else ""
     decodes = ["| decode | baseline, ms | a draft, ms | verifying, ms | a token, ms | speed-up | |", "|---|---|---|---|---|---|---|"]
     for row in rows.DECODES:
@@ -239,7 +239,7 @@ def tables() -> list[str]:
 
 
 def with_tables(text: str) -> str:
-    """The text of docs/plan.md with these tables in place of those that stand there, known by their first two lines."""
+    """The text of docs/measurements/plan.md with these tables instead of its own, known by their first two lines."""
     for table in tables():
         head = table[: table.index("\n", table.index("\n") + 1) + 1]
         before, _, behind = text.partition(head)

@@ -345,7 +345,7 @@ def test_memory_is_what_was_measured(row):
 
 
 def test_docs_have_what_is_predicted():
-    """The tables of docs/plan.md, which `python tests/planned.py` writes."""
+    """The tables of docs/measurements/plan.md, which `python tests/planned.py` writes."""
     text = planned.DOCS.read_text()
     for table in planned.tables():
         assert table in text
