@@ -134,7 +134,7 @@ def batch_round_count(row: rows.Batch) -> float:
 
 def batch_tokens_per_second(row: rows.Batch) -> float:
     cost, rest = batch_costs(batch_rounds())
-    prefill = prefill_seconds(next(found for found in rows.PREFILLS if found.place.startswith("batch.md")))
+    prefill = prefill_seconds(next(found for found in rows.PREFILLS if found.place.startswith("batches.md")))
     return rows.BATCH_TOKENS / (batch_round_count(row) * (cost.seconds(H100) + rest) + rows.BATCH_PROMPTS * prefill)
 
 
