@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -487,42 +486,11 @@ def test_attention(case, config, planes, data):
     assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
 
 
-CLUSTERS = {
-    # Rows of one block, and of several, which do not begin where a block of the cluster does.
-    "T1-GQA2-rows": (Case(1, 2, 1, 64, group_size=64, capacity=9, groups=(9, 0, 3)), Config(7, launches=1), 1, "gaussian"),
-    "T7-GQA4-team": (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(3, team=2, launches=1), 2, "outliers"),
-    # Two blocks of rows, of which the last is not full; more than a thread has room for.
-    "T16-GQA7": (Case(16, 7, 1, 64, group_size=64, capacity=1, groups=(1,)), Config(2, launches=1), None, "gaussian"),
-    "a team a block": (Case(1, 2, 2, 128, group_size=128, capacity=4, groups=(4,)), Config(3, team=4, launches=1), 1, "gaussian"),
-    "one block": (Case(1, 2, 2, 64, group_size=64, capacity=3, groups=(3,)), Config(1, launches=1), 1, "gaussian"),
-}
-
-
-def in_two_launches(config: Config) -> Config:
-    return dataclasses.replace(config, launches=2)
-
-
-@pytest.mark.parametrize(("case", "config", "planes", "data"), CLUSTERS.values(), ids=CLUSTERS)
-def test_attention_merged_by_a_cluster(case, config, planes, data):
-    q, layer, lengths = attention_problem(case, data)
-    if planes is None:
-        layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
-    observe = planes is not None
-    out, mass = attend(q, layer, lengths, DenseView(planes), config, observe=observe)
-    assert out.dtype == jnp.bfloat16
-    expected = exactly(q, layer, lengths, DenseView(planes), observe=observe)
-    expected, expected_mass = expected if observe else (expected, mass)
-    assert_close(out, expected)
-    np.testing.assert_allclose(mass, expected_mass, atol=5e-3 * case.heads / case.kv_heads)
-    two, _ = attend(q, layer, lengths, DenseView(planes), in_two_launches(config))
-    assert np.abs(np.asarray(two, np.float32) - np.asarray(out, np.float32)).max() <= 2**-7 * np.abs(np.asarray(two, np.float32)).max()
-
-
 APPENDED = {
     # One new token, the first of a chunk and in the middle of one; no groups, and none but new tokens, which lie on two chunks.
-    "T1-GQA2-listed": (Case(1, 4, 2, 64, group_size=64, capacity=5, groups=(5, 0, 2)), Config(5, launches=1), 1, [0, 32, 63]),
+    "T1-GQA2-listed": (Case(1, 4, 2, 64, group_size=64, capacity=5, groups=(5, 0, 2)), Config(5), 1, [0, 32, 63]),
     "T7-GQA4-team": (Case(7, 4, 1, 128, group_size=128, capacity=1, groups=(1, 0)), Config(2, team=2), 2, [28, 0]),
-    "T16-full": (Case(16, 7, 1, 64, group_size=64, groups=(0,)), Config(2, launches=1), None, [57]),
+    "T16-full": (Case(16, 7, 1, 64, group_size=64, groups=(0,)), Config(2), None, [57]),
     # Where there is no room, the last rows are written.
     "T2-no-room": (Case(2, 2, 2, 64, group_size=64, capacity=1, groups=(1, 0)), Config(2), 1, [129, -3]),
 }
@@ -552,22 +520,6 @@ def test_append_and_attend_is_the_one_after_the_other(case, config, planes, buff
         np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
 
 
-@pytest.mark.parametrize("left_out", [0, 1], ids=["before reading others", "before ending"])
-def test_blocks_of_a_cluster_that_do_not_meet_are_seen(monkeypatch, left_out):
-    case, config, planes, data = CLUSTERS["T1-GQA2-rows"]
-    q, layer, lengths = attention_problem(case, data)
-    done, calls = ptx.meet_cluster, threading.local()
-
-    def meet_cluster():
-        calls.number = getattr(calls, "number", -1) + 1  # of this warp
-        if calls.number != left_out:
-            done()
-
-    monkeypatch.setattr(ptx, "meet_cluster", meet_cluster)
-    with pytest.raises(SEEN, match=rf"a race: |which has ended|{IN_VAIN}"):
-        attend(q, layer, lengths, DenseView(planes), config)
-
-
 @pytest.mark.parametrize(
     ("case", "config", "data"),
     [
@@ -592,7 +544,7 @@ def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
     # Two words a lane, and two rows, of which a warp learns its own only as it divides the work.
     case = Case(1, 1, 1, 64, group_size=64, capacity=36, groups=(36, 34))
     q, layer, lengths = attention_problem(case, "gaussian")
-    view, config = random_lists(case), Config(2, warpgroups=2, launches=1)
+    view, config = random_lists(case), Config(2, warpgroups=2)
     plan = attention.plan_for(q, layer, view, config=config)
     assert plan.list_words == 2 and int(view.count.max()) > 33
     kept, _ = attend(q, layer, lengths, view, config)
@@ -662,6 +614,8 @@ def test_several_copies_of_the_same_wait_for_what_was_read_before_the_first(hear
     [
         (*TEAMS["T1-rows"], 1, "outliers"),
         (*TEAMS["T7-GQA4-warpgroup"], 2, "outliers"),
+        # Rows of one block, and of several.
+        (Case(1, 2, 1, 64, group_size=64, capacity=9, groups=(9, 0, 3)), Config(7), 1, "gaussian"),
         pytest.param(
             *(Case(7, 4, 2, 64, group_size=64, capacity=3, groups=(3, 0, 1)), Config(3, team=2), 2, "gaussian"), marks=pytest.mark.slow
         ),
@@ -673,7 +627,7 @@ def test_several_copies_of_the_same_wait_for_what_was_read_before_the_first(hear
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["T1-rows", "T7-GQA4-warpgroup", "T7-GQA2-rows", "T16-GQA7", "T7-GQA4-two-slots"],
+    ids=["T1-rows", "T7-GQA4-warpgroup", "T1-GQA2-rows", "T7-GQA2-rows", "T16-GQA7", "T7-GQA4-two-slots"],
 )
 def test_attention_mass(case, config, planes, data):
     q, layer, lengths = attention_problem(case, data)

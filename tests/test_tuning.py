@@ -51,11 +51,10 @@ def test_a_tuned_configuration_takes_the_place_of_the_default(folder):
 
 
 def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
-    """Alike are one row, a few tiles more, and twice the heads, with as many blocks as are resident; the problem's own comes first, and
-    blocks of a cluster stay with theirs."""
+    """Alike are one row, a few tiles more, and twice the heads, with as many blocks as are resident; the problem's own comes first."""
     default = plan.configured(None)
     stored = lambda splits, **changed: tuning.store(
-        mosaic_plan.KERNEL, plan.problem | changed, {"splits": splits, "warpgroups": 2, "team": 2, "launches": 1}, tuning.path()
+        mosaic_plan.KERNEL, plan.problem | changed, {"splits": splits, "warpgroups": 2, "team": 2}, tuning.path()
     )
     stored(3, block_tiles=plan.block_tiles + mosaic_plan.MORE_TILES + 1)
     assert plan.configured(None) == default
@@ -66,8 +65,7 @@ def test_the_configuration_of_a_problem_alike_is_better_than_a_default(folder):
     divided = dataclasses.replace(plan, kv_heads=plan.kv_heads // 2).configured(None).config
     assert divided == mosaic_plan.Config(splits=132 // 16, warpgroups=2, team=2)
     stored(5)
-    assert plan.configured(None).config == mosaic_plan.Config(splits=5, warpgroups=2, team=2, launches=1)
-    assert rows.configured(None).config.launches == 2
+    assert plan.configured(None).config == mosaic_plan.Config(splits=5, warpgroups=2, team=2)
     stored(6, batch=5)
     assert rows.configured(None).config.splits == 6
 
@@ -92,8 +90,6 @@ def test_blocks_for_the_rows_of_a_batch():
         {"splits": 4, "team": 3},
         {"splits": 4, "blocks": 16, "warpgroups": 3},  # leaves no room
         {"splits": 4, "warpgroups": 9},
-        {"splits": 4, "launches": 3},
-        {"splits": 9, "launches": 1},
         {"splits": 10**9},
         {"splits": 10**30},
         {"splits": 4, "blocks": 10**30},
@@ -143,23 +139,6 @@ def test_candidates_can_work_and_begin_with_the_default():
         many = candidate.config.warpgroups * candidate.config.blocks > 3
         assert candidate.slots >= (2 if many else 3) and candidate.shared_bytes <= mosaic_plan.SHARED_BYTES
         assert candidate.configured(candidate.config) == candidate
-
-
-def test_blocks_merge_as_a_cluster_only_where_that_measured_best():
-    listed = dataclasses.replace(plan, list_width=2)
-    assert not listed.default().merges and not plan.default().merges
-    plans = listed.candidates()
-    assert plans[0] == listed.default() and {candidate.merges for candidate in plans} == {True, False}
-    for candidate in plans:
-        assert candidate.with_room().shared_bytes <= mosaic_plan.SHARED_BYTES
-
-
-def test_what_a_team_found_must_have_room_where_its_ring_was():
-    wide = dataclasses.replace(plan, head_dim=256, group_size=64, planes=1, block_tiles=8)
-    config = mosaic_plan.Config(1, launches=1)
-    with pytest.raises(ValueError, match="partial results"):
-        dataclasses.replace(wide, config=config).with_room()
-    assert dataclasses.replace(wide, config=dataclasses.replace(config, launches=2)).with_room()
 
 
 @pytest.mark.parametrize("config", [mosaic_plan.Config(1, team=3), mosaic_plan.Config(1, warpgroups=5, team=2)])

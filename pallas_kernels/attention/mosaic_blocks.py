@@ -3,7 +3,7 @@
 import functools
 import math
 
-from pallas_kernels.attention import mosaic_append, mosaic_cluster
+from pallas_kernels.attention import mosaic_append
 from pallas_kernels.attention.mosaic_partition import Partition, buffered_tokens
 from pallas_kernels.attention.mosaic_plan import WARPS, Plan
 from pallas_kernels.attention.mosaic_stream import FullSource, Pipeline, QuantizedSource
@@ -51,8 +51,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
         copy_queries(plan, at, queries, thread, batch, kv_head, row_block)
     ptx.commit_copies()
 
-    teams = queries + plan.query_bytes
-    shared = teams + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
+    shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
     observed = None
     if plan.observe:
@@ -99,17 +98,10 @@ def emit_block(plan: Plan, refs: dict) -> None:
         return tile.full_values(slot, chunk, *rest)
 
     state = full.run(keys, values, state)
-    if plan.merges:
-        # In the team's ring, for which nobody has any more use.
-        columns = {"out": 0, "top": plan.head_dim, "total": plan.head_dim + 1}
-        place = lambda name, row, entry: shared + plan.team_bytes + row * plan.partial_pitch + (entry + columns[name]) * 4
-        tile.store(place, ptx.store_shared, state)
-        mosaic_cluster.merge(plan, at, teams + plan.team_bytes, thread, split, share, (kv_head, row_block))
-        return
     first_row = (block * plan.teams + warp // team) * plan.block_rows
     width = {"out": H, "top": 1, "total": 1}
     place = lambda name, row, entry: at[name] + ptx.i64(first_row + row) * (4 * width[name]) + ptx.i64(entry) * 4
-    tile.store(place, ptx.store_global, state)
+    tile.store(place, state)
 
 
 def emit_merge(plan: Plan, refs: dict) -> None:

@@ -108,7 +108,7 @@ def run(
     lists: ListedGroups | None = None,
     angles: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"], FullLayer]:
-    """Partial results of teams and their merging, in two launches or in one. Also returns the attention mass, of no groups where it is not
+    """A launch for the partial results of teams and one that merges them. Also returns the attention mass, of no groups where it is not
     observed, and the buffer.
 
     Where the plan appends, q are the projections [B T channels], `lengths` those before, and `angles` cosines and sines in bfloat16.
@@ -146,17 +146,14 @@ def run(
     name = f"decode_attention_{'full' if plan.planes is None else f'int{4 * plan.planes}'}"
     name += "_listed" * (lists is not None) + "_observed" * plan.observe + "_appended" * plan.appends + "_paged" * plan.paged
     emit = functools.partial(mosaic_blocks.emit_block, plan)
-    outputs = (merged if plan.merges else partial) | observed
-    cluster = plan.splits if plan.merges else 1
     blocks = lead[0] * plan.splits
-    found = launch(name, emit, inputs, outputs, blocks, plan.config.warpgroups, plan.shared_bytes, updated, cluster)
+    found = launch(name, emit, inputs, partial | observed, blocks, plan.config.warpgroups, plan.shared_bytes, updated)
     if plan.appends:
         buffer = FullLayer(found["keys"], found["values"])
-    if not plan.merges:
-        shared = 4 * WARPS * (plan.head_dim + 1)
-        rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
-        emit = functools.partial(mosaic_blocks.emit_merge, plan)
-        found |= launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
+    shared = 4 * WARPS * (plan.head_dim + 1)
+    rows = plan.batch * plan.tokens * plan.kv_heads * plan.heads_per_kv_head
+    emit = functools.partial(mosaic_blocks.emit_merge, plan)
+    found |= launch("merge_attention", emit, {name: found[name] for name in partial} | sizes, merged, rows, 1, shared)
     if not plan.observe:
         return found["merged"], jnp.zeros((plan.batch, plan.kv_heads, plan.tokens, 0), jnp.float32), buffer
     return found["merged"], attention_mass(plan, found["observed"], found["everything"], lengths.quantized), buffer

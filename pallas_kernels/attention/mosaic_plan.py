@@ -8,7 +8,7 @@ import math
 from pallas_kernels import tuning
 from pallas_kernels.attention.support import listed_problem
 from pallas_kernels.dispatch import multiprocessors
-from pallas_kernels.gpu.launch import MAX_CLUSTER, SHARED_BYTES
+from pallas_kernels.gpu.launch import SHARED_BYTES
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
@@ -32,15 +32,13 @@ class Config:
     """How the work is divided.
 
     splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: how many of them are to be resident on a
-    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows. launches: 1
-    where the blocks of a KV head merge what they found, as a cluster; 2 where another launch does, for any number of them.
+    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows.
     """
 
     splits: int
     blocks: int = 1
     warpgroups: int = 1
     team: int = 1
-    launches: int = 2
 
     def __post_init__(self):
         tuning.check_counts(self)
@@ -91,8 +89,6 @@ class Plan:
             raise ValueError(f"splits is {config.splits}, should be at most {self.most_splits}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
-        if config.launches > 2 or (config.launches == 1 and max(config.splits, self.batch) > MAX_CLUSTER):
-            raise ValueError(f"{config} should have 2 launches, or 1 with at most {MAX_CLUSTER} splits and rows of the batch")
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
         if any(number % config.team for number in divided):
             raise ValueError(f"a team of {config.team} warps does not divide {divided} warps, tiles of channels and words of tokens")
@@ -106,8 +102,8 @@ class Plan:
         config = Config(**found)
         if problem == self.problem:
             return self.configured(config).with_room()
-        # Blocks of a cluster are known to find a place for the very problem alone. With other rows or heads other splits fill the device.
-        plan = self.configured(dataclasses.replace(config, launches=2)).with_room()
+        # With other rows or heads other splits fill the device.
+        plan = self.configured(config).with_room()
         same_splits = all(problem[name] == self.problem[name] for name in ("batch", "heads"))
         return plan if same_splits else plan._resident(config.blocks, config.warpgroups, config.team).balanced()
 
@@ -117,7 +113,7 @@ class Plan:
         Its splits so far are as many blocks as are resident at once. Each row gets one, whatever it holds, so there have to be more for
         rows that hold much; and a multiple of the rows, for rows that all hold the same.
         """
-        if self.batch == 1 or self.merges:
+        if self.batch == 1:
             return self
         resident = self.config.splits
         busy = lambda splits: splits / (math.ceil(splits / resident) * resident)
@@ -130,15 +126,10 @@ class Plan:
         """The plan itself. Raises ValueError where its configuration leaves too few slots of the ring."""
         if self.slots < LEAST_SLOTS:
             raise ValueError(f"{self.config} leaves no room for {LEAST_SLOTS} slots of {self.slot_bytes} bytes for each team")
-        if self.merges and self.partial_bytes > self.slots * self.slot_bytes:
-            raise ValueError(f"{self.config} leaves no room for a team's partial results, {self.partial_bytes} bytes, in its slots")
         return self
 
     def default(self) -> "Plan":
-        """The configuration that did well in sweeps on an H100 and an H200, with three slots of the ring where they fit.
-
-        Lists take two launches: with a cluster for each of 32 KV heads an H200 took 19.7 us for 32 groups, with two launches 11.9.
-        """
+        """The configuration that did well in sweeps on an H100 and an H200, with three slots of the ring where they fit."""
         largest = WARPS if self.planes is None else self.group_size // 32
         few = {
             1: [(2, 1, 4), (1, 1, 4), (1, 1, 2), (1, 1, 1)],
@@ -156,15 +147,9 @@ class Plan:
         """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
 
         Where more than three warpgroups share a multiprocessor two slots and fewer registers may do, for some of them wait while others
-        compute. Two slots may also do for a short list, which each team reads in a step or two, and so may few blocks.
+        compute.
         """
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3, 4), (1, 2, 4))]
-        if self.list_width is None:
-            configs += [dataclasses.replace(config, launches=1) for config in configs]
-        else:
-            clusters = itertools.product((MAX_CLUSTER // 2, MAX_CLUSTER), (1, 2, 3), (1, 2, 4))
-            blocks = lambda splits: -(-splits * self.heads // multiprocessors())
-            configs += [Config(splits, blocks(splits), *rest, launches=1) for splits, *rest in clusters]
         plans = []
         for config in configs:
             warpgroups, blocks, team = config.warpgroups, config.blocks, config.team
@@ -176,7 +161,7 @@ class Plan:
             needed = 80 + 4 * self.block_tiles * tiles // team
             there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
             crowded = warpgroups * blocks > 3
-            slots = LEAST_SLOTS if crowded or (plan.merges and self.list_width is not None) else 3
+            slots = LEAST_SLOTS if crowded else 3
             if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
                 plans += [each for each in (plan, plan.balanced()) if each.splits <= self.most_splits]
         return list(dict.fromkeys([self.default().balanced(), *plans]))
@@ -234,24 +219,6 @@ class Plan:
     def splits(self) -> int:
         """Blocks that share the tokens of a KV head: at least one for each row of the batch."""
         return max(self.config.splits, self.batch)
-
-    @property
-    def merges(self) -> bool:
-        """Whether the blocks of a KV head merge their partial results themselves."""
-        return self.config.launches == 1
-
-    @property
-    def partial_pitch(self) -> int:
-        """Bytes from one row of a team's partial results to the next in shared memory, where the blocks merge them.
-
-        Weighted values, the maximum and the sum of weights, and two more numbers; eight neighbours of four rows lie in different banks.
-        """
-        return 4 * (self.head_dim + 4)
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of a team's partial results in shared memory, where its ring was."""
-        return self.block_rows * self.partial_pitch
 
     @property
     def block_rows(self) -> int:

@@ -444,11 +444,10 @@ class Tile:
                     state["out"][n][i] = fragments.mma(state["out"][n][i], fragment, operands[n], "bf16")
         return state
 
-    def store(self, place: Callable, put: Callable, state: dict) -> None:
+    def store(self, place: Callable, state: dict) -> None:
         """Writes the team's partial results: each warp those of its channels, once the whole team is done with its part of the ring.
 
         place(name, row, entry): the address of that entry of "out", or of "top" or "total" with entry 0, for a query row of the block.
-        put(address, x): writes there.
         """
         H = self.plan.head_dim
         sums = {name: state[name] for name in ("total", "offset") if name in state}
@@ -469,7 +468,7 @@ class Tile:
                 for i, acc in enumerate(state["out"][n]):
                     for high in (0, 1):
                         x = acc[c + 2 * high]
-                        put(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
+                        ptx.store_global(to + 4 * (16 * i + 8 * high), x + sums["offset"][n][c] if "offset" in sums else x)
                 with ptx.when((self.g == 0) & (self.part == 0)):
-                    put(place("top", row, ptx.i32(0)), state["top"][n][c])
-                    put(place("total", row, ptx.i32(0)), sums["total"][n][c])
+                    ptx.store_global(place("top", row, ptx.i32(0)), state["top"][n][c])
+                    ptx.store_global(place("total", row, ptx.i32(0)), sums["total"][n][c])
