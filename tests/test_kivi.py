@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import random_model, random_prompts, run_rounds
 
-from pallas_kernels.attention import decode_attention, low_bits, mosaic_low_bits
+from pallas_kernels.attention import decode_attention, mosaic_low_bits
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import TokenCodes, TokenCodesLayer
@@ -239,42 +239,33 @@ def test_a_prompt_is_encoded_some_heads_at_a_time(monkeypatch):
     assert parts == [2, 2] and np.asarray(at_once.keys.codes).any()
 
 
-def test_what_its_kernels_do_not_support(monkeypatch):
+def test_what_its_kernel_does_not_support(monkeypatch):
     monkeypatch.setattr(mosaic_low_bits, "no_mosaic_gpu", lambda: None)
     bf16 = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
     dtype = lambda group: jnp.bfloat16 if group == 1 else jnp.float16  # of values, and of keys
     coded = lambda channels, group, bits=2: LowBits.zeros(1, 1, 64, 64, dtype(group), bits=bits, tokens=group, channels=channels)
     layer = lambda group=32: TokenCodesLayer(coded(1, group), coded(32, 1), FullLayer(bf16(1, 1, 80, 64), bf16(1, 1, 80, 64)))
     lengths, q = Lengths(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)), bf16(1, 1, 2, 64)
-    assert low_bits.unsupported(q, layer(), lengths) is None and mosaic_low_bits.unsupported(q, layer(), lengths) is None
+    assert mosaic_low_bits.unsupported(q, layer(), lengths) is None
     eight = TokenCodes.of(bf16(1, 1, 64, 64), scheme="int8_first")
-    both = (
-        ((q, dataclasses.replace(layer(), keys=eight, values=eight), lengths), "not yet those in 8"),
+    other = functools.partial(dataclasses.replace, layer())
+    wide = jax.tree.map(lambda x: x if x.dtype == jnp.uint8 else x.astype(jnp.float32), layer().values)
+    short = dataclasses.replace(layer().keys, codes=layer().keys.codes[:, :, :48])
+    cases = (
+        ((q, other(keys=eight, values=eight), lengths), "not yet those in 8"),
         ((q.astype(jnp.float32), layer(), lengths), "a cache in bfloat16, not float32"),
         ((bf16(1, 17, 2, 64), layer(), lengths), "up to 16 tokens a row, not 17"),
         ((bf16(1, 1, 2, 32), layer(), lengths), "head_dim 64, 128 and 256, not 32"),
         ((q, layer(), Lengths(np.zeros(1, np.int64), np.ones(1, np.int64))), "lengths in int32, not int64"),
+        ((q, layer(16), lengths), "a multiple of 32 tokens, not 16 of 64"),
+        ((q, other(keys=short), lengths), "a multiple of 32 tokens, not 24 of 48"),
+        ((bf16(1, 5, 2, 64), layer(), lengths), "up to 8 query rows of a KV head, not 10"),
+        ((q, other(keys=coded(1, 32, 1), values=coded(32, 1, 1)), lengths), "a multiple of 16 bytes, not 8"),
+        ((q, other(values=coded(32, 1, 1)), lengths), "as many bits for values as for keys, not 1 and 2"),
+        ((q, other(values=coded(8, 1)), lengths), "a multiple of 16 of a value's channels, 8 at most, not 8 of 8"),
+        ((q, other(keys=coded(32, 32)), lengths), "a scale for each channel"),
+        ((q, other(values=wide), lengths), "a cache in bfloat16, not float32"),
+        ((q, other(keys=layer().values), lengths), "keys' scales and zeros in float16, not bfloat16"),
     )
-    other = functools.partial(dataclasses.replace, layer())
-    wide = jax.tree.map(lambda x: x if x.dtype == jnp.uint8 else x.astype(jnp.float32), layer().values)
-    short = dataclasses.replace(layer().keys, codes=layer().keys.codes[:, :, :48])
-    for kernel, cases in (
-        (low_bits, (*both, ((q, layer(8), lengths), "a multiple of 16 tokens, not 8"))),
-        (
-            mosaic_low_bits,
-            (
-                *both,
-                ((q, layer(16), lengths), "a multiple of 32 tokens, not 16 of 64"),
-                ((q, other(keys=short), lengths), "a multiple of 32 tokens, not 24 of 48"),
-                ((bf16(1, 5, 2, 64), layer(), lengths), "up to 8 query rows of a KV head, not 10"),
-                ((q, other(keys=coded(1, 32, 1), values=coded(32, 1, 1)), lengths), "a multiple of 16 bytes, not 8"),
-                ((q, other(values=coded(32, 1, 1)), lengths), "as many bits for values as for keys, not 1 and 2"),
-                ((q, other(values=coded(8, 1)), lengths), "a multiple of 16 of a value's channels, 8 at most, not 8 of 8"),
-                ((q, other(keys=coded(32, 32)), lengths), "a scale for each channel"),
-                ((q, other(values=wide), lengths), "a cache in bfloat16, not float32"),
-                ((q, other(keys=layer().values), lengths), "keys' scales and zeros in float16, not bfloat16"),
-            ),
-        ),
-    ):
-        for args, words in cases:
-            assert words in (kernel.unsupported(*args) or ""), words
+    for args, words in cases:
+        assert words in (mosaic_low_bits.unsupported(*args) or ""), words

@@ -1,4 +1,4 @@
-"""The GPU kernels of decode attention over KIVI's format, and with replaced tokens, against the reference in float32."""
+"""The Hopper kernel of decode attention over KIVI's format, and with replaced tokens, against the reference in float32."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from runs import random_model
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import decode_attention, low_bits, mosaic_low_bits, reference
+from pallas_kernels.attention import decode_attention, mosaic_low_bits, reference
 from pallas_kernels.attention.partials import merged
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
@@ -24,7 +24,6 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-MISSING = {"triton": dispatch.no_triton, "mosaic_gpu": dispatch.no_mosaic_gpu}  # what says why each implementation cannot run here
 
 # Compiled, for JAX would compile each operation by itself, which takes longer.
 WIDE = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, tree))
@@ -53,31 +52,25 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
-    ("implementation", "bits", "T", "heads", "kv_heads", "head_dim", "group"),
+    ("bits", "T", "heads", "kv_heads", "head_dim", "group"),
     [
-        ("triton", 2, 1, 8, 2, 128, 32),
-        ("triton", 1, 2, 4, 4, 128, 64),
-        ("triton", 2, 7, 7, 1, 64, 32),
-        ("triton", 1, 16, 8, 1, 128, 32),
-        ("triton", 1, 5, 4, 2, 256, 16),
-        ("triton", 2, 16, 7, 1, 256, 64),
-        ("mosaic_gpu", 2, 1, 8, 2, 128, 32),
-        ("mosaic_gpu", 1, 2, 8, 2, 128, 32),
-        ("mosaic_gpu", 1, 7, 1, 1, 128, 64),
-        ("mosaic_gpu", 2, 5, 1, 1, 64, 32),
-        ("mosaic_gpu", 1, 2, 4, 4, 256, 32),
-        ("mosaic_gpu", 2, 1, 7, 1, 256, 128),
+        (2, 1, 8, 2, 128, 32),
+        (1, 2, 8, 2, 128, 32),
+        (1, 7, 1, 1, 128, 64),
+        (2, 5, 1, 1, 64, 32),
+        (1, 2, 4, 4, 256, 32),
+        (2, 1, 7, 1, 256, 128),
     ],
 )
-def test_equals_float32(implementation, bits, T, heads, kv_heads, head_dim, group, outliers):
-    skip_or_fail(implementation, MISSING[implementation]())
+def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
+    skip_or_fail("mosaic_gpu", dispatch.no_mosaic_gpu())
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
-    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
+    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu").astype(jnp.float32)
     expected = exactly(q, layer, lengths)
     scale = float(jnp.abs(expected).max())
     rounded = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths) - expected).max())  # what that rounding alone makes
     assert float(jnp.abs(found - expected).max()) <= 2 * rounded + 0.01 * scale, (rounded, scale)
-    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation=implementation).astype(jnp.float32)
+    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu").astype(jnp.float32)
     np.testing.assert_array_equal(found, again)
 
 
@@ -122,20 +115,16 @@ def attend_replaced(
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
-    ("implementation", "bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
+    ("bits", "T", "heads", "kv_heads", "head_dim", "group", "count"),
     [
-        ("triton", 1, 2, 8, 2, 128, 32, 64),
-        ("triton", 2, 2, 4, 4, 128, 64, 16),
-        ("triton", 1, 1, 7, 1, 64, 32, 33),
-        ("triton", 2, 7, 8, 1, 256, 16, 64),
-        ("mosaic_gpu", 1, 2, 8, 2, 128, 32, 64),
-        ("mosaic_gpu", 2, 2, 4, 4, 128, 64, 16),
-        ("mosaic_gpu", 2, 1, 7, 1, 64, 32, 33),
+        (1, 2, 8, 2, 128, 32, 64),
+        (2, 2, 4, 4, 128, 64, 16),
+        (2, 1, 7, 1, 64, 32, 33),
     ],
 )
-def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, group, count, outliers):
+def test_replaced_tokens(bits, T, heads, kv_heads, head_dim, group, count, outliers):
     """In rows with fewer tokens than may be replaced, or none; other tokens of each KV head, and not all of them there."""
-    skip_or_fail(implementation, MISSING[implementation]())
+    skip_or_fail("mosaic_gpu", dispatch.no_mosaic_gpu())
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
     r = np.random.default_rng(count)
     positions = np.full((len(QUANTIZED), kv_heads, count), -1, np.int32)
@@ -144,8 +133,7 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
         positions[b, k, :some] = r.choice(QUANTIZED[b], some, replace=False) if some else []
     draw = lambda: jnp.asarray(r.standard_normal((len(QUANTIZED), kv_heads, count, head_dim)), jnp.bfloat16)
     replaced = Replaced(jnp.asarray(positions), jnp.stack([draw(), draw()], 3))
-    attend = {"triton": low_bits.attend_replaced, "mosaic_gpu": attend_replaced}[implementation]
-    found, share = attend(q, layer, lengths, replaced)
+    found, share = attend_replaced(q, layer, lengths, replaced)
     expected, expected_share = jax.jit(reference.attend_replaced)(WIDE(q), WIDE(layer), lengths, WIDE(replaced))
     error = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths, replaced) - expected).max())
     scale = float(jnp.abs(expected).max())
@@ -154,9 +142,9 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
     np.testing.assert_array_equal(np.isneginf(share), np.broadcast_to(~there, share.shape))
     # As shares of attention: logarithms of almost nothing may differ more. Loud channels make logits of hundreds.
     np.testing.assert_allclose(np.exp(share), np.exp(expected_share), atol=0.2 if outliers else 0.01)
-    for one, other in zip(attend(q, layer, lengths, replaced), (found, share), strict=True):
+    for one, other in zip(attend_replaced(q, layer, lengths, replaced), (found, share), strict=True):
         np.testing.assert_array_equal(one, other)
-    again, chosen = attend_and_choose(q, layer, lengths, replaced, count, implementation=implementation)
+    again, chosen = attend_and_choose(q, layer, lengths, replaced, count, implementation="mosaic_gpu")
     np.testing.assert_array_equal(again, found)
     # Those with the largest shares, up to the order in which shares are added up.
     for b, k in np.ndindex(chosen.shape[:2]):
@@ -169,6 +157,7 @@ def test_replaced_tokens(implementation, bits, T, heads, kv_heads, head_dim, gro
 
 def test_decoding_takes_it():
     """Over several flushes; the same chances as by the reference, up to rounding."""
+    skip_or_fail("mosaic_gpu", dispatch.no_mosaic_gpu())
     shape = dict(hidden_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     model = random_model("bfloat16", vocab_size=512, spread=0.05, **shape)
     settings = dict(max_new_tokens=300, draft="none", num_speculative_tokens=0, ignore_eos=True, output_logprobs=True)
@@ -177,12 +166,11 @@ def test_decoding_takes_it():
     Compiled.forget()
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=config)
-    kernel = "mosaic_gpu" if dispatch.no_mosaic_gpu() is None else "triton"
-    assert kernel in {choice.implementation for choice in seen if choice.kernel == "attention"}
+    assert "mosaic_gpu" in {choice.implementation for choice in seen if choice.kernel == "attention"}
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()
 
     settings |= dict(draft="specache", num_speculative_tokens=1)
     with dispatch.watched() as seen:
         found = generate(model, [prompt], config=GenerationConfig(cache="specache:bits=1,residual=128", **settings))
-    assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == [kernel]
+    assert [choice.implementation for choice in seen if choice.kernel == "replaced_attention"] == ["mosaic_gpu"]
     assert len(found.token_ids[0]) == 300 and np.isfinite(found.logprobs[0]).all()

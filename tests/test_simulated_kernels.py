@@ -84,14 +84,14 @@ def few_tokens(monkeypatch):
     ],
 )
 def test_attention_over_low_bits(few_tokens, bits, T, heads, kv_heads, head_dim, group, outliers):
-    test_low_bits_gpu.test_equals_float32("mosaic_gpu", bits, T, heads, kv_heads, head_dim, group, outliers)
+    test_low_bits_gpu.test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers)
 
 
 @pytest.mark.parametrize(
     ("bits", "T", "heads", "kv_heads", "group", "count", "outliers"), [(1, 2, 8, 2, 32, 64, False), (2, 2, 3, 1, 64, 33, True)]
 )
 def test_attention_with_replaced_tokens(few_tokens, bits, T, heads, kv_heads, group, count, outliers):
-    test_low_bits_gpu.test_replaced_tokens("mosaic_gpu", bits, T, heads, kv_heads, 128, group, count, outliers)
+    test_low_bits_gpu.test_replaced_tokens(bits, T, heads, kv_heads, 128, group, count, outliers)
 
 
 def test_low_bits_that_are_no_numbers_stay_in_their_row(few_tokens):

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import Replaced
 from pallas_kernels.formats.views import ChosenTokens, LargestMass, ListedGroups, View
 
 MAX_TOKENS = 16
@@ -42,15 +41,6 @@ def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
         return f"supports up to {MAX_TOKENS} tokens a row, not {q.shape[1]}"
     if q.shape[3] not in HEAD_DIMS:
         return f"supports head_dim 64, 128 and 256, not {q.shape[3]}"
-    return None
-
-
-def unsupported_replaced(replaced: Replaced) -> str | None:
-    """Why no GPU kernel reads these tokens in place of their codes, or None."""
-    if others := {replaced.keys_values.dtype.name} - {"bfloat16"}:
-        return f"needs keys and values in bfloat16, not {', '.join(sorted(others))}"
-    if replaced.positions.dtype != jnp.int32 or not replaced.positions.shape[2]:
-        return "needs room for replaced tokens, and their positions in int32"
     return None
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.attention import low_bits, support
+from pallas_kernels.attention import support
 from pallas_kernels.attention.partials import block_rows, merged
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
@@ -48,7 +48,7 @@ def unsupported(
     if reason := no_triton():
         return reason
     if isinstance(layer, TokenCodesLayer):
-        return low_bits.unsupported(q, layer, lengths)
+        return "reads groups of tokens, not tokens in KIVI's format or with a scale each"
     if reason := support.unsupported(q, layer, lengths, view):
         return reason
     return "does not yet say what it observes" if observe else None
@@ -56,16 +56,14 @@ def unsupported(
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
+    layer: HierarchicalLayer | FullLayer,
     lengths: Lengths,
     view: View,
     *,
     observe: bool = False,
     config: Config | None = None,
 ) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`."""
-    if isinstance(layer, TokenCodesLayer):
-        return low_bits.decode_attention(q, layer, lengths)
+    """See `pallas_kernels.attention.decode_attention`."""
     import jax_triton
 
     from pallas_kernels.attention import triton_kernel

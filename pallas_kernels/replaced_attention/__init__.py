@@ -7,7 +7,7 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
+GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 
 
 def attend_and_choose(
@@ -25,9 +25,8 @@ def attend_and_choose(
     q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most S, the tokens that `layer.keys` has room for. Source: SpeCache
     (arXiv 2503.16163), equation 1.
 
-    With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the one in Triton, which is
-    slower, or the reference where jax-triton is not installed. Raises ValueError where the implementation asked for does not support the
-    device or the shapes.
+    With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the reference, which is
+    slower. Raises ValueError where the implementation asked for does not support the device or the shapes.
     """
     args = q, layer, lengths, replaced
     return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_and_choose(*args, k)

@@ -1,10 +1,10 @@
 """Attention with replaced tokens on NVIDIA Hopper in Pallas Mosaic GPU."""
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.attention import mosaic_low_bits
 from pallas_kernels.attention.partials import merged
-from pallas_kernels.attention.support import unsupported_replaced
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.gather import mosaic_gpu as gather
@@ -15,8 +15,12 @@ MOST_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    if reason := mosaic_low_bits.unsupported(q, layer, lengths) or unsupported_replaced(replaced):
+    if reason := mosaic_low_bits.unsupported(q, layer, lengths):
         return reason
+    if (dtype := replaced.keys_values.dtype) != jnp.bfloat16:
+        return f"needs replaced keys and values in bfloat16, not {dtype.name}"
+    if replaced.positions.dtype != jnp.int32 or not replaced.positions.shape[2]:
+        return "needs room for replaced tokens, and their positions in int32"
     if (count := replaced.positions.shape[2]) > MOST_REPLACED:
         return f"supports up to {MOST_REPLACED} tokens in place of codes, not {count}"
     return None if layer.keys.tokens else "needs room for tokens in codes"
