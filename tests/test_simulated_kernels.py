@@ -30,7 +30,7 @@ import pallas_kernels.matmul.mosaic_wide as wide_matmul
 import pallas_kernels.norm.mosaic_gpu as norm
 import pallas_kernels.replaced_attention.mosaic_gpu as replaced_attention
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
-from pallas_kernels.attention import mosaic_plan
+from pallas_kernels.attention import mosaic_low_bits_plan, mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.attention.mosaic_stream import Pipeline
@@ -67,8 +67,8 @@ def few_tokens(monkeypatch):
     """The problems of test_low_bits_gpu, smaller: rows with nothing in codes, with a tile for some warps, with many, and with all."""
     monkeypatch.setattr(low_bits, "run", at_once(low_bits.run))
     monkeypatch.setattr(low_bits, "no_mosaic_gpu", lambda: None)
-    monkeypatch.setattr(low_bits, "_splits", lambda heads, warps, places: 4)  # or a warp would have a tile or two
-    monkeypatch.setattr(low_bits, "WARPGROUPS", dict.fromkeys(low_bits.WARPGROUPS, 1))
+    monkeypatch.setattr(mosaic_low_bits_plan, "_splits", lambda heads, warps, places: 4)  # or a warp would have a tile or two
+    monkeypatch.setattr(mosaic_low_bits_plan, "WARPGROUPS", dict.fromkeys(mosaic_low_bits_plan.WARPGROUPS, 1))
     sizes = dict(SIZE=640, ROWS=80, QUANTIZED=[0, 64, 416, 640], BUFFERED=[80, 17, 50, 64])
     for name, size in sizes.items():
         monkeypatch.setattr(test_low_bits_gpu, name, size)
@@ -148,7 +148,7 @@ def test_a_query_whose_logits_overflow_leaves_no_replaced_token_to_others(few_to
 @pytest.mark.parametrize("heads", [1, 3, 8, 128, 200, 300, 512, 4096])
 def test_few_multiprocessors_wait_for_the_last_blocks(heads, places):
     for warps in (8, 12):
-        blocks, rest = divmod(heads * low_bits._splits(heads, warps, places), warps)
+        blocks, rest = divmod(heads * mosaic_low_bits_plan._splits(heads, warps, places), warps)
         assert blocks / places / -(-blocks // places) > 0.8 and not rest
 
 
@@ -160,7 +160,7 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
         plans.append(plan)
         raise InterruptedError
 
-    for module in (low_bits, gather):
+    for module in (mosaic_low_bits_plan, gather):
         monkeypatch.setattr(module, "multiprocessors", lambda: 132)
     monkeypatch.setattr(low_bits, "run", run)
     monkeypatch.setattr(test_low_bits_gpu, "SIZE", 64)

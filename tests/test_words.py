@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("qspec_jax", "pallas_kernels", "convert") for path in sorted((ROOT / folder).rglob("*.py"))]
-PAGES = [ROOT / "README.md", *(page for folder in (".", "kernels", "measurements") for page in sorted((ROOT / "docs" / folder).glob("*.md")))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for folder in (".", "kernels", "measurements") for page in sorted((ROOT / "docs" / folder).glob("*.md"))),
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Each with a plain word for it.
 PHRASES = {
@@ -73,6 +76,8 @@ def test_a_planted_phrase_is_found(planted):
     assert len(found(f"All of this is plain.\n{planted}\nAnd this.")) == 1
 
 
-@pytest.mark.parametrize("plain", ["a standalone file", "almost_all", "the most likely token", "the beholder", "at least 4 groups", "a meantime"])
+@pytest.mark.parametrize(
+    "plain", ["a standalone file", "almost_all", "the most likely token", "the beholder", "at least 4 groups", "a meantime"]
+)
 def test_plain_words_are_left_alone(plain):
     assert found(plain) == []

@@ -7,185 +7,20 @@ times the keys' scales in float16, or softmax weights times the values' scales i
 docs/kernels/attention.md, "KIVI's format", says which lane holds what.
 """
 
-import dataclasses
 import functools
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.mosaic_low_bits_plan import CHUNK, ROWS, TILE, Plan
 from pallas_kernels.attention.partials import log_shares, log_total, merged
 from pallas_kernels.attention.support import unsupported_queries
-from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
+from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
-from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, launch
-
-ROWS = 8  # query rows of a product
-TILE = 32  # tokens in codes that lie together in shared memory, no more than a word has bits
-ZEROS = 16  # tiles whose keys' zeros are multiplied at a time
-CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
-FULL_TILE = 16  # tokens in full precision
-
-WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
-WAVES = 6  # most waves of blocks that `_splits` tries
-NO_LOGIT = -1e30  # less than any logit
-TOGETHER = 2  # tiles that are taken in at a time, where there is room for them
-STAGES = 2  # steps whose tiles a warp has room for in shared memory
-
-PIECE = 16  # bytes that a lane copies at a time
-RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
-
-# Powers of 2. KEY_CODE, VALUE_CODE: what a code of 1 in the lowest bit is, read as float16 or as bfloat16. LARGER: what weights are
-# multiplied by, so that their products with codes are normal numbers. A query must stay below 2^63, and a value's scale below
-# 2^(63 - RISE).
-KEY_CODE, VALUE_CODE, LARGER = -24, -133, 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the kernel does, by shapes alone. tokens: of each row's queries, T. heads: query heads of a KV head. size: tokens that there is
-    room for in codes. key_group: tokens that share a key's scale. value_group: channels that share a value's. buffer_rows: tokens that the
-    buffer has room for. replaced: how many tokens of a KV head may be read in full precision; None where attention is plain. splits: warps
-    that share the tokens of a KV head."""
-
-    batch: int
-    kv_heads: int
-    tokens: int
-    heads: int
-    head_dim: int
-    bits: int
-    size: int
-    key_group: int
-    value_group: int
-    buffer_rows: int
-    replaced: int | None
-    splits: int
-
-    @classmethod
-    def of(cls, q: Array, layer: TokenCodesLayer, replaced: int | None = None, occupied: int = 0) -> "Plan":
-        """occupied: multiprocessors that have no room for this kernel's blocks, as another kernel runs there at the same time."""
-        B, T, N, H = q.shape
-        K, rows = layer.buffer.keys.shape[1:3]
-        size = layer.keys.tokens
-        splits = _splits(B * K, 4 * WARPGROUPS[H], max(1, multiprocessors() - occupied))
-        groups = (layer.keys.group_tokens, H // layer.values.scale.shape[3]) if size else (TILE, H)
-        return cls(B, K, T, N // K, H, layer.keys.bits, size, *groups, rows, replaced, splits)
-
-    @property
-    def rows(self) -> int:
-        return self.tokens * self.heads
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return 4 * WARPGROUPS[self.head_dim]
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's codes, which are as many for its key as for its value."""
-        return self.head_dim * self.bits // 8
-
-    @property
-    def chunks(self) -> int:
-        """Runs of 16 bytes of a token's codes."""
-        return self.token_bytes // CHUNK
-
-    @property
-    def products(self) -> range:
-        """Products of 16 channels each: product s is of channels 16 s to 16 s + 15."""
-        return range(self.head_dim // CHUNK)
-
-    @property
-    def value_groups(self) -> int:
-        return self.head_dim // self.value_group
-
-    @functools.cached_property
-    def parts(self) -> dict[str, tuple[int, int]]:
-        """What a tile brings with it: where each part lies in a slot of the ring, and its bytes."""
-        sizes = {f"{name}_codes": TILE * self.token_bytes for name in ("key", "value")}
-        sizes |= {"key_scale": 2 * self.head_dim} | dict.fromkeys(("value_scale", "value_zero"), 2 * TILE * self.value_groups)
-        starts = itertools.accumulate(sizes.values(), initial=0)
-        return {name: (start, size) for (name, size), start in zip(sizes.items(), starts)}
-
-    @property
-    def tile_bytes(self) -> int:
-        return sum(size for _, size in self.parts.values())
-
-    @functools.cached_property
-    def together(self) -> int:
-        """Tiles that are taken in at a time, which is a step."""
-        return TOGETHER if self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
-
-    def _warp_bytes(self, together: int) -> int:
-        return STAGES * together * self.tile_bytes + (ZEROS + ROWS) * 2 * self.head_dim
-
-    # A warp's shared memory: the slots of its ring, then the keys' zeros of ZEROS tiles, then the queries that they are multiplied by.
-
-    @property
-    def zeros_start(self) -> int:
-        return STAGES * self.together * self.tile_bytes
-
-    @property
-    def zero_queries_start(self) -> int:
-        return self.zeros_start + ZEROS * 2 * self.head_dim
-
-    @property
-    def warp_bytes(self) -> int:
-        return self._warp_bytes(self.together)
-
-    @property
-    def copies(self) -> range:
-        """The copies of a slot, of 32 pieces each, one for each lane; the last may have fewer."""
-        return range(math.ceil(self.tile_bytes / (32 * PIECE)))
-
-    def parts_of(self, copy: int) -> list[str]:
-        """The parts that a copy's pieces lie in, in their order."""
-        first, behind = 32 * PIECE * copy, 32 * PIECE * (copy + 1)
-        return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
-
-    def sharing(self, name: str) -> tuple[int, int]:
-        """How many consecutive tiles share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
-        if name in ("key_scale", "key_zero"):
-            return self.key_group // TILE, 2 * self.head_dim
-        return 1, self.parts[name][1]
-
-    def head_bytes(self, name: str) -> int:
-        """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""
-        tiles, size = self.sharing(name)
-        return self.size // TILE // tiles * size
-
-    def tile_start(self, name: str, tile):
-        """The byte at which the part of a tile begins, within those of its KV head."""
-        tiles, size = self.sharing(name)
-        return tile // tiles * size
-
-    # A row is 16 bytes of a tile's value scales, or of its value zeros. Products take a tile's tokens in this order: first the first tokens
-    # of all rows, then the second ones, and so on. So a transposed load has the zeros of tokens that come one after the other.
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens that a row has the parameters of."""
-        return ROWS // self.value_groups
-
-    @property
-    def tile_rows(self) -> int:
-        return TILE // self.row_tokens
-
-    def token(self, number):
-        """The token of a tile that comes as this number in that order."""
-        return number % self.tile_rows * self.row_tokens + number // self.tile_rows
-
-    def place(self, s: int) -> tuple[int, int]:
-        """Which 16 bytes of a token hold the codes of product s, and the lowest bit of those codes in each byte."""
-        return s % self.chunks, self.bits * (s // self.chunks)
-
-    def mask(self, s: int) -> int:
-        """The bits of product s in both halves of a word."""
-        return ((1 << self.bits) - 1 << self.place(s)[1]) * 0x00010001
+from pallas_kernels.gpu.launch import launch
 
 
 def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | None:
@@ -214,21 +49,6 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> str | Non
     if (groups := values.scale.shape[3]) > ROWS or H // groups % CHUNK:
         return f"supports groups of a multiple of {CHUNK} of a value's channels, {ROWS} at most, not {groups} of {H // groups}"
     return None
-
-
-def _splits(heads: int, warps: int, places: int) -> int:
-    """The number of splits of each KV head, a warp for each: the fewest with which all blocks are full, and the multiprocessors within 5 %
-    of as busy as with any number. heads: KV heads of all rows of the batch. warps: of a block. places: blocks that run at the same time,
-    which are called a wave."""
-    step = warps // math.gcd(heads, warps)
-
-    def busy(splits: int) -> float:
-        blocks = heads * splits // warps
-        return blocks / places / math.ceil(blocks / places)
-
-    candidates = range(step, max(step, WAVES * places * warps // heads) + 1, step)
-    most = max(map(busy, candidates))
-    return next(splits for splits in candidates if busy(splits) >= 0.95 * most)
 
 
 def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths) -> Float[Array, "B T N H"]:
@@ -277,4 +97,4 @@ def run(
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)
         name += "_replaced"
     emit, blocks = functools.partial(emit_block, plan), B * K * plan.splits // plan.warps
-    return launch(name, emit, inputs, outputs, blocks, WARPGROUPS[plan.head_dim], plan.warps * plan.warp_bytes)
+    return launch(name, emit, inputs, outputs, blocks, plan.warps // 4, plan.warps * plan.warp_bytes)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.attention.mosaic_low_bits import (
+from pallas_kernels.attention.mosaic_low_bits_plan import (
     CHUNK,
     FULL_TILE,
     KEY_CODE,

@@ -4,10 +4,10 @@ import functools
 import math
 from collections.abc import Callable
 
-from pallas_kernels.attention.mosaic_low_bits import LARGER, NO_LOGIT, TILE
+from pallas_kernels.attention.mosaic_low_bits_plan import LARGER, NO_LOGIT, TILE
 from pallas_kernels.attention.partials import LEAST
 from pallas_kernels.gpu import fragments, numerics, ptx
-from pallas_kernels.replaced_attention.mosaic_choice import Plan
+from pallas_kernels.replaced_attention.mosaic_choice_plan import Plan
 
 SPLIT_WORDS = 16  # maxima of splits, and as many sums, that a lane loads at a time
 # Shares are 2^LARGER times as large here, as weights are, or what they are relative to would be lost at the lower end of float32.
