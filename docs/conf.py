@@ -37,12 +37,12 @@ measured = json.loads((demo.MODEL.parent / "measured.json").read_text(encoding="
 page = [
     "# Measured on a GPU",
     f"{measured['date']}, jax {measured['jax']}, batch 1: `{measured['command']}`. More, and how to read it: [results](../results.md).",
-    "| model | context | GPU | draft | drafts a round | accepted, given those before | ms a token | without drafts | speed-up |\n"
-    + "|---|---|---|---|---|---|---|---|---|\n"
+    "| model | context | GPU | draft | drafts a round | accepted, given those before | ms a token | without drafts | transformers | speed-up |\n"
+    + "|---|---|---|---|---|---|---|---|---|---|\n"
     + "\n".join(
         f"| {row['model']} | {row['context']:,} | {row['device']} | `{row['draft']}` | {row['gamma']} "
         f"| {row['conditional_rate']:.2f}, {'**simulated**' if row['simulated'] else 'real'} | {row['ms']:.2f} | {row['baseline_ms']:.2f} "
-        f"| {row['speedup']:.2f} |"
+        f"| {row['transformers_ms'] or ''} | {row['speedup']:.2f} |"
         for row in measured["rows"]
     ),
 ]
