@@ -14,13 +14,13 @@ from runs import random_model, random_prompts
 from qspec_jax import demo, plots
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import evaluate
-from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft, unbudgeted, with_budget
 from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.stream import cut, token_stream
 from qspec_jax.quantization.weights import quantize_linears
+from qspec_jax.reports import TABLE_WIDTH
 
 SIZES = ["--prompt-tokens", 40, "--max-new-tokens", 60, "--no-calibrate"]
 

@@ -19,7 +19,6 @@ from qspec_jax.bench import architectures
 from qspec_jax.bench.architectures import architecture
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule, eligible_drafts
-from qspec_jax.cli.options import TABLE_WIDTH
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import make_sampler
@@ -42,6 +41,7 @@ from qspec_jax.planning.report import table
 from qspec_jax.planning.rounds import Asked, expected_rounds
 from qspec_jax.planning.steps import LayerReads, Row, outlined
 from qspec_jax.quantization.outline import outline
+from qspec_jax.reports import TABLE_WIDTH
 
 LLAMA_8B, TINY = map(architecture, ("llama-3.1-8b", "tiny"))
 INT8, H100, G = CacheConfig("int8"), DEVICES["h100"], 128

@@ -7,18 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
 from qspec_jax.errors import named
 from qspec_jax.models.sharding import MODEL
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, grid, page, progress_bar, this_run
 
-# What adds up, and the options of XLA that choose it; on a CPU there is but one.
-# Unless told otherwise XLA takes its own kernel for small arrays (jax 0.11).
+# What adds up, and the options of XLA that choose it; on a CPU there is one alone.
+# Without options XLA takes its own kernel for small arrays (jax 0.11).
 WAYS: Mapping[str, dict[str, str]] = {
     "NCCL": {"xla_gpu_experimental_use_collective_kernels": ""},
     "XLA's own kernel": {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"},
@@ -28,8 +25,15 @@ CPU_WAYS: Mapping[str, dict[str, str]] = {"XLA": {}}
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceRow:
-    """Time of adding up [rows, width] in bfloat16 over all devices, behind one another in a compiled loop. gb_per_s: bytes that each device
-    must send, 2 (N - 1) / N of the array's, over the time. error: why there are no figures, if there are none."""
+    """Time of adding up arrays over all devices, one after the other in a compiled loop.
+
+    Attributes:
+        way: what adds up, a key of `WAYS` or `CPU_WAYS`.
+        rows, width: the shape of an array, in bfloat16.
+        timing: of one array.
+        gb_per_s: the bytes that each device must send, 2 (N - 1) / N of the array's, over the time.
+        error: why there are no figures; empty if there are.
+    """
 
     way: str
     rows: int
@@ -46,13 +50,23 @@ class AllReduceReport(Run):
     devices: int
     rows: list[AllReduceRow]
 
+    def table(self) -> RenderableType:
+        """A line for each shape and way."""
+        found = grid("rows", "width", "by", "us", "quartiles", "GB/s", "", left=("by", ""))
+        for row in self.rows:
+            t = row.timing
+            figures = [f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", f"{row.gb_per_s:,.1f}"] if t else ["-"] * 3
+            found.add_row(str(row.rows), f"{row.width:,}", row.way, *figures, row.error)
+        note = "One after the other in a compiled loop, bfloat16. GB/s: what each device must send, over the time."
+        return page(f"All-reduce over {self.devices} x {self.device}", f", {self.date}", found, notes=[note])
+
 
 def run(mesh: Mesh, rows: Sequence[int], width: int, *, repeats: int = 20, progress: bool | None = None) -> AllReduceReport:
-    """Measures arrays of so many rows over the devices of a mesh. progress: a bar on standard error; None where that is a terminal."""
+    """Measures arrays of each of these numbers of rows over the devices of a mesh. progress: see `reports.progress_bar`."""
     ways = CPU_WAYS if mesh.devices.flat[0].platform == "cpu" else WAYS
     cases = [(count, way) for count in rows for way in ways]
     found = []
-    for count, way in tqdm(cases, leave=False, disable=None if progress is None else not progress):
+    for count, way in progress_bar(cases, progress=progress):
         try:
             found.append(_measured(mesh, AllReduceRow(way, count, width), ways[way], repeats))
         except Exception as error:  # one row of many
@@ -68,18 +82,3 @@ def _measured(mesh: Mesh, row: AllReduceRow, options: dict[str, str], repeats: i
     timing, _ = time_loop(program, trips, (x,), (), repeats=repeats)
     sent = 2 * (mesh.size - 1) / mesh.size * x.size * x.dtype.itemsize
     return dataclasses.replace(row, timing=timing, gb_per_s=sent / timing.median_us / 1e3)
-
-
-def table(report: AllReduceReport) -> Group:
-    """A table with a line for each shape and way."""
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("rows", "width", "by", "us", "quartiles", "GB/s"):
-        grid.add_column(label, justify="left" if label == "by" else "right", no_wrap=True)
-    grid.add_column("")
-    for row in report.rows:
-        t = row.timing
-        figures = [f"{t.median_us:,.1f}", f"{t.lower_us:,.1f} - {t.upper_us:,.1f}", f"{row.gb_per_s:,.1f}"] if t else ["-"] * 3
-        grid.add_row(str(row.rows), f"{row.width:,}", row.way, *figures, row.error)
-    head = Text.assemble((f"All-reduce over {report.devices} x {report.device}", "bold"), f", {report.date}\n")
-    note = "One after the other in a compiled loop, bfloat16. GB/s: what each device must send, over the time."
-    return Group(head, grid, Text(f"\n{note}", "dim"))

@@ -17,7 +17,7 @@ from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import Shape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.errors import InputError
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 # The largest relative error, against the reference, of a right result.
 MAX_ERROR = 1e-2

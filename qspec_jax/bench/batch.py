@@ -28,7 +28,7 @@ from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 log = logging.getLogger(__name__)
 

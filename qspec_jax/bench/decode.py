@@ -45,7 +45,7 @@ from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, name
 from qspec_jax.evaluate.acceptance import repeated_ngrams
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import bucket
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 log = logging.getLogger(__name__)
 

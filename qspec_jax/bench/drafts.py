@@ -21,7 +21,7 @@ from qspec_jax.decoding.settled import with_draft
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.models.llama import Llama
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 
 @dataclasses.dataclass(frozen=True)

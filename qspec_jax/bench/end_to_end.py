@@ -30,7 +30,7 @@ from qspec_jax.evaluate import acceptance
 from qspec_jax.evaluate.acceptance import Acceptance, with_error
 from qspec_jax.evaluate.stream import cut
 from qspec_jax.models.llama import Llama
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.step_bytes import ITEM_BYTES
 from qspec_jax.errors import InputError, named
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from qspec_jax.bench.timing import Timing, read_bandwidth
 from qspec_jax.errors import InputError
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 
 @dataclasses.dataclass(frozen=True)

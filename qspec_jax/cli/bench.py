@@ -13,7 +13,7 @@ import typer
 from tqdm import tqdm
 
 from pallas_kernels.attention.support import MAX_TOKENS
-from qspec_jax import demo, plots
+from qspec_jax import demo, plots, reports
 from qspec_jax.bench import (
     all_reduce,
     attention,
@@ -198,9 +198,8 @@ def bench_all_reduce(
     """Adding up hidden states over devices. A model that is divided over them does this twice in a layer."""
     if len(found := devices_of(devices)) < 2:
         raise InputError("there is one device; an all-reduce needs two or more")
-    with output_to(output) as write:
-        report = all_reduce.run(model_mesh(found), rows or [1, 8, 2048], width, repeats=repeats, progress=False if as_json else None)
-        show(report, all_reduce.table, output, write, as_json=as_json)
+    mesh, progress = model_mesh(found), False if as_json else None
+    reports.show(lambda: all_reduce.run(mesh, rows or [1, 8, 2048], width, repeats=repeats, progress=progress), output, as_json=as_json)
 
 
 @benchmarks.command("decode")

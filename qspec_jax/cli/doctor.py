@@ -20,7 +20,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
-from qspec_jax.provenance import this_run
+from qspec_jax.reports import this_run
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": "Pallas Mosaic GPU",

@@ -51,7 +51,7 @@ from qspec_jax.evaluate import tasks as text_tasks
 from qspec_jax.evaluate.stream import check_lengths, cut, token_stream
 from qspec_jax.files import output_to, read_text, rows_kept
 from qspec_jax.models.llama import Llama
-from qspec_jax.provenance import this_run
+from qspec_jax.reports import this_run
 from qspec_jax.training import corpus
 
 log = logging.getLogger(__name__)

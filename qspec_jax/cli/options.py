@@ -32,11 +32,10 @@ from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 from qspec_jax.models.sharding import model_mesh
+from qspec_jax.reports import TABLE_WIDTH
 
 log = logging.getLogger(__name__)
 
-# Columns of tables in files and pipes.
-TABLE_WIDTH = 150
 ALL = "all"
 
 

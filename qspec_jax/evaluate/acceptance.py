@@ -325,7 +325,7 @@ class Walk:
 @dataclasses.dataclass(frozen=True)
 class AcceptanceReport:
     """What `qspec eval acceptance` reports. texts: how many were measured, at the first context; skipped: files too short for it; device,
-    date, versions: of the run, as in `provenance.Run`; scheme, group_size: of the target's cache; calibration: whether INT4 weights were
+    date, versions: of the run, as in `reports.Run`; scheme, group_size: of the target's cache; calibration: whether INT4 weights were
     calibrated for the texts.
 
     results: each an `Acceptance`, with its draft, context (tokens before the first draft), gamma, temperature and mode; step_bytes: what

@@ -33,7 +33,7 @@ from qspec_jax.evaluate.answers import Method, answers_of, by_method, check
 from qspec_jax.evaluate.perplexity import FULL, grid_of, heading
 from qspec_jax.evaluate.stream import Texts, split_tokens
 from qspec_jax.models.llama import Llama
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 
 TASKS = COMPLETION, CONTINUATION, RETRIEVAL = "completion", "continuation", "retrieval"
 LEAST_COMPLETED, LEAST_RETRIEVED = 8, 32  # characters of a line without its indentation: shorter ones say little, or occur again

@@ -30,7 +30,7 @@ from qspec_jax.evaluate import needle
 from qspec_jax.files import check_writable, read_json, whole_file, write_json
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.models.llama import Llama
-from qspec_jax.provenance import Run, this_run
+from qspec_jax.reports import Run, this_run
 from qspec_jax.training import corpus, embedded_model
 from qspec_jax.training.pretraining import (
     HeldOut,
