@@ -22,7 +22,7 @@ from qspec_jax.models import prompts
 TOKENS, HEADS, HEAD_DIM = 1 << 14, 8, 128
 HIDDEN = HEADS * HEAD_DIM
 SHAPE = dict(hidden_size=HIDDEN, intermediate_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM)
-CACHE = CacheConfig.parse("int8:lower=host,resident=0", group_size=128)
+CACHE = CacheConfig.parse("int8:host=lower,resident=0", group_size=128)
 
 
 def main() -> None:

@@ -525,7 +525,7 @@ def test_transformers_tokens_are_timed():
 
 
 def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
-    flags = ["--method", "autoregressive", "--baseline-cache", "full:host"]
+    flags = ["--method", "autoregressive", "--baseline-cache", "full:host=all"]
     reports, table = [], decode_report.table
     monkeypatch.setattr(decode_report, "table", lambda report: reports.append(report) or table(report))
     code, out, err = run(*FAST, *flags)
@@ -541,7 +541,7 @@ def test_what_is_in_host_memory_is_copied(run, one_layer, monkeypatch):
 
 def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     """Its step copies as many bytes as that of one that is there; another method over such a cache has a row that says so."""
-    flags = [*FAST, "--draft", "none", "--cache", "full:host", "--baseline-cache", "full:host,resident=0", "--json"]
+    flags = [*FAST, "--draft", "none", "--cache", "full:host=all", "--baseline-cache", "full:host=all,resident=0", "--json"]
     found = {}
     for free in (1 << 40, 1000):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
@@ -552,7 +552,7 @@ def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
     assert (there["status"], step["status"], without["status"]) == ("measured", "measured", "failed")
     assert "GB of host memory for these prompts" in without["note"] and without["speedup"] is None
     assert "host memory cannot hold its cache" in step["note"] and "of 1 layers, from the arrays of 1, again" in step["note"]
-    assert step["large_operations"] is None and there["large_operations"] is not None and there["cache"] == "full:host,resident=0"
+    assert step["large_operations"] is None and there["large_operations"] is not None and there["cache"] == "full:host=all,resident=0"
     for name in ("bytes", "host_bytes"):
         assert step["steps"]["target"][name] == there["steps"]["target"][name] > 0
     assert step["cache_bytes"] == there["cache_bytes"] and step["ms_per_token"] == step["steps"]["target"]["timing"]["median_us"] / 1e3
@@ -560,7 +560,7 @@ def test_a_baseline_that_host_memory_cannot_hold(run, one_layer, monkeypatch):
 
 def test_lossy_caches(run, one_layer, caplog):
     """What a pass over them reads is counted, and what it fetches from host memory; the guess goes with one of the caches."""
-    caches = ("kivi:bits=1,residual=64", "specache:bits=1,residual=64,k=8,store=host", "specache:bits=1,residual=64,k=8,fetch=now")
+    caches = ("kivi:bits=1,residual=64", "specache:bits=1,residual=64,k=8,host=store", "specache:bits=1,residual=64,k=8,fetch=now")
     flags = [flag for cache in caches for flag in ("--cache", cache)]
     code, out, err = run(*FAST, "--draft", "none", "--draft", "specache", *flags, "--json")
     code_of_drafts, drafts_out, _ = run(*FAST, "--draft", "quantspec:weight_bits=16", "--cache", caches[0], "--json")
@@ -596,12 +596,12 @@ def test_few_new_tokens_are_enough_where_nothing_is_drafted(run, one_layer, monk
 
 
 def test_methods_over_other_caches(fails):
-    found = decode_rows.select_methods([], ["quantspec", "none"], ["int8:lower=host", "int8"], baseline_cache="full:host")
+    found = decode_rows.select_methods([], ["quantspec", "none"], ["int8:host=lower", "int8"], baseline_cache="full:host=all")
     assert [(method.name, method.cache, method.draft) for method in found] == [
-        ("autoregressive", "full:host", "none"),
-        ("quantspec, int8:lower=host", "int8:lower=host", "quantspec"),
+        ("autoregressive", "full:host=all", "none"),
+        ("quantspec, int8:host=lower", "int8:host=lower", "quantspec"),
         ("quantspec, int8", "int8", "quantspec"),
-        ("none, int8:lower=host", "int8:lower=host", "none"),
+        ("none, int8:host=lower", "int8:host=lower", "none"),
         ("none, int8", "int8", "none"),
     ]
     over_kivi = decode_rows.select_methods([], ["sparse", "snapkv"], ["kivi", "int8"])[1:]
@@ -612,8 +612,8 @@ def test_methods_over_other_caches(fails):
     fails([*FAST, "--draft", "quantspec", "--draft", "magic"], "draft 'magic' should be one of")
     fails([*FAST, "--cache", "int8"], "--cache is the cache of drafts; give one with --draft")
     fails([*FAST, "--draft", "quantspec", "--cache", "int9"], "cache 'int9' should be full or")
-    fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be left out")
-    fails([*FAST, "--method", "quantspec", "--baseline-cache", "full:host"], "--baseline-cache is of the method autoregressive")
+    fails([*FAST, "--baseline-cache", "full:guest"], "'guest' should be one of host=none|all, resident=...")
+    fails([*FAST, "--method", "quantspec", "--baseline-cache", "full:host=all"], "--baseline-cache is of the method autoregressive")
 
 
 def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):

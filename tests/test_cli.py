@@ -239,9 +239,9 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--group-size", "0"], "0"),
         (["--method", "magic"], "magic"),
         (["--dtype", "int8"], "int8"),
-        (["--cache", "int2"], "cache 'int2' should be full or full:host or int8"),
-        (["--cache", ""], "cache '' should be full or"),
-        (["--cache", "int8:lower=hosst"], "or the cache should be int8:lower=host[,resident=...]"),
+        (["--cache", "int2"], "cache 'int2' should be one of full, int8, kivi"),
+        (["--cache", ""], "cache '' should be one of full, "),
+        (["--cache", "int8:lower=host"], "'lower=host' should be one of host=none|lower|all, resident=..."),
         (["--cache", "full", "--draft", "sparse"], "int8 cache"),
         (["--cache", "kivi:residual=100,group=64"], "cache kivi: residual 100 should be a multiple of the group size, 64"),
         (["--draft", "streaming-llm:sinks=99999999999999999999"], "sinks 99999999999999999999 should be less than the model's 128"),
@@ -573,7 +573,7 @@ def test_a_group_size_that_makes_no_difference(run, caplog):
 def test_a_cache_in_host_memory_is_for_one_device(run, caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(cli_batch, "devices_of", lambda text: jax.devices()[:1] * 8)
     for cache, words in (
-        ("int8:lower=host", ["cache int8:lower=host: one device of 8 is used, as they would share host memory"]),
+        ("int8:host=lower", ["cache int8:host=lower: one device of 8 is used, as they would share host memory"]),
         ("int8", []),
     ):
         caplog.clear()

@@ -468,7 +468,7 @@ def test_generation_limits_accepted():
     assert dataclasses.replace(config, top_p=1e-6).top_p == 1e-6
 
 
-WITHOUT_GROUPS, WITHOUT_TOKENS = ("full", "full:host", "kivi"), ("h2o:heavy=3", "streaming-llm")
+WITHOUT_GROUPS, WITHOUT_TOKENS = ("full", "full:host=all", "kivi"), ("h2o:heavy=3", "streaming-llm")
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ WITHOUT_GROUPS, WITHOUT_TOKENS = ("full", "full:host", "kivi"), ("h2o:heavy=3", 
     ],
 )
 def test_a_draft_and_a_cache_that_do_not_go_together(draft, refused):
-    for cache in ("int8", "int8:lower=host", "int8:host", *WITHOUT_GROUPS, *WITHOUT_TOKENS):
+    for cache in ("int8", "int8:host=lower", "int8:host=all", *WITHOUT_GROUPS, *WITHOUT_TOKENS):
         if cache not in refused:
             GenerationConfig(draft=draft, cache=cache)
             continue
@@ -506,21 +506,21 @@ def test_the_guess_of_specache_goes_with_no_other_draft():
 
 def test_an_empty_cache_is_none():
     for draft in ("none", "quantspec", "auto"):
-        with pytest.raises(InputError, match=r"^cache '' should be full or "):
+        with pytest.raises(InputError, match=r"^cache '' should be one of full, "):
             GenerationConfig(draft=draft, cache="")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            "int8:lower=hosst",
-            "'lower=hosst' should be left out, or the cache should be int8:lower=host[,resident=...] or int8:host[,resident",
-        ),
-        ("full:guest", "'guest' should be left out, or the cache should be full:host[,resident=...]; full has no settings"),
+        ("int8:lower=host", "cache 'int8:lower=host': 'lower=host' should be one of host=none|lower|all, resident=..."),
+        ("int8:host", "'host' should be one of host=none|lower|all, resident=..."),
+        ("full:host", "'host' should be one of host=none|all, resident=..."),
+        ("full:host=lower", "cache host 'lower' should be none or all"),
+        ("int8:resident=0.5", "cache resident 0.5 is for a cache with a part in host memory: give host too"),
     ],
 )
-def test_a_cache_whose_name_begins_another(text, words):
+def test_the_part_in_host_memory(text, words):
     with pytest.raises(InputError) as error:
         CacheConfig.parse(text)
     assert words in str(error.value)

@@ -16,8 +16,9 @@ from runs import prepared, random_model, random_prompts, run_rounds
 from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
 from qspec_jax.caches import host_memory
-from qspec_jax.caches.host_memory import HostSettings, in_host
-from qspec_jax.caches.offloaded import OffloadedPlanesCache
+from qspec_jax.caches.full import FullSettings
+from qspec_jax.caches.host_memory import in_host
+from qspec_jax.caches.offloaded import OffloadedCache
 from qspec_jax.caches.prefill import embedded, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
@@ -59,7 +60,7 @@ def test_many_rows_are_written_in_a_loop(monkeypatch):
 
 
 def offloaded(config: GenerationConfig) -> GenerationConfig:
-    return dataclasses.replace(config, cache="int8:lower=host")
+    return dataclasses.replace(config, cache="int8:host=lower")
 
 
 def test_tokens_and_codes_are_those_on_the_device(tmp_path):
@@ -99,12 +100,12 @@ def test_tokens_and_codes_are_those_on_the_device(tmp_path):
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        ("full:host", "quantspec:weight_bits=16"),  # whose steps read the target's cache
-        ("full:host,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
-        ("int8:lower=host,resident=0.5", "none"),
-        ("int8:host", "quantspec:weight_bits=16"),  # which copies the upper plane
-        ("int8:host,resident=0.5", "retrieval:budget=44,chunk=2"),
-        ("int8:host", "streaming-llm:budget=20,sinks=3"),
+        ("full:host=all", "quantspec:weight_bits=16"),  # whose steps read the target's cache
+        ("full:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),  # which looks tokens up in it
+        ("int8:host=lower,resident=0.5", "none"),
+        ("int8:host=all", "quantspec:weight_bits=16"),  # which copies the upper plane
+        ("int8:host=all,resident=0.5", "retrieval:budget=44,chunk=2"),
+        ("int8:host=all", "streaming-llm:budget=20,sinks=3"),
     ],
 )
 def test_others_and_layers_that_are_resident(cache, draft):
@@ -119,18 +120,18 @@ def test_others_and_layers_that_are_resident(cache, draft):
 def test_streaming_llm_reads_no_old_tokens_in_a_round(monkeypatch):
     """It has its sinks by itself: to look them up in the target's cache would copy whole layers to the device, twice in each round."""
     draft = make_draft("streaming-llm:budget=20,sinks=3", model := random_model("float32", num_hidden_layers=1))
-    config = dataclasses.replace(CONFIG, draft="streaming-llm", cache="int8:host")
+    config = dataclasses.replace(CONFIG, draft="streaming-llm", cache="int8:host=all")
     state, step, _ = prepared(model, PROMPTS, config, draft=draft)
-    monkeypatch.setattr(OffloadedPlanesCache, "whole_layer", lambda *args: pytest.fail("a layer was copied whole"))
+    monkeypatch.setattr(OffloadedCache, "whole_layer", lambda *args: pytest.fail("a layer was copied whole"))
     step(state)
 
 
 def test_resident_layers_are_spread():
-    assert HostSettings(0).streamed(3) == (True,) * 3 and HostSettings(1).streamed(3) == (False,) * 3
-    assert HostSettings(0.5).streamed(6) == (False, True) * 3
-    assert HostSettings(0.25).streamed(8) == (False, True, True, True) * 2
+    assert FullSettings("all", 0).streamed(3) == (True,) * 3 and FullSettings("all", 1).streamed(3) == (False,) * 3
+    assert FullSettings("all", 0.5).streamed(6) == (False, True) * 3
+    assert FullSettings("all", 0.25).streamed(8) == (False, True, True, True) * 2
     model = random_model("float32")
-    cache = CacheConfig.parse("full:host,resident=0.5").empty(
+    cache = CacheConfig.parse("full:host=all,resident=0.5").empty(
         model.config, batch=1, capacity=8, num_speculative_tokens=0, dtype=model.dtype
     )
     assert [layer.keys.sharding.memory_kind == "pinned_host" for layer in cache.layers] == [False, True]
@@ -142,7 +143,7 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
     expected = run_rounds(model, PROMPTS, config).tokens
     sizes = dict(batch=3, capacity=128, num_speculative_tokens=0)
     own_cache = ("retrieval:budget=44,chunk=2", [True] * 4)  # which leaves less room
-    for name, drafts in (("full:host", (("none", [False, True] * 2), own_cache)), ("int8:lower=host", (own_cache,))):
+    for name, drafts in (("full:host=all", (("none", [False, True] * 2), own_cache)), ("int8:host=lower", (own_cache,))):
 
         def of(free: int, name: str = name) -> Residence:
             monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
@@ -166,15 +167,15 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
             state, *_ = prepared(model, PROMPTS, dataclasses.replace(CONFIG, **settings), draft=make_draft(draft, model))
             kinds = [any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(layer)) for layer in state.cache.layers]
             assert kinds == expected_kinds, (draft, kinds)
-    assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host")).tokens == expected
+    assert run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:host=lower")).tokens == expected
     monkeypatch.setattr(host, "free_bytes", lambda: 1000)
     with pytest.raises(
         HostMemoryError,
-        match=r"int8:lower=host needs 0\.0 GB of host memory for these prompts, of 0\.0 GB that",
+        match=r"int8:host=lower needs 0\.0 GB of host memory for these prompts, of 0\.0 GB that",
     ):
-        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:lower=host,resident=0"))
-    with pytest.raises(HostMemoryError, match="cache specache needs"):
-        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="specache:store=host,residual=8", group_size=4))
+        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="int8:host=lower,resident=0"))
+    with pytest.raises(HostMemoryError, match=r"cache specache:host=store needs"):
+        run_rounds(model, PROMPTS, dataclasses.replace(config, cache="specache:host=store,residual=8", group_size=4))
 
 
 def test_host_memory_that_is_left(monkeypatch, tmp_path):
@@ -193,7 +194,7 @@ def test_host_memory_that_is_left(monkeypatch, tmp_path):
 def test_xlas_pool_of_host_memory(monkeypatch):
     """On a GPU it has 64 GiB, or less if less is free, unless it is told; that is believed, also where Linux shows less."""
     monkeypatch.delenv(host.POOL_LIMIT, raising=False)
-    large = lambda: refused("full:host", 80 << 30)
+    large = lambda: refused("full:host=all", 80 << 30)
     for backend, free, room in (("cpu", 100, None), ("cpu", 70, 70), ("gpu", 100, 64), ("gpu", 50, 50)):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free << 30)
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
@@ -250,7 +251,7 @@ def test_copies_wait_for_the_queries_of_an_earlier_layer(resident, at_once):
     """Or XLA would begin with all of them, and hold as much on the device."""
     model, tokens = random_model("float32", num_hidden_layers=6), jnp.zeros((1, 1), jnp.int32)
     sizes = dict(batch=1, capacity=8, num_speculative_tokens=0, dtype=model.dtype)
-    cache = CacheConfig.parse(f"full:host,resident={resident}").empty(model.config, **sizes)
+    cache = CacheConfig.parse(f"full:host=all,resident={resident}").empty(model.config, **sizes)
     equations = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(cache).eqns
     made_by = {out: equation for equation in equations for out in equation.outvars}
     copied = [e.invars[0] for e in equations if e.primitive.name == "device_put" and in_host(e.invars[0].aval)]
@@ -266,7 +267,7 @@ def test_groups_are_written_as_the_cache_is_laid_out():
     """Or XLA lays the cache out as the codes that it has just made, and turns all of it round in each round: 34 GB at 512k tokens."""
     model = random_model("float32", num_hidden_layers=2)
     sizes = dict(batch=1, capacity=256, num_speculative_tokens=4, dtype=model.dtype)
-    cache = dataclasses.replace(CacheConfig.parse("int8:lower=host"), group_size=32).empty(model.config, **sizes)
+    cache = dataclasses.replace(CacheConfig.parse("int8:host=lower"), group_size=32).empty(model.config, **sizes)
     jaxpr = jax.make_jaxpr(lambda cache: cache.flushed_layers(jnp.array([True])))(cache)
     (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"]
     constrained = [e for e in loop.params["body_jaxpr"].eqns if e.primitive.name == "layout_constraint"]
@@ -279,7 +280,7 @@ def test_prefill_holds_the_queries_of_one_layer():
     attended takes the place of all: so the last ones are taken before, or XLA would copy all to take them afterwards."""
     model = random_model("float32", num_hidden_layers=3)
     sizes = dict(batch=1, capacity=64, num_speculative_tokens=0, dtype=model.dtype)
-    cache, tokens, n = CacheConfig.parse("full:host").empty(model.config, **sizes), jnp.zeros((1, 64), jnp.int32), jnp.array([64])
+    cache, tokens, n = CacheConfig.parse("full:host=all").empty(model.config, **sizes), jnp.zeros((1, 64), jnp.int32), jnp.array([64])
 
     def read(tokens):
         x, angles = embedded(model, tokens, n)
@@ -304,10 +305,10 @@ def test_prefill_holds_the_queries_of_one_layer():
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        ("full:host", "retrieval:budget=64"),
-        ("int8:host", "snapkv:budget=64"),
-        ("int8:lower=host", "sparse"),
-        ("int8:host", "streaming-llm:budget=64,sinks=0"),
+        ("full:host=all", "retrieval:budget=64"),
+        ("int8:host=all", "snapkv:budget=64"),
+        ("int8:host=lower", "sparse"),
+        ("int8:host=all", "streaming-llm:budget=64,sinks=0"),
     ],
 )
 def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
@@ -341,12 +342,12 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
 @pytest.mark.parametrize(
     ("cache", "draft"),
     [
-        ("int8:lower=host,resident=0", "quantspec"),
-        ("int8:lower=host,resident=0.5", "sparse:budget=0.2"),
-        ("full:host,resident=0", "none"),
-        ("full:host,resident=0.5", "retrieval:budget=256"),
-        ("int8:host,resident=0", "retrieval:budget=256"),
-        ("specache:store=host", "specache"),
+        ("int8:host=lower,resident=0", "quantspec"),
+        ("int8:host=lower,resident=0.5", "sparse:budget=0.2"),
+        ("full:host=all,resident=0", "none"),
+        ("full:host=all,resident=0.5", "retrieval:budget=256"),
+        ("int8:host=all,resident=0", "retrieval:budget=256"),
+        ("specache:host=store", "specache"),
     ],
 )
 def test_host_memory_of_a_gpu(cache, draft):
@@ -379,9 +380,9 @@ def test_host_memory_of_a_gpu(cache, draft):
     ("cache", "draft", "dtype"),
     # Fetched tokens enter sums in programs of their own, which round in other places: in bfloat16 a choice between two tokens turns on it.
     [
-        ("int8:lower=host,resident=0.5", "quantspec", "bfloat16"),
-        ("specache:store=host", "specache", "float32"),
-        ("specache:fetch=checked,store=host", "specache", "float32"),
+        ("int8:host=lower,resident=0.5", "quantspec", "bfloat16"),
+        ("specache:host=store", "specache", "float32"),
+        ("specache:fetch=checked,host=store", "specache", "float32"),
     ],
 )
 def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
@@ -418,9 +419,9 @@ def test_batches(monkeypatch):
             return [(found[i].token_ids, found[i].stats.num_accepted_draft_tokens) for i in range(len(prompts))]
 
         for caches, draft, settings in (
-            (("int8", "int8:lower=host,resident=0.5"), "quantspec:weight_bits=16", dict(temperature=0.8)),
-            (("full", "full:host"), "none", {}),
-            (("specache:residual=16,k=4", "specache:residual=16,k=4,store=host"), "specache", dict(num_speculative_tokens=1)),
+            (("int8", "int8:host=lower,resident=0.5"), "quantspec:weight_bits=16", dict(temperature=0.8)),
+            (("full", "full:host=all"), "none", {}),
+            (("specache:residual=16,k=4", "specache:residual=16,k=4,host=store"), "specache", dict(num_speculative_tokens=1)),
         ):
             here, *there = (of(cache, draft, **settings) for cache in caches)
             assert there == [here], caches
@@ -442,7 +443,7 @@ def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypa
 
     monkeypatch.setattr(Engine, "replace", watched)
     model, found = random_model("float32"), []
-    for cache in ("int8", "int8:lower=host", "int8:lower=host,resident=1"):
+    for cache in ("int8", "int8:host=lower", "int8:host=lower,resident=1"):
         config = dataclasses.replace(CONFIG, cache=cache, draft="none", num_speculative_tokens=0)
         requests = [Request(prompt, config, jax.random.key(0)) for prompt in random_prompts(lengths)]
         found.append({result.index: result.token_ids for result in run_batch(model, requests, batch_size=None)})
@@ -452,7 +453,7 @@ def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypa
 
 def test_as_many_rows_as_host_memory_has_room_for(monkeypatch):
     model, prompts = random_model("float32"), random_prompts([20] * 6)
-    config = dataclasses.replace(CONFIG, cache="int8:lower=host", draft="none", num_speculative_tokens=0)
+    config = dataclasses.replace(CONFIG, cache="int8:host=lower", draft="none", num_speculative_tokens=0)
     requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     engine = Engine.for_configs(model, None, [config], prompt_tokens=20)
     engine.settle_for(0)
@@ -465,36 +466,36 @@ def test_as_many_rows_as_host_memory_has_room_for(monkeypatch):
     monkeypatch.setattr(host, "free_bytes", lambda: 2 * in_host)
     with pytest.raises(HostMemoryError, match="not one row fits; 3 of them take"):
         list(run_batch(model, requests, batch_size=None))
-    with pytest.raises(HostMemoryError, match=r"int8:lower=host needs 0\.0 GB of host memory"):
+    with pytest.raises(HostMemoryError, match=r"int8:host=lower needs 0\.0 GB of host memory"):
         list(run_batch(model, requests, batch_size=4))
 
 
 def test_several_devices_are_refused(directory):
     config = offloaded(dataclasses.replace(CONFIG, draft="none", num_speculative_tokens=0))
-    with pytest.raises(InputError, match="cache int8:lower=host with a part in host memory is for one device"):
+    with pytest.raises(InputError, match="cache int8:host=lower with a part in host memory is for one device"):
         generate(load_model(directory, mesh=model_mesh(jax.devices()[:1])), [[1, 2, 3]], config=config)
-    with pytest.raises(InputError, match="int8:lower=host has a part in host memory, which several devices would share; decode"):
+    with pytest.raises(InputError, match="int8:host=lower has a part in host memory, which several devices would share; decode"):
         run_batch(random_model("float32"), [Request([1, 2, 3], config, jax.random.key(0))], devices=jax.devices()[:1] * 2)
 
 
 def test_by_its_name(run, fails, directory, tmp_path):
     command = ["generate", "--model", directory, "--prompt", "def f(x):\n" * 20, "--max-new-tokens", 8, "--group-size", 16, "--json"]
     command += ["--draft", "quantspec"]
-    outs = [run(*command, "--cache", cache) for cache in ("int8", "int8:lower=host")]
+    outs = [run(*command, "--cache", cache) for cache in ("int8", "int8:host=lower")]
     assert [code for code, *_ in outs] == [0, 0], outs
     tokens = [json.loads(out)["token_ids"] for _, out, _ in outs]
     assert tokens[0] == tokens[1]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "def f(x):\n" * 20}) + "\n")
     batch = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", directory, "--max-new-tokens", 8, "--group-size", 16]
     batch += ["--draft", "quantspec"]
-    assert run(*batch, "--cache", "int8:lower=host", "--devices", "all")[0] == 0
+    assert run(*batch, "--cache", "int8:host=lower", "--devices", "all")[0] == 0
     assert [json.loads((tmp_path / "out.jsonl").read_text())["token_ids"]] == tokens[1]
     for cache, words in (
-        ("int8:lower=disk", "'lower=disk' should be left out"),
+        ("int8:host=disk", "cache host 'disk' should be none, lower or all"),
         (
-            "int8:lower=host,resident=1.5",
+            "int8:host=lower,resident=1.5",
             "resident=1.5': resident should be auto, or a share from 0 to 1, not '1.5'",
         ),
-        ("full:host,resident=half", "resident should be auto, or a share from 0 to 1, not 'half'"),
+        ("full:host=all,resident=half", "resident should be auto, or a share from 0 to 1, not 'half'"),
     ):
         fails([*command, "--cache", cache], words)

@@ -223,9 +223,9 @@ def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     [
         (["--cache", "int2"], "cache 'int2' should be one of full, int8, kivi, specache, streaming-llm, h2o, int4"),
         (["--cache", "int4:bits=1"], "cache 'int4:bits=1' should be one of full, int8"),
-        (["--cache", "specache:store=host,k=8"], "gives the same tokens as on the device; leave store=host out"),
+        (["--cache", "specache:host=store,k=8"], "gives the same tokens as on the device: leave host=store out"),
         (["--cache", "kivi:bits=1", "--cache", "kivi:bytes=1"], "'bytes=1' should be one of"),
-        (["--cache", "full:host"], "'full:host' gives the same tokens as on the device; give --cache full"),
+        (["--cache", "full:host=all"], "'full:host=all' gives the same tokens as on the device: leave host=all out"),
         (["--scheme", "magic"], "magic"),
         (["--group-size", "7"], "7"),
         (["--prompt-tokens", "0"], "prompt_tokens 0"),

@@ -117,7 +117,7 @@ def test_a_new_choice_is_put_in_its_place_layer_by_layer():
     """The next layer's copy waits for the cache that the one before was put into: or copies of all layers would wait for the last."""
     model = random_model(jnp.float32, num_hidden_layers=3)
     draft = make_draft(f"retrieval:budget={RECENT + 4 * CHUNK},chunk={CHUNK},rebuild=1", model)
-    state, *_ = prepared(model, random_prompts([70]), dataclasses.replace(CONFIG, cache="full:host,resident=0"), draft=draft)
+    state, *_ = prepared(model, random_prompts([70]), dataclasses.replace(CONFIG, cache="full:host=all,resident=0"), draft=draft)
     one = jnp.ones(1, jnp.int32)
     result = RoundResult(jnp.ones((1, 4), jnp.int32), one, one, one, 0 * one)
     jaxpr = jax.make_jaxpr(lambda own, cache: draft.commit(own, result, cache))(state.draft, state.cache)

@@ -202,7 +202,7 @@ def test_what_auto_leaves_open():
     assert config.num_speculative_tokens is None and config.cache_config == INT8
     assert GenerationConfig(draft="auto", num_speculative_tokens=6).num_speculative_tokens == 6
     for text in ("auto:budget=0.1", "combine:auto+prompt-lookup"):
-        with pytest.raises(InputError, match=r"auto has no settings|auto stands alone, for generate and batch"):
+        with pytest.raises(InputError, match=r"auto has no settings|auto is for generate and batch, and not part of another draft"):
             GenerationConfig(draft=text)
 
 

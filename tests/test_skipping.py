@@ -79,8 +79,8 @@ def test_a_step_reads_no_bytes_of_what_is_skipped(model, draft):
     [
         ("quantspec:skip=x", "skip 'x' should be none, auto, or layers such as"),
         ("quantspec:skip=(1,,2)", "should be none, auto, or layers"),
-        ("quantspec:skip=1,2", "several layers of skip stand in parentheses"),
-        ("quantspec:skip=(1", "should be none, auto, or layers"),
+        ("quantspec:skip=1,2", r"commas in a value need parentheses, as in skip=\(3,5a\)"),
+        ("quantspec:skip=(1", "its parentheses should be in pairs"),
         ("sparse:skip=-1", "skip '-1' should be none, auto, or layers such as"),
         ("sparse:skip=(1,4a)", "skip names layer 4; the model has the layers 0 to 3"),
         ("quantspec:skip=(0,1,2,3)", "should leave something of the model's 4 layers"),

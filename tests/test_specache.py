@@ -152,7 +152,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
     own, come to the same."""
     with jax.enable_x64(True):
         model = random_model("float64")
-        config = dataclasses.replace(specache(k=3, store="host", fetch=fetch), max_new_tokens=30, output_logprobs=True)
+        config = dataclasses.replace(specache(k=3, host="store", fetch=fetch), max_new_tokens=30, output_logprobs=True)
         out = generate(model, PROMPTS, config=config, draft=make_draft("specache", model))
         scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3, fetch=fetch).cache_config)
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
@@ -225,45 +225,45 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
             each = [dataclasses.replace(config, max_new_tokens=5 + 9 * i) for i in range(len(prompts))]
             return [Request(prompt, config, jax.random.key(i)) for i, (prompt, config) in enumerate(zip(prompts, each))]
 
-        together = {result.index: result.token_ids for result in run_batch(model, requests(store="host"), batch_size=2, draft=draft)}
+        together = {result.index: result.token_ids for result in run_batch(model, requests(host="store"), batch_size=2, draft=draft)}
         assert reused
-        for i, request in enumerate(requests(store="device")):
+        for i, request in enumerate(requests(host="none")):
             (alone,) = run_batch(model, [request], batch_size=1, draft=draft)
             assert together[i] == alone.token_ids
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
-def test_a_row_that_is_full_is_not_touched_by_another_s_flush(store):
+@pytest.mark.parametrize("host", ["none", "store"])
+def test_a_row_that_is_full_is_not_touched_by_another_s_flush(host):
     """What is stored for a row that is not due goes behind its last quantized token, also where it has no room for more."""
     with jax.enable_x64(True):
         model, prompts = random_model("float64"), random_prompts([64, 38])
-        config = dataclasses.replace(without_guess(k=128, fetch="now", store=store, residual=24), max_new_tokens=64)
+        config = dataclasses.replace(without_guess(k=128, fetch="now", host=host, residual=24), max_new_tokens=64)
         full = dataclasses.replace(FULL, max_new_tokens=64)
         assert run_rounds(model, prompts, config).tokens == run_rounds(model, prompts, full).tokens
         state, *_ = prepared(model, prompts, config)
-        assert (state.cache.layers[0].store.sharding.memory_kind == "pinned_host") == (store == "host")
+        assert (state.cache.layers[0].store.sharding.memory_kind == "pinned_host") == (host == "store")
 
 
 def test_layers_may_fetch_while_others_compute(monkeypatch):
     """Nothing goes on from what a layer fetches before all layers have fetched, and rounds are compiled for kernels to run side by side."""
     model = random_model(jnp.float32)
     sizes = SIZES | {"dtype": jnp.float32}
-    caches = {store: CacheConfig.parse(cache_of(store=store), 4).empty(model.config, **sizes) for store in ("device", "host")}
+    caches = {host: CacheConfig.parse(cache_of(host=host), 4).empty(model.config, **sizes) for host in ("none", "store")}
     tokens = jnp.zeros((3, 2), jnp.int32)
-    for store, cache in caches.items():
+    for host, cache in caches.items():
         traced = jax.make_jaxpr(lambda cache: model(tokens, tokens, cache))(cache)
         waits = [len(equation.invars) for equation in traced.eqns if equation.primitive.name == "optimization_barrier"]
-        assert (2 * model.config.num_layers in waits) == (store == "host")
-    assert caches["host"].compiler_options == {}
+        assert (2 * model.config.num_layers in waits) == (host == "store")
+    assert caches["store"].compiler_options == {}
     monkeypatch.setattr(specache_cache, "platform", lambda: "gpu")
-    assert caches["host"].compiler_options == {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-    assert caches["device"].compiler_options == {}
+    assert caches["store"].compiler_options == {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert caches["none"].compiler_options == {}
     monkeypatch.undo()
     monkeypatch.setattr(specache_cache.SpeCache, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         generate(model, PROMPTS, config=specache(k=4))
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        timing.loop(lambda cache: (cache,), 1).compile((caches["host"],), ())
+        timing.loop(lambda cache: (cache,), 1).compile((caches["store"],), ())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,11 @@ def test_layers_may_fetch_while_others_compute(monkeypatch):
     [
         (dict(cache="specache:k=0"), "cache specache: k 0 should be from 1"),
         (dict(cache="specache:fetch=later"), "cache specache: fetch 'later' should be ahead, checked or now"),
-        (dict(cache="specache:store=disk"), "cache specache: store 'disk' should be device or host"),
+        (dict(cache="specache:host=disk"), "cache specache: host 'disk' should be none or store"),
+        (
+            dict(cache="specache:store=host"),
+            "'store=host' should be one of bits=..., residual=..., rule=..., k=..., fetch=..., host=none.store",
+        ),
         (dict(draft="specache", cache="int8"), "draft specache goes with cache specache, not int8"),
         (dict(draft="specache", num_speculative_tokens=4), r"\(gamma\) 4 should be 1: draft specache makes one guess a round"),
         (dict(cache="specache", draft="quantspec"), "cache specache goes with draft specache or none, not quantspec"),
@@ -295,7 +299,7 @@ def test_auto_over_it_is_what_the_cache_is_compatible_with(fetch, draft):
 
 
 def test_by_its_name(run, directory):
-    prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,store=host"
+    prompt, cache = "def f(x):\n" * 20, "specache:residual=32,k=4,host=store"
     command = ["generate", "--model", directory, "--prompt", prompt, "--cache", cache, "--max-new-tokens", 8]
     code, out, err = run(*command, "--json")  # whose draft is the one that goes with the cache
     model = load_model(directory)

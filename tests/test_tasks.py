@@ -214,7 +214,7 @@ def test_the_command(run, directory, files, tmp_path, monkeypatch):
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--depths", "0,1.5"], "depth 1.5"),
         (["--cache", "int2"], "int2"),
-        (["--cache", "full:host"], "give --cache full"),
+        (["--cache", "full:host=all"], "leave host=all out"),
         (["--draft", "specache", "--cache", "int8"], "specache"),
         (["--draft", "sparse", "--cache", "kivi"], "draft sparse reads groups"),
         (["--plot", "tasks.txt"], "tasks.txt"),

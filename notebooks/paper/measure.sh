@@ -22,13 +22,13 @@ batch() { # ROWS CONTEXT BUDGET: a row of TriForce's table 4
 specache() { # ROWS CONTEXT
     # Random weights guess wrong nearly always, so that fetch=checked is as slow here as it can be; and choose other tokens in every step.
     qspec bench decode --arch mistral-7b --context "$2" --batch-size "$1" --max-new-tokens 48 --repeats 3 --draft specache --draft none \
-        --cache kivi:bits=1,residual=64 --cache specache:bits=1,store=host --cache specache:bits=2,store=host \
-        --cache specache:bits=1,store=host,fetch=checked --cache specache:bits=1,store=host,fetch=now \
+        --cache kivi:bits=1,residual=64 --cache specache:bits=1,host=store --cache specache:bits=2,host=store \
+        --cache specache:bits=1,host=store,fetch=checked --cache specache:bits=1,host=store,fetch=now \
         --json --output "$out/$table.json"
 }
 
 half_a_million() { # METHOD...: with 9 of 32 layers resident less than 130 GB of the card are in use
-    qspec bench decode --arch llama-2-7b --context 524288 "$@" --repeats 2 --cache int8:lower=host,resident=0.28 --baseline-cache full:host \
+    qspec bench decode --arch llama-2-7b --context 524288 "$@" --repeats 2 --cache int8:host=lower,resident=0.28 --baseline-cache full:host=all \
         --json --output "$out/$table.json"
 }
 
@@ -74,13 +74,13 @@ triforce-offloaded) # TriForce, table 3: of the card JAX gets 24 GB; 80 GB of ho
     megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1 || true)
     XLA_PYTHON_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 24e9 / (${megabytes:-81559} * 2 ^ 20) }")
     export XLA_PYTHON_CLIENT_MEM_FRACTION
-    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 2 --cache full:host \
-        --cache int8:host --baseline-cache full:host --draft "triforce:model=$small,middle=(retrieval:budget=8192)" \
+    qspec bench decode --arch llama-2-7b --context 130048 --gamma 12 --max-new-tokens 64 $rates --repeats 2 --cache full:host=all \
+        --cache int8:host=all --baseline-cache full:host=all --draft "triforce:model=$small,middle=(retrieval:budget=8192)" \
         --draft retrieval:budget=8192,weight_bits=16 --json --output "$out/triforce-offloaded.json"
     ;;
 offloaded-64k) # how near copies come to what the copy engine reaches, nothing resident; 45 GB of host memory
     qspec bench decode --arch llama-2-7b --context 65536 --gamma 7 --max-new-tokens 32 --simulate-acceptance 0.92 --repeats 3 \
-        --cache int8:lower=host,resident=0 --baseline-cache full:host,resident=0 --draft quantspec --draft sparse:budget=0.03 --draft none \
+        --cache int8:host=lower,resident=0 --baseline-cache full:host=all,resident=0 --draft quantspec --draft sparse:budget=0.03 --draft none \
         --json --output "$out/offloaded-64k.json"
     ;;
 offloaded-512k) # a context whose bfloat16 cache takes 275 GB; a GPU of 141 GB, 90 GB of host memory

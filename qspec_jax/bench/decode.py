@@ -268,11 +268,11 @@ class _StepAlone:
     def needed(cls, model: Llama, case: Case, context: int, max_new_tokens: int, batch_size: int) -> Self | None:
         """None for another method, and where there is memory enough."""
         cache = CacheConfig.parse(case.method.cache)
-        if case.method.name != AUTOREGRESSIVE or cache.kind != "full:host" or devices_of(model) > 1:
+        if case.method.name != AUTOREGRESSIVE or cache.name != "full:host=all" or devices_of(model) > 1:
             return None
         capacity = bucket(context) + bucket(max_new_tokens)
         found = residence(cache, model, batch=batch_size, capacity=capacity, num_speculative_tokens=0)
-        if not refused(cache.kind, found.host_bytes):
+        if not refused(cache.name, found.host_bytes):
             return None
         row = DecodeRow(case.method.name, context, 0, "failed", temperature=case.temperature, batch_size=batch_size)
         return cls(model, row, found, capacity, host.room_bytes(pooled=jax.default_backend() == "gpu"))

@@ -14,7 +14,7 @@ from qspec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of decoding. cache: the text of the target's, such as "full" or "int8:lower=host". draft: that of its draft, or "none"."""
+    """A method of decoding. cache: the text of the target's, such as "full" or "int8:host=lower". draft: that of its draft, or "none"."""
 
     name: str
     cache: str

@@ -169,7 +169,6 @@ def _flushed(tokens, cache, state, lengths):
 def target_bytes(model: Llama, kind: str, context: int, width: int, batch_size: int) -> int:
     """The bytes that each device must read to verify so many tokens a row: its weights, and the cache of every row with the tokens that it
     appends. 0 for a kind of cache of which nobody has counted them."""
-    kind = kind.partition(":")[0]
     if kind not in PLANES:
         return 0
     of_cache = batch_size * model.config.num_layers * layer_bytes_read(model, context + width, width, PLANES[kind])

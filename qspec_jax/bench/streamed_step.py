@@ -13,7 +13,6 @@ from jax import lax
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.bench.decode_rows import DecodeRow, StepTiming
 from qspec_jax.bench.timing import Bandwidth, loop, loop_trips, time_loop
-from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.offloaded import OffloadedFullCache
 from qspec_jax.decoding.residence import Residence
 from qspec_jax.models.llama import Llama
@@ -32,18 +31,18 @@ def measured(
     bandwidth: Bandwidth,
     repeats: int,
 ) -> DecodeRow:
-    """The row with the time of a step that decodes one token of each of its rows over a `full:host` cache.
+    """The row with the time of a step that decodes one token of each of its rows over a `full:host=all` cache.
 
     found: the cache, and how much of it is streamed. capacity: of its rows in tokens. host_bytes: free in host memory. read_bytes: what the
     step reads on the device.
     """
-    streamed = HostSettings(found.cache.settings.resident).streamed(model.config.num_layers)
+    streamed = found.cache.settings.streamed(model.config.num_layers)
     arrays = max(1, min(sum(streamed), int(SHARE_OF_HOST * host_bytes // found.layer_bytes)))
     one_layer = dataclasses.replace(model.config, num_layers=1)
     sizes = dict(batch=row.batch_size, capacity=capacity, num_speculative_tokens=0, dtype=model.dtype)
 
     def layer(share: float):
-        (made,) = dataclasses.replace(found.cache, settings=HostSettings(share)).empty(one_layer, **sizes).layers
+        (made,) = found.cache.with_resident(share).empty(one_layer, **sizes).layers
         return jax.block_until_ready(made)
 
     in_turn = itertools.cycle([layer(0.0) for _ in range(arrays)])
@@ -77,7 +76,7 @@ def measured(
         tokens_per_second=row.batch_size * 1e6 / timing.median_us,
         ms_per_token=timing.median_us / 1e3,
         steps={"target": StepTiming(timing, read_bytes, share, copied)},
-        cache=f"{found.cache.kind},resident={found.cache.settings.resident:.3g}",
+        cache=f"{found.cache.name},resident={found.cache.settings.resident:.3g}",
         cache_bytes=copied + sum(leaf.nbytes for leaf in jax.tree.leaves(resident)),
         large_operations=None,
     )

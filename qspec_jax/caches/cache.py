@@ -17,7 +17,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.llama import AttendingCache
 
 Tree = TypeVar("Tree")
-MOST_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
+MAX_TOKENS = 1 << 16  # that a cache's settings may ask for, of one sort
 
 
 class Gives(enum.Enum):
@@ -214,5 +214,5 @@ def where_rows(rows: Bool[Array, "B"], new: Tree, old: Tree) -> Tree:
 
 def check_tokens(cache: str, what: str, tokens: int, least: int = 1) -> None:
     """Raises InputError for a number of tokens that is out of range. cache: its name, and what: the setting's, for the message."""
-    if not least <= tokens <= MOST_TOKENS:
-        raise InputError(f"cache {cache}: {what} {tokens} should be from {least} to {MOST_TOKENS} tokens")
+    if not least <= tokens <= MAX_TOKENS:
+        raise InputError(f"cache {cache}: {what} {tokens} should be from {least} to {MAX_TOKENS} tokens")

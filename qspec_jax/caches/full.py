@@ -11,7 +11,16 @@ from pallas_kernels.append_attend import append_and_attend
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 from qspec_jax.caches.cache import Cache, no_tokens
+from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
+from qspec_jax.settings_text import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class FullSettings(HostSettings):
+    """See `HostSettings`."""
+
+    host: str = setting(NONE, "The part of the cache in host memory, which each pass copies to the device.", choices=(NONE, "all"))
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +31,7 @@ class FullCache(Cache):
     layers: tuple[FullLayer, ...]
     lengths: Lengths
 
+    Settings: ClassVar[type] = FullSettings
     takes_group_size: ClassVar[bool] = False
 
     @property
@@ -33,11 +43,11 @@ class FullCache(Cache):
         return self.layers[0].keys.shape[2]
 
     @classmethod
-    def schedule_of(cls, group_size):
+    def schedule_of(cls, group_size, settings):
         return Schedule(None)
 
     @classmethod
-    def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
+    def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         rows = capacity + num_speculative_tokens + 1
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, rows=rows, head_dim=model.head_dim, dtype=dtype)
         return cls(tuple(FullLayer.zeros(**shape) for _ in range(model.num_layers)), no_tokens(batch))

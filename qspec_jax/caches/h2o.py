@@ -20,7 +20,7 @@ from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.rounding import accumulation_dtype
 from pallas_kernels.rope_append import rotate_and_append
-from qspec_jax.caches.cache import MOST_TOKENS, check_tokens, no_tokens
+from qspec_jax.caches.cache import MAX_TOKENS, check_tokens, no_tokens
 from qspec_jax.caches.evicting import EvictingCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import equal_parts
@@ -35,7 +35,7 @@ class H2OSettings:
 
     heavy: int = 128
     recent: int = 128
-    queries: int = MOST_TOKENS
+    queries: int = MAX_TOKENS
 
     def __post_init__(self):
         for name, tokens in vars(self).items():

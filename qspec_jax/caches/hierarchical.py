@@ -16,8 +16,21 @@ from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes, dequantize_tokens, quantize_groups, rows_from
 from pallas_kernels.formats.rounding import accumulation_dtype
 from qspec_jax.caches.cache import Gives, PooledCache, no_tokens
+from qspec_jax.caches.host_memory import NONE, HostSettings
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.models.prompts import by_heads
+from qspec_jax.settings_text import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class HierarchicalSettings(HostSettings):
+    """See `HostSettings`."""
+
+    host: str = setting(
+        NONE,
+        "The part of the cache in host memory, the lower plane or both, which each pass that reads it copies to the device.",
+        choices=(NONE, "lower", "all"),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +47,7 @@ class HierarchicalCache(PooledCache):
     scheme: str = dataclasses.field(metadata={"static": True})
     pages: Int[Array, "B C"] | None = None
 
+    Settings: ClassVar[type] = HierarchicalSettings
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS, Gives.TOKENS})
 
     @property
@@ -62,11 +76,11 @@ class HierarchicalCache(PooledCache):
         return Schedule(self.group_size)
 
     @classmethod
-    def schedule_of(cls, group_size):
+    def schedule_of(cls, group_size, settings):
         return Schedule(group_size)
 
     @classmethod
-    def make(cls, model, *, group_size, scheme, batch, capacity, num_speculative_tokens, dtype):
+    def make(cls, model, *, group_size, scheme, settings, batch, capacity, num_speculative_tokens, dtype):
         schedule = Schedule(group_size)
         shape = dict(batch=batch, kv_heads=model.num_kv_heads, group_size=group_size, head_dim=model.head_dim, dtype=dtype)
         shape |= dict(groups=schedule.groups(capacity), buffer_rows=schedule.buffer_rows(num_speculative_tokens))

@@ -3,8 +3,8 @@
 XLA can copy a whole array from host memory to the device while the device computes something else. On a GPU any other operation on such an
 array becomes a kernel that reads or writes host memory in place, at the speed of the bus between the two memories; on a CPU it is an
 ordinary operation. XLA's gather of single tokens takes each over the bus three times. SpeCache therefore reads them with a kernel of
-`pallas_kernels.gather` where that runs, on NVIDIA Hopper. The cache full:host, of which drafts may ask single tokens, takes XLA's gather
-(`pallas_kernels.gather.taken`).
+`pallas_kernels.gather` where that runs, on NVIDIA Hopper. The cache full:host=all, of which drafts may ask single tokens, takes XLA's
+gather (`pallas_kernels.gather.taken`).
 """
 
 import abc
@@ -19,8 +19,10 @@ from jaxtyping import Array, Int
 from pallas_kernels.formats.views import View
 from qspec_jax.caches.cache import AppendedCache
 from qspec_jax.errors import InputError
+from qspec_jax.settings_text import check_settings, setting
 
 ROWS_AT_ONCE = 16  # rows that a trip of the loop in `written` writes; so many or fewer are written without a loop
+NONE = "none"  # the value of `host` for a cache that is entirely on the device
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -32,22 +34,33 @@ def _share(text: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """resident: the share of the layers, from 0 to 1, whose cache is entirely on the device, rounded to whole layers; these are called
-    resident. None, which is "auto" in a cache's text: `qspec_jax.decoding.residence` makes as many layers resident as fit the device's free
-    memory, and in a cache that is made without it no layer is. Resident layers are spread evenly among the others, so that the others are
-    copied while resident ones are computed."""
+    """The settings that caches share of which each pass copies a part from host memory. A subclass has the setting `host` with its parts.
 
-    resident: float | None = dataclasses.field(default=None, metadata={"parse": _share, "values": "auto, or a share from 0 to 1"})
+    Layers whose cache is entirely on the device are called resident. They are spread evenly among the others, so that the others are
+    copied while resident ones are computed. A `resident` of None, "auto" in a text, leaves their number to `qspec_jax.decoding.residence`:
+    as many as fit the device's free memory. In a cache that is made without it no layer is resident.
+    """
+
+    host: str = NONE
+    resident: float | None = setting(
+        None,
+        "The share of the layers whose cache is entirely on the device, rounded to whole layers; auto: as many as fit.",
+        minimum=0,
+        maximum=1,
+        parse=_share,
+        takes="auto, or a share from 0 to 1",
+    )
 
     def __post_init__(self):
-        if self.resident is not None and not 0 <= self.resident <= 1:
-            raise InputError(f"cache resident {self.resident:g} should be auto, or from 0 to 1, a share of the layers")
+        check_settings("cache", self)
+        if self.host == NONE and self.resident is not None:
+            raise InputError(f"cache resident {self.resident:g} is for a cache with a part in host memory: give host too")
 
     @property
     def in_host_memory(self) -> bool:
         """Whether a part of the cache may be in host memory. It is known before the model is, and so before the share is rounded: true for
         every resident below 1, such as 0.99, though with few layers that rounds to all of them, and true for None, though all may fit."""
-        return self.resident is None or self.resident < 1
+        return self.host != NONE and (self.resident is None or self.resident < 1)
 
     def streamed(self, layers: int) -> tuple[bool, ...]:
         """Whether a part of each layer, of so many, is in host memory."""

@@ -1,15 +1,13 @@
 """Caches with a part in host memory, which each pass that reads it copies to the device layer by layer: for contexts that do not fit.
 
-`OffloadedCache` is the hierarchical cache with its lower plane in host memory. On the device are the upper plane, scales, zero points and
-the buffers. Drafts that read no more than that are as fast as ever: not those with `cache=int8` or `sensitive_layers`, nor `retrieval`,
-which looks older tokens up in the target's cache when it chooses anew. The target still reads all 8 bits. `OffloadedPlanesCache` has both
-planes in host memory, for drafts with tokens of their own. `OffloadedFullCache` is the full-precision cache, all of it in host memory. With
-any of them the target says bit for bit what it says with everything on the device.
+The target's output is bit for bit that with everything on the device. In `OffloadedCache` with `host=lower` the upper plane, scales, zero
+points and buffers are on the device, so drafts that read nothing else are as fast as without; those with `cache=int8` or
+`sensitive_layers` read the lower plane too, and `retrieval` reads older tokens of the target's cache when it chooses again. With `host=all`
+both planes are in host memory, for drafts with a compact cache of their own. `OffloadedFullCache` is the full-precision cache.
 """
 
 import dataclasses
 from collections.abc import Iterable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,34 +21,31 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Planes
 from pallas_kernels.gather import taken
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.host_memory import HostSettings, StreamedCache, in_host, to_host, written
+from qspec_jax.caches.host_memory import StreamedCache, in_host, to_host, written
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OffloadedCache(StreamedCache, HierarchicalCache):
-    """A `HierarchicalCache` whose `lower` arrays are in host memory, but for those of resident layers. Only two things are done with such
-    an array: it is copied to the device whole, and groups are written into it. offloaded: the names of these arrays, the same for keys
-    and values.
+    """A `HierarchicalCache` with the arrays `lower`, or `upper` and `lower`, of keys and values in host memory, except in resident layers.
+    Such an array is copied to the device whole, and groups are written into it; nothing else reads or writes it. A draft that reads an
+    upper plane in host memory copies it in each of its steps. offloaded: the names of the arrays.
 
     A flush writes a group for every row. For a row that is not due it goes behind its last group, where nothing reads it; there is room for
     one group more than a row may quantize, so that this place is inside the array.
     """
 
-    Settings: ClassVar[type] = HostSettings
-    offloaded: ClassVar[tuple[str, ...]] = ("lower",)
-
-    @classmethod
-    def schedule_of(cls, group_size, settings):
-        return super().schedule_of(group_size)
+    offloaded: tuple[str, ...] = dataclasses.field(default=("lower",), metadata={"static": True})
 
     @classmethod
     def make(cls, model, *, capacity, group_size, settings, **sizes):
-        cache = super().make(model, capacity=capacity + group_size, group_size=group_size, **sizes)
-        offload = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in cls.offloaded})
+        cache = super().make(model, capacity=capacity + group_size, group_size=group_size, settings=settings, **sizes)
+        names = ("lower",) if settings.host == "lower" else ("upper", "lower")
+        offload = lambda planes: dataclasses.replace(planes, **{name: to_host(getattr(planes, name)) for name in names})
         offload_both = lambda layer: dataclasses.replace(layer, keys=offload(layer.keys), values=offload(layer.values))
         streamed = settings.streamed(model.num_layers)
-        return dataclasses.replace(cache, layers=tuple(offload_both(layer) if far else layer for layer, far in zip(cache.layers, streamed)))
+        layers = tuple(offload_both(layer) if far else layer for layer, far in zip(cache.layers, streamed))
+        return dataclasses.replace(cache, layers=layers, offloaded=names)
 
     @property
     def capacity(self):
@@ -137,27 +132,13 @@ def _with_group(held: Planes, new: Planes, group: Int[Array, "B"]) -> Planes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OffloadedPlanesCache(OffloadedCache):
-    """An `OffloadedCache` with both planes in host memory. A draft that reads the upper one copies it in each of its steps."""
-
-    offloaded: ClassVar[tuple[str, ...]] = ("upper", "lower")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class OffloadedFullCache(StreamedCache, FullCache):
     """A `FullCache` whose keys and values are in host memory, but for those of resident layers. Each pass copies a layer's to the device
     whole, drafts' passes too, and writes the new tokens through."""
 
-    Settings: ClassVar[type] = HostSettings
-
-    @classmethod
-    def schedule_of(cls, group_size, settings):
-        return super().schedule_of(group_size)
-
     @classmethod
     def make(cls, model, *, settings, **sizes):
-        cache = super().make(model, **sizes)
+        cache = super().make(model, settings=settings, **sizes)
         streamed = settings.streamed(model.num_layers)
         layers = (jax.tree.map(to_host, layer) if far else layer for layer, far in zip(cache.layers, streamed))
         return dataclasses.replace(cache, layers=tuple(layers))

@@ -7,35 +7,37 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.formats.quantization import SCHEMES
-from qspec_jax.caches.cache import MOST_TOKENS, Cache, Gives
+from qspec_jax.caches.cache import MAX_TOKENS, Cache, Gives, PooledCache
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.h2o import H2OCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
+from qspec_jax.caches.host_memory import NONE
 from qspec_jax.caches.kivi import KiviCache
-from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache, OffloadedPlanesCache
+from qspec_jax.caches.offloaded import OffloadedCache, OffloadedFullCache
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.caches.specache import SpeCache
 from qspec_jax.caches.streaming_llm import StreamingCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.settings_text import read_settings, split_text
 
 
 class RegisteredCache(Protocol):
-    """What the class of a cache has besides the protocol of `Cache`, so that a name and a few settings are enough to make one.
+    """The class of a cache, by which the registry makes one of a name and a few settings. It also has the protocol of `Cache`.
 
-    One with settings of its own has their class in `Settings`: a frozen dataclass whose fields have defaults, and which raises InputError
-    for what is out of range. A field's type is called with the text of its value; one that needs another function has it in its metadata as
-    "parse", and what it takes, for messages, as "values". Its `in_host_memory`, if it has one, says whether a part of the cache may be in
-    host memory. `make` and `schedule_of` are then given `settings`. default_group: tokens of a key group, if not given; 128 for a class
-    that does not say. gives, takes_group_size, chooses_by_head: see `Cache`.
+    Attributes:
+        Settings: the class of the cache's own settings, see `qspec_jax.settings_text.setting`; a class without this attribute has none.
+            A property `in_host_memory` of it says whether a part of the cache may be in host memory.
+        default_group: tokens of a key group, if not given; 128 for a class that does not have this attribute.
+        gives, takes_group_size, chooses_by_head: see `Cache`.
     """
 
     gives: ClassVar[frozenset[Gives]]
     takes_group_size: ClassVar[bool]
     chooses_by_head: ClassVar[bool]
 
-    def schedule_of(self, group_size: int) -> Schedule:
-        """The schedule of a cache with groups of so many tokens."""
+    def schedule_of(self, group_size: int, settings: Any) -> Schedule:
+        """The schedule of a cache with groups of `group_size` tokens. settings: its own; None for a class without any."""
         ...
 
     def make(
@@ -44,40 +46,49 @@ class RegisteredCache(Protocol):
         *,
         group_size: int,
         scheme: str,
+        settings: Any,
         batch: int,
         capacity: int,
         num_speculative_tokens: int,
         dtype: jnp.dtype,
     ) -> Cache:
-        """A cache without tokens, for rows of at most `capacity` cached tokens and rounds of `num_speculative_tokens` drafts.
+        """A cache without tokens.
 
-        group_size, scheme: see `CacheConfig`; a cache that does not quantize has no use for them. dtype: the model's.
+        Args:
+            model: the shape of the model.
+            group_size, scheme: see `CacheConfig`; a cache that does not quantize does not use them.
+            settings: the cache's own; None for a class without any.
+            batch: rows.
+            capacity: the maximum number of cached tokens of a row.
+            num_speculative_tokens: the maximum number of drafts in a round.
+            dtype: the model's.
         """
         ...
 
 
 CACHES: dict[str, RegisteredCache] = {
     "full": FullCache,
-    "full:host": OffloadedFullCache,
     "int8": HierarchicalCache,
-    "int8:lower=host": OffloadedCache,
-    "int8:host": OffloadedPlanesCache,
     "kivi": KiviCache,
     "specache": SpeCache,
     "streaming-llm": StreamingCache,
     "h2o": H2OCache,
 }
+# The classes of caches whose setting `host` names a part that each pass copies from host memory.
+STREAMED: dict[str, RegisteredCache] = {"full": OffloadedFullCache, "int8": OffloadedCache}
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
     """The KV cache of a call to generate.
 
-    kind: a key of `CACHES`; "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi", "specache",
-    "streaming-llm" and "h2o" are lossy.
-    group_size: tokens of a key group, even; None is 128 (32 for kivi and specache), or head_dim when that is smaller; full, streaming-llm
-    and h2o have no groups. scheme: the quantizer of "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`. settings: the cache's
-    own, of its class `Settings`; None: the defaults.
+    Attributes:
+        kind: a key of `CACHES`: "int8" is the hierarchical cache, "full" one in the model's own precision; "kivi", "specache",
+            "streaming-llm" and "h2o" are lossy.
+        group_size: tokens of a key group, even. None is 128 (32 for kivi and specache), or head_dim if that is smaller. full,
+            streaming-llm and h2o have no groups.
+        scheme: the quantizer of "int8", a key of `pallas_kernels.formats.quantization.SCHEMES`.
+        settings: the cache's own, of its class `Settings`; None: the defaults.
     """
 
     kind: str = "int8"
@@ -86,12 +97,10 @@ class CacheConfig:
     settings: Any = None
 
     def __post_init__(self):
-        if self.kind == "hierarchical":  # its name before version 0.2
-            object.__setattr__(self, "kind", "int8")
         if self.kind not in CACHES:
-            raise InputError(f"cache {self.kind!r} should be {' or '.join(CACHES)}")
-        if self.group_size is not None and (not 2 <= self.group_size <= MOST_TOKENS or self.group_size % 2):
-            raise InputError(f"group size {self.group_size} should be an even number from 2 to {MOST_TOKENS}")
+            raise InputError(f"cache {self.kind!r} should be one of {', '.join(CACHES)}")
+        if self.group_size is not None and (not 2 <= self.group_size <= MAX_TOKENS or self.group_size % 2):
+            raise InputError(f"group size {self.group_size} should be an even number from 2 to {MAX_TOKENS}")
         if self.scheme not in SCHEMES:
             raise InputError(f"scheme {self.scheme!r} should be one of {', '.join(SCHEMES)}")
         if self.settings is None and self._class_of_settings is not None:
@@ -101,39 +110,38 @@ class CacheConfig:
 
     @classmethod
     def parse(cls, text: str, group_size: int | None = None, scheme: str = scheme) -> Self:
-        """The cache of a text NAME or NAME:SETTING=VALUE,... such as kivi:bits=1,residual=64; behind a name that has a colon itself a comma
-        comes before the settings, as in int8:lower=host,resident=0.5. A cache with a default group size of its own has the setting group,
-        which counts before `group_size`. Raises InputError for an unknown name or setting, and for a value
-        that is no such setting's."""
-        kind, mark, rest = text.partition(":")
-        for name in CACHES:
-            if ":" in name and text.startswith(name):
-                kind, (before, mark, rest) = name, text.removeprefix(name).partition(",")
-                if before:
-                    raise InputError(f"cache {text!r}: behind {name} there should be nothing, or a comma and settings, not {before!r}")
+        """The cache of a text NAME[:SETTING=VALUE,...] such as kivi:bits=1,residual=64, see `qspec_jax.settings_text`.
+
+        A cache with a default group size of its own also has the setting `group`, which counts before `group_size`. Raises InputError for
+        an unknown name or setting, and for a value that is none of its setting's.
+        """
+        kind, parts = split_text("cache", text)
         plain = cls(kind, None, scheme)
-        if not mark:
-            return dataclasses.replace(plain, group_size=group_size)
-        fields = {} if plain.settings is None else {field.name: field for field in dataclasses.fields(plain.settings)}
-        kinds = {name: field.metadata.get("parse", field.type) for name, field in fields.items()}
-        if hasattr(CACHES[kind], "default_group"):
-            kinds["group"] = int
-        given: dict[str, Any] = {}
-        for part in rest.split(","):
-            name, equals, value = part.partition("=")
-            if name not in kinds or not equals:
-                known = f"one of {', '.join(f'{name}=...' for name in kinds)}" if kinds else _no_settings(kind)
-                raise InputError(f"cache {text!r}: {part!r} should be {known}")
-            if name in given:
-                raise InputError(f"cache {text!r}: {name} stands there twice")
-            try:
-                given[name] = kinds[name](value)
-            except ValueError:
-                metadata = fields[name].metadata if name in fields else {}
-                values = metadata.get("values", "a whole number" if kinds[name] is int else "a number")
-                raise InputError(f"cache {text!r}: {name} should be {values}, not {value!r}") from None
+        more = {"group": int} if hasattr(CACHES[kind], "default_group") else {}
+        given = read_settings("cache", text, parts, plain._class_of_settings, more=more)
         size = given.pop("group", group_size)
-        return dataclasses.replace(plain, group_size=size, settings=dataclasses.replace(plain.settings, **given))
+        settings = dataclasses.replace(plain.settings, **given) if given else plain.settings
+        return dataclasses.replace(plain, group_size=size, settings=settings)
+
+    @property
+    def name(self) -> str:
+        """The kind, with the part of the cache that is in host memory, if any: a text of the cache without its other settings."""
+        host = getattr(self.settings, "host", NONE)
+        return self.kind if host == NONE else f"{self.kind}:host={host}"
+
+    @property
+    def streams(self) -> bool:
+        """Whether each pass copies a part of the cache from host memory, unless all layers are resident."""
+        return self._class is STREAMED.get(self.kind)
+
+    @property
+    def pools(self) -> bool:
+        """Whether rows of the cache may share a pool of pages."""
+        return issubclass(self._class, PooledCache) and not self.streams
+
+    def with_resident(self, share: float) -> Self:
+        """The cache with this share of its layers on the device, see `HostSettings`; for one that `streams`."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, resident=share))
 
     @property
     def takes_group_size(self) -> bool:
@@ -150,8 +158,8 @@ class CacheConfig:
         return getattr(CACHES[self.kind], "Settings", None)
 
     @property
-    def _own(self) -> dict[str, Any]:
-        return {} if self.settings is None else {"settings": self.settings}
+    def _class(self) -> RegisteredCache:
+        return CACHES[self.kind] if getattr(self.settings, "host", NONE) == NONE else STREAMED.get(self.kind, CACHES[self.kind])
 
     def group_size_for(self, head_dim: int) -> int:
         """Tokens of a group, for a model with heads of this size."""
@@ -162,7 +170,7 @@ class CacheConfig:
         return self._schedule(self.group_size_for(head_dim))
 
     def _schedule(self, group_size: int) -> Schedule:
-        return CACHES[self.kind].schedule_of(group_size, **self._own)
+        return CACHES[self.kind].schedule_of(group_size, self.settings)
 
     def check(self, model: LlamaConfig) -> None:
         """Raises InputError where no model of this shape can have the cache, as `empty` does; only shapes are computed with."""
@@ -171,14 +179,6 @@ class CacheConfig:
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
         """A cache without tokens; see `RegisteredCache.make`."""
-        choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, **self._own)
+        choice = dict(group_size=self.group_size_for(model.head_dim), scheme=self.scheme, settings=self.settings)
         sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=dtype)
-        return CACHES[self.kind].make(model, **choice, **sizes)
-
-
-def _no_settings(kind: str) -> str:
-    """What should stand behind a cache without settings, for messages: nothing, or what makes it another one's name."""
-    others = [name for name in CACHES if name.startswith(f"{kind}:")]
-    settings = lambda name: "".join(f"[,{field.name}=...]" for field in dataclasses.fields(CACHES[name].Settings))
-    of_others = " or ".join(name + settings(name) for name in others)
-    return f"left out; {kind} has no settings" if not others else f"left out, or the cache should be {of_others}; {kind} has no settings"
+        return self._class.make(model, **choice, **sizes)

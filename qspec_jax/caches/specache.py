@@ -13,7 +13,7 @@ precision it reads instead. Where these k come from is the setting `fetch`:
 
 Source: SpeCache (arXiv 2503.16163), sections 3.3 and 3.4. There the last token of a pass is a guess at the next one, as it is here with the
 draft specache (`qspec_jax.drafts.specache`); without a draft it is the last token of the text. There the store is in host memory, as it is
-here with `store=host`.
+here with `host=store`.
 """
 
 import dataclasses
@@ -34,12 +34,13 @@ from pallas_kernels.gather import gather_tokens
 from pallas_kernels.replaced_attention import attend_and_choose
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax.caches.cache import Cache, Gives, check_tokens, no_tokens, where_rows
-from qspec_jax.caches.host_memory import in_host, to_host, with_rows, written
+from qspec_jax.caches.host_memory import NONE, in_host, to_host, with_rows, written
 from qspec_jax.caches.kivi import KiviCache, KiviSettings
 from qspec_jax.errors import InputError
+from qspec_jax.settings_text import check_settings, setting
 
 FETCH = ("ahead", "checked", "now")
-STORE = ("device", "host")
+STORE = "store"  # the part of the cache that may be in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +52,14 @@ class SpeCacheSettings(KiviSettings):
     "now": always the pass itself. `GenerationConfig` refuses "checked" without a draft, as there is then no guess to check, and "now" with
     the draft specache, whose guess nothing would use.
 
-    store: the memory of the store, which holds all quantized tokens in full precision: "device" or "host". With "device" the cache takes
-    more device memory than a full-precision one, by the codes and by what is fetched: it saves bytes that a pass reads, not memory.
+    host: "store" if the store, which holds all quantized tokens in full precision, is in host memory, else "none". With "none" the cache
+    takes more device memory than a full-precision one, by the codes and by what is fetched: it saves bytes that a pass reads, not memory.
     """
 
     residual: int = 64
     k: int = 64
     fetch: str = "ahead"
-    store: str = "device"
+    host: str = setting(NONE, "The part of the cache in host memory: the tokens in full precision.", choices=(NONE, STORE))
 
     name: ClassVar[str] = "specache"
 
@@ -67,8 +68,7 @@ class SpeCacheSettings(KiviSettings):
         check_tokens(self.name, "k", self.k)
         if self.fetch not in FETCH:
             raise InputError(f"cache {self.name}: fetch {self.fetch!r} should be {', '.join(FETCH[:-1])} or {FETCH[-1]}")
-        if self.store not in STORE:
-            raise InputError(f"cache {self.name}: store {self.store!r} should be {' or '.join(STORE)}")
+        check_settings(f"cache {self.name}:", self)
 
     @property
     def guesses(self) -> bool:
@@ -78,7 +78,7 @@ class SpeCacheSettings(KiviSettings):
     @property
     def in_host_memory(self) -> bool:
         """Whether the store is in host memory. Everything else is on the device."""
-        return self.store == "host"
+        return self.host == STORE
 
 
 @pytree()
@@ -86,7 +86,7 @@ class SpeCacheLayer:
     """codes: all quantized tokens in 1 or 2 bits, and the full-precision buffer of the tokens after them.
 
     store: the quantized tokens in full precision, the key and then the value of each. It has room for one flush more than the codes
-    (`residual` tokens), since a flush also writes in rows that are not due. In the memory that the setting `store` names.
+    (`residual` tokens), since a flush also writes in rows that are not due. In the memory that the setting `host` says.
 
     fetched: the k tokens of each KV head that were chosen last, for the next pass to read in full precision: a copy of them, always on the
     device, and their positions.
@@ -144,14 +144,14 @@ class SpeCache(Cache):
             none = Replaced(jnp.full((*shape, k), -1, jnp.int32), jnp.zeros((*shape, k, 2, model.head_dim), dtype))
             room = settings.residual if layer.keys.tokens else 0
             store = jnp.zeros((*shape, layer.keys.tokens + room, 2, model.head_dim), dtype)
-            layers.append(SpeCacheLayer(layer, to_host(store) if settings.store == "host" else store, none))
+            layers.append(SpeCacheLayer(layer, to_host(store) if settings.in_host_memory else store, none))
         return cls(tuple(layers), no_tokens(batch), jnp.zeros(batch, bool), settings)
 
     def bytes_of_pass(self, tokens):
         fetched = [layer.fetched.keys_values for layer in self.layers]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in fetched) // self.lengths.quantized.shape[0]
         coded, _ = self._codes.bytes_of_pass(tokens)
-        # `size` counts twice: for the tokens that the pass reads in full precision, and for those that it fetches. With store=host it may
+        # `size` counts twice: for the tokens that the pass reads in full precision, and for those that it fetches. With host=store it may
         # fetch fewer, as the GPU kernel does not read from host memory what was fetched before. Where a pass chooses for itself (fetch=now,
         # and fetch=checked after a wrong guess) it also reads the codes a second time, which is not counted.
         return (coded + size, size) if in_host(self.layers[0].store) else (coded + 2 * size, 0)

@@ -15,7 +15,7 @@ import typer
 from tqdm import tqdm
 
 from qspec_jax import demo, plots
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.checkpoints import hub
 from qspec_jax.cli.options import (
     Calibrate,
@@ -304,7 +304,7 @@ def perplexity_command(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SETTING=VALUE,...]",
-            help=f"{', '.join(perplexity.ON_DEVICE)}, or int4, the upper plane of int8 alone; may be given "
+            help=f"{', '.join(CACHES)}, or int4, the upper plane of int8 alone; may be given "
             "several times: full, int8 and int4, if not given.",
         ),
     ] = None,
@@ -393,7 +393,7 @@ MethodCaches = Annotated[
     typer.Option(
         "--cache",
         metavar="NAME[:SETTING=VALUE,...]",
-        help=f"{', '.join(perplexity.ON_DEVICE)}; may be given several times. With neither: full without a draft, and quantspec.",
+        help=f"{', '.join(CACHES)}; may be given several times. With neither: full without a draft, and quantspec.",
     ),
 ]
 PromptsAtATime = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]

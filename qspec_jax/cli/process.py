@@ -39,8 +39,8 @@ def begin() -> None:
     import atexit
 
     atexit.register(_end_after_others)  # what is registered first is called last
-    # Both are read once, when JAX starts. A text of a cache in host memory has one of these.
-    if any(mark in argument for argument in sys.argv for mark in (":host", "=host")):
+    # Both are read once, when JAX starts. The text of a cache in host memory has this setting.
+    if any("host=" in argument for argument in sys.argv):
         from qspec_jax import host
 
         host.limit_pool()

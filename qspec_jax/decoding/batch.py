@@ -20,9 +20,6 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from qspec_jax.caches.cache import PooledCache
-from qspec_jax.caches.host_memory import StreamedCache
-from qspec_jax.caches.registry import CACHES
 from qspec_jax.decoding import capacity, data_parallel
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, RowStats, summary
@@ -256,8 +253,7 @@ class _Slots:
             self.most_together = 1
         # The most groups that the row of each request quantizes: with so many pages no round is ever without one. None: nothing is shared.
         self.groups = None
-        kind = CACHES[cache.kind]
-        if issubclass(kind, PooledCache) and not issubclass(kind, StreamedCache) and jax.default_backend() in PAGED:
+        if cache.pools and jax.default_backend() in PAGED:
             schedule = cache.schedule_for(model.config.head_dim)
             self.groups = [schedule.groups(len(r.tokens) + r.config.max_new_tokens) for r in requests]
         room = self._room() if batch is None else capacity.enough_for(batch, self.groups)

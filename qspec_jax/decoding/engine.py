@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
-from qspec_jax.caches.host_memory import HostSettings, in_host
+from qspec_jax.caches.host_memory import in_host
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding.compiled import Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig, beside_draft
@@ -157,9 +157,9 @@ class Engine:
         # In a batch, besides its rows, those that are prefilled, and those put into it meanwhile.
         batch = prompts if self._rows is None else self._rows + 2 * prompts
         with_cache = lambda cache: dataclasses.replace(call, static=static | {"cache": cache})
-        none_resident = lambda: with_cache(dataclasses.replace(cache, settings=HostSettings(0.0)))
+        none_resident = lambda: with_cache(cache.with_resident(0.0) if cache.streams else cache)
         if self._rows == 0:
-            is_open = isinstance(cache.settings, HostSettings) and cache.settings.resident is None
+            is_open = cache.streams and cache.settings.resident is None
             return none_resident() if is_open else call
 
         def of_draft() -> int:
@@ -169,13 +169,13 @@ class Engine:
 
         # The rows of a batch have the same layers on the device, however many are prefilled together.
         if (key := self._rows or prompts) not in self._caches:
-            if isinstance(cache.settings, HostSettings):
+            if cache.streams:
                 jax.block_until_ready((self.target, self.draft))  # or their memory may not be counted
                 sizes = dict(batch=batch, capacity=static["capacity"], num_speculative_tokens=self.gamma + static["extra_rows"])
                 cache = residence(cache, self.target.model, **sizes, prompts=prompts, draft_bytes=of_draft).cache
             made = with_cache(cache).shapes().cache
             host_bytes = bytes_of(made) - bytes_of(made, on_device=True)
-            if reason := refused(cache.kind, host_bytes * batch // prompts):
+            if reason := refused(cache.name, host_bytes * batch // prompts):
                 raise HostMemoryError(reason)
             self._caches[key] = cache
         return with_cache(self._caches[key])
@@ -402,7 +402,7 @@ def _part_shape(call: Call) -> Hashable:
 
 def _check_cache(cache: CacheConfig, model: Llama, draft: Draft | None) -> None:
     if cache.in_host_memory and model.axis is not None:
-        raise InputError(f"cache {cache.kind} with a part in host memory is for one device, and the model is divided over several")
+        raise InputError(f"cache {cache.name} with a part in host memory is for one device, and the model is divided over several")
     if CACHES[cache.kind].chooses_by_head and model.kv_copies > 1:
         raise InputError(f"cache {cache.kind} is for no more devices than there are KV heads")
     if cache.kind == SPECACHE and not isinstance(draft, SpeCacheDraft | None):

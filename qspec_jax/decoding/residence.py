@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 
 from qspec_jax import host
-from qspec_jax.caches.host_memory import HostSettings
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.room import bytes_of_round, free_bytes
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -26,15 +25,15 @@ class Residence:
     layer_bytes: int
 
 
-def refused(kind: str, host_bytes: int) -> str | None:
-    """Why host memory cannot hold so many bytes of a cache, whose kind is given; or None."""
+def refused(name: str, host_bytes: int) -> str | None:
+    """Why host memory cannot hold so many bytes of a cache, whose `CacheConfig.name` is given; or None."""
     on_gpu = jax.default_backend() == "gpu"
     room = host.room_bytes(pooled=on_gpu)
     if room is None or host_bytes <= room:
         return None
     sizes = f"{host_bytes / 1e9:.1f} GB of host memory for these prompts, of {room / 1e9:.1f} GB that it may take"
     more = f"; or let it take more, by {host.POOL_LIMIT}={(host_bytes >> 30) + 1} before JAX starts" if on_gpu else ""
-    return f"cache {kind} needs {sizes}: give shorter prompts, or fewer{more}"
+    return f"cache {name} needs {sizes}: give shorter prompts, or fewer{more}"
 
 
 def residence(
@@ -55,18 +54,17 @@ def residence(
     """
     config, resident = model.config, cache.settings.resident
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
-    with_share = lambda share: dataclasses.replace(cache, settings=HostSettings(share))
-    shapes = jax.eval_shape(lambda: with_share(0.0).empty(config, **sizes))
+    shapes = jax.eval_shape(lambda: cache.with_resident(0.0).empty(config, **sizes))
     layers, of_layer = config.num_layers, bytes_of(shapes.offloaded_part(shapes.layers[0]))
     if resident is None:
         free, fitting = free_bytes(), 0
         if free is not None:
             copied = 2 * of_layer  # while a layer is computed, the next is copied
-            working = draft_bytes() + max(prefill_bytes(config, cache.kind, batch=prompts or batch, context=capacity), copied)
+            working = draft_bytes() + max(prefill_bytes(config, cache.name, batch=prompts or batch, context=capacity), copied)
             working += batch * bytes_of_round(config, num_speculative_tokens)
             room = free - working - (bytes_of(shapes) - layers * of_layer)
             fitting = min(layers, max(0, int(room // of_layer)))
-            log.info("cache %s: %d of %d layers stay on the device", cache.kind, fitting, layers)
+            log.info("cache %s: %d of %d layers stay on the device", cache.name, fitting, layers)
         resident = fitting / layers
-    streamed = sum(HostSettings(resident).streamed(layers))
-    return Residence(with_share(resident), streamed * of_layer, of_layer)
+    settled = cache.with_resident(resident)
+    return Residence(settled, sum(settled.settings.streamed(layers)) * of_layer, of_layer)

@@ -15,6 +15,7 @@ from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculat
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import Skipped, Unchosen
+from qspec_jax.settings_text import setting
 
 DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
 
@@ -45,7 +46,7 @@ class QuantSpecSettings(SelfSpeculativeSettings):
 
     cache: str = "int4"
     sensitive_layers: int = 0
-    skip: str = "none"
+    skip: str = setting("none", "Layers whose attention or MLP is left out.", example="skip=(3,5a)")
 
     def __post_init__(self):
         super().__post_init__()

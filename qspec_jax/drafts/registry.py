@@ -5,11 +5,9 @@ A further draft is a file beside this one, and an entry here.
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qspec_jax.caches.registry import CACHES
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.drafts.chunk_means import ChunkMeansSettings
 from qspec_jax.drafts.combine import CombinedSettings
@@ -28,6 +26,7 @@ from qspec_jax.drafts.streaming_llm import StreamingSettings
 from qspec_jax.drafts.triforce import TriForceSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import nested_text, read_settings, split, split_text, without_parentheses
 
 log = logging.getLogger(__name__)
 
@@ -53,67 +52,37 @@ DRAFTS: dict[str, type[DraftSettings]] = {
 
 
 def parse_draft(text: str) -> DraftSettings | None:
-    """The settings that a text NAME[:SETTING=VALUE,...] asks for; None for `none`, which decodes without a draft.
+    """The settings of the draft of a text NAME[:SETTING=VALUE,...], see `qspec_jax.settings_text`; None for `none`.
 
-    A comma in a value is written \\, with a backslash before it; = and : stand for themselves. A value that is a draft's text may stand in
-    parentheses, within which commas need no backslash. `combine:A+B` has the texts of two drafts; each may stand in parentheses, and must
-    if there is a + in it. Raises InputError for an unknown name or setting, and for a value of another type; and for `auto`, which is
-    no draft but stands for one.
+    `combine:A+B` has the texts of two drafts; each may be in parentheses, and must if there is a + in it. Raises InputError for an unknown
+    name or setting, for a value that is none of its setting's, and for `auto`, for which a draft has yet to be chosen.
     """
-    name, settings = _taken_apart(text)
-    if name == AUTO:
-        if settings:
-            raise InputError(f"draft {text!r}: {AUTO} has no settings")
-        raise InputError(f"draft {text!r}: {AUTO} stands alone, for generate and batch; in combine, and for other commands, name a draft")
+    name, _, rest = text.partition(":")
+    if name in (AUTO, NONE) and rest:
+        raise InputError(f"draft {text!r}: {name} has no settings")
     if name == NONE:
-        if settings:
-            raise InputError(f"draft {text!r}: {NONE} has no settings")
         return None
+    if name == AUTO:
+        raise InputError(f"draft {text!r}: {AUTO} is for generate and batch, and not part of another draft; name a draft here")
     if name not in DRAFTS:
         raise InputError(f"draft {name!r} should be one of {', '.join([*DRAFTS, NONE])}; generate and batch also take {AUTO}")
     if DRAFTS[name] is CombinedSettings:
-        return CombinedSettings(*_two_drafts(text))
-    # Those that drafts share stand behind a draft's own.
-    fields = {field.name: field.type for field in sorted(dataclasses.fields(DRAFTS[name]), key=lambda field: field.kw_only)}
-    if settings and not fields:
-        of_cache = f"; the cache {name} has: --cache {name}:{','.join(settings) or 'SETTING=VALUE'}" if name in CACHES else ""
-        raise InputError(f"draft {text!r}: {name} has no settings as a draft{of_cache}")
-    given = {}
-    for part in settings:
-        setting, equals, value = part.partition("=")
-        if setting not in fields or not equals:
-            inner = [f"; the settings of {field} stand in parentheses with it" for field in fields if fields[field] is DraftSettings]
-            inner += ["; several layers of skip stand in parentheses, as in skip=(3,5a)"] if "skip" in fields else []
-            raise InputError(f"draft {text!r}: {part!r} should be one of {', '.join(f'{field}=...' for field in fields)}{''.join(inner)}")
-        if setting in given:
-            raise InputError(f"draft {text!r}: {setting} stands there twice")
-        if fields[setting] is DraftSettings:
-            given[setting] = _draft_setting(text, setting, value)
-            continue
-        try:
-            given[setting] = fields[setting](value.replace("\\,", ","))
-        except ValueError:
-            kind = {int: "a whole number", float: "a number"}[fields[setting]]
-            raise InputError(f"draft {text!r}: {setting} should be {kind}, not {value!r}") from None
-    return DRAFTS[name](**given)
+        return CombinedSettings(*map(_named_draft, _two_texts(text)))
+    readers = {DraftSettings: lambda value: _named_draft(nested_text(value))}
+    return DRAFTS[name](**read_settings("draft", text, split_text("draft", text)[1], DRAFTS[name], readers=readers))
 
 
-def _draft_setting(text: str, setting: str, value: str) -> DraftSettings:
-    """The settings of a draft that is a setting of another."""
-    if value.startswith("(") and value.count("(") != value.count(")"):
-        raise InputError(f"draft {text!r}: the parentheses of {setting} should be in pairs")
-    try:
-        found = parse_draft(inside if (inside := _without_parentheses(value)) != value else value.replace("\\,", ","))
-    except InputError as error:
-        raise InputError(f"draft {text!r}: {setting}: {error}") from None
+def _named_draft(text: str) -> DraftSettings:
+    """The settings of a draft that is part of another. Raises InputError for `none`, too."""
+    found = parse_draft(text)
     if found is None:
-        raise InputError(f"draft {text!r}: {setting} should be a draft, not {NONE}")
+        raise InputError(f"{NONE} proposes nothing; name a draft")
     return found
 
 
 def name_of(text: str) -> str:
     """The name in the text of a draft."""
-    return _taken_apart(text)[0]
+    return text.partition(":")[0]
 
 
 def texts_in(text: str) -> tuple[str, ...]:
@@ -122,6 +91,14 @@ def texts_in(text: str) -> tuple[str, ...]:
     if DRAFTS.get(name_of(text)) is not CombinedSettings:
         return (text,)
     return tuple(part for each in _two_texts(text) for part in texts_in(each))
+
+
+def _two_texts(text: str) -> list[str]:
+    """The texts of the drafts in combine:A+B."""
+    parts = split("draft", text, text.partition(":")[2], "+")
+    if len(parts) != 2:
+        raise InputError(f"draft {text!r}: combine takes two drafts with a + between them, as in combine:prompt-lookup+quantspec")
+    return list(map(without_parentheses, parts))
 
 
 def has_budget(text: str) -> bool:
@@ -134,7 +111,7 @@ def unbudgeted(text: str) -> str:
     """The text of a draft without its budget."""
     if not has_budget(text):
         return text
-    name, settings = _taken_apart(text)
+    name, settings = split_text("draft", text)
     kept = [setting for setting in settings if not setting.startswith("budget=")]
     return f"{name}:{','.join(kept)}" if kept else name
 
@@ -143,66 +120,9 @@ def with_budget(text: str, budget: float) -> str:
     """The text of a draft that has a budget, with this one. Raises InputError where the text names its own."""
     if unbudgeted(text) != text:
         raise InputError(f"--draft {text} names its budget, and --budget others; give one of them")
-    name, settings = _taken_apart(text)
-    return f"{name}:{','.join([*settings, f'budget={_exact(budget)}'])}"
-
-
-def _exact(number: float) -> str:
-    """The number as a person writes it, with all of its digits."""
-    return str(int(number)) if float(number).is_integer() else repr(number)
-
-
-def _taken_apart(text: str) -> tuple[str, list[str]]:
-    """The name in the text of a draft, and its settings as they stand there, with backslashes."""
-    name, colon, rest = text.partition(":")
-    if not colon:
-        return name, []
-    parts, depth, before = [""], 0, ""
-    for character in rest:
-        # Parentheses count where a value begins with one; in the middle of a path they are letters as others.
-        depth += (character == "(" and (depth > 0 or before == "=")) - (character == ")" and depth > 0)
-        if character == "," and depth == 0 and before != "\\":
-            parts.append("")
-        else:
-            parts[-1] += character
-        before = character
-    return name, parts if depth == 0 else re.split(r"(?<!\\),", rest)
-
-
-def _without_parentheses(text: str) -> str:
-    """What stands in the parentheses that are around the whole text; without them the text itself."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth <= 0:
-            return text[1:-1] if text.startswith("(") and i == len(text) - 1 else text
-    return text
-
-
-def _two_drafts(text: str) -> list[DraftSettings]:
-    """The settings of the drafts in combine:A+B."""
-    found = list(map(parse_draft, _two_texts(text)))
-    if None in found:
-        raise InputError(f"draft {text!r}: {NONE} proposes nothing that could be combined")
-    return found
-
-
-def _two_texts(text: str) -> list[str]:
-    """The texts of the drafts in combine:A+B."""
-    depth, parts = 0, [""]
-    for character in text.partition(":")[2]:
-        depth += (character == "(") - (character == ")")
-        if depth < 0:
-            break
-        if character == "+" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth:
-        raise InputError(f"draft {text!r}: its parentheses should be in pairs")
-    if len(parts) != 2:
-        raise InputError(f"draft {text!r}: combine takes two drafts with a + between them, as in combine:prompt-lookup+quantspec")
-    return list(map(_without_parentheses, parts))
+    name, settings = split_text("draft", text)
+    number = int(budget) if float(budget).is_integer() else budget
+    return f"{name}:{','.join([*settings, f'budget={number}'])}"
 
 
 def make_draft(

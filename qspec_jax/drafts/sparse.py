@@ -25,6 +25,7 @@ from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculat
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.skipping import NOTHING, Skipped
+from qspec_jax.settings_text import setting
 
 TINY_MASS = 1e-30  # less than any group gets that is attended to
 HEADS = ("equal", "by-mass")
@@ -171,7 +172,7 @@ class SparseSettings(SelfSpeculativeSettings):
     dense_layers: int = 0
     memory: float = 0.0
     heads: str = "equal"
-    skip: str = dataclasses.field(default="none", kw_only=True)
+    skip: str = setting("none", "Layers whose attention or MLP is left out.", example="skip=(3,5a)", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,6 +24,7 @@ from qspec_jax.drafts.retrieval import RetrievalSettings
 from qspec_jax.drafts.small_model import SmallModelSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
+from qspec_jax.settings_text import setting
 
 
 @jax.tree_util.register_dataclass
@@ -154,7 +155,9 @@ class TriForceSettings:
 
     model: str = ""
     gamma1: int = 2
-    middle: DraftSettings = RETRIEVAL
+    middle: DraftSettings = setting(
+        RETRIEVAL, "The draft whose steps verify what the small model drafts.", example="middle=(retrieval:budget=8192,chunk=4)"
+    )
     sinks: int = 16
     window: int = 240
 

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,6 @@ from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
 
 FULL = "full"  # in the model's own precision
-ON_DEVICE = tuple(name for name in CACHES if "host" not in name)  # which others give the same tokens as
 UPPER = "int4"  # the upper plane of the int8 cache alone, which is what a draft reads
 DEFAULT_VIEWS = FULL, "int8", UPPER  # of which decoding is made; the others are to compare with
 _OTHER_GROUPS = ["kivi and specache: groups of 32 tokens, unless --group-size or the setting group says otherwise."]
@@ -345,22 +343,13 @@ def cache_view(cache: str, *, scheme: str = CacheConfig.scheme, group_size: int 
     Raises InputError for an unknown cache or setting, and for a cache in host memory.
     """
     view = {FULL: FULL_PRECISION, UPPER: UPPER_PLANE}.get(cache, BOTH_PLANES)
-    known = [*ON_DEVICE, UPPER] if upper else ON_DEVICE
-    if cache not in known and cache.partition(":")[0] not in (*ON_DEVICE, "hierarchical"):  # the name of int8 before version 0.2
+    known = [*CACHES, UPPER] if upper else CACHES
+    if cache not in known and cache.partition(":")[0] not in CACHES:
         raise InputError(f"cache {cache!r} should be one of {', '.join(known)}")
     config = CacheConfig.parse("int8" if cache == UPPER else cache, group_size, scheme)
     if config.in_host_memory:
-        there = config.kind.partition(":")[0]
-        instead = f"give --cache {there}" if there != config.kind else f"leave {_puts_in_host_memory(config.settings)} out"
-        raise InputError(f"cache {cache!r} gives the same tokens as on the device; {instead}")
+        raise InputError(f"cache {cache!r} gives the same tokens as on the device: leave host={config.settings.host} out")
     return CacheView(config, view)
-
-
-def _puts_in_host_memory(settings: Any) -> str:
-    """The setting without which the cache would be on the device, as it stands in a text."""
-    without = lambda field: dataclasses.replace(settings, **{field.name: field.default})
-    name = next(field.name for field in dataclasses.fields(settings) if not without(field).in_host_memory)
-    return f"{name}={getattr(settings, name)}"
 
 
 def figures(scores: Scores, cache: int, scored_bytes: int) -> Figures:

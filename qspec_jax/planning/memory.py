@@ -11,7 +11,11 @@ from qspec_jax.planning.steps import OutlinedDraft
 # Arrays that prefill holds for each token besides the cache: of the hidden state's width, and of a layer's keys and values. Those of a full
 # cache are fitted on two measured rows of docs/measurements/2026-11.md; the others on the memory of programs that XLA compiled for an H100
 # (Llama-2-7B and Llama-3.1-8B, 131,072 tokens), where a prompt is read in three programs for caches in host memory.
-PREFILL_ARRAYS = {"full": (2.13, 0.53), "int8": (2.4, 0.84), **dict.fromkeys(("full:host", "int8:lower=host", "int8:host"), (2.4, 0.96))}
+PREFILL_ARRAYS = {
+    "full": (2.13, 0.53),
+    "int8": (2.4, 0.84),
+    **dict.fromkeys(("full:host=all", "int8:host=lower", "int8:host=all"), (2.4, 0.96)),
+}
 MOST = 1 << 26  # tokens or rows that are looked for
 
 
@@ -48,12 +52,12 @@ def memory_of(
             held = (each.model.holds(i, context, context + new_tokens, gamma) for i in range(own.num_layers))
             draft += batch * sum(cache_bytes_read(own, layer, cache.group_size_for(config.head_dim)) for layer in held)
     kept = cache_bytes(config, cache, batch=batch, capacity=context + new_tokens, gamma=gamma)
-    return Memory(model_bytes(config), draft, kept, max(prefill_bytes(config, cache.kind, batch=batch, context=context), decoding))
+    return Memory(model_bytes(config), draft, kept, max(prefill_bytes(config, cache.name, batch=batch, context=context), decoding))
 
 
-def prefill_bytes(config: LlamaConfig, kind: str, *, batch: int, context: int) -> float:
-    """What prefill holds besides weights and cache. kind: of the cache, a key of `PREFILL_ARRAYS`."""
-    wide, pairs = PREFILL_ARRAYS[kind]
+def prefill_bytes(config: LlamaConfig, cache: str, *, batch: int, context: int) -> float:
+    """What prefill holds besides weights and cache. cache: its `CacheConfig.name`, a key of `PREFILL_ARRAYS`."""
+    wide, pairs = PREFILL_ARRAYS[cache]
     keys = 2 * config.num_kv_heads * config.head_dim
     return 2 * batch * context * (wide * max(config.hidden_size, config.num_heads * config.head_dim) + pairs * keys)
 
