@@ -271,8 +271,8 @@ def test_plans_fit(shape, rows):
     weight = lambda out, inputs: jax.eval_shape(lambda: Int4Weight(jnp.zeros((out, inputs // 128, 64), jnp.uint8), None, None))
     o, gate, down, following = weight(width, heads), weight(hidden, width), weight(width, hidden), [weight(out, width) for out in outputs]
     plan = mosaic_gpu.plan_for(rows, o, gate, down, following, EPS)
-    assert plan.shared_bytes <= 227 * 1024
-    assert plan.slots >= mosaic_plan.LEAST_SLOTS
+    assert plan.layout.total <= 227 * 1024
+    assert plan.slots >= mosaic_plan.MIN_SLOTS
     assert plan.blocks == 132
     for stage in plan.stages:
         assert plan.resident(stage) or not stage.normed

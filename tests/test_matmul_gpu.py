@@ -108,10 +108,10 @@ def test_triton_in_every_configuration_worth_measuring(inputs, outputs, rows):
 def test_mosaic_plans_fit(rows):
     for groups, out in itertools.product((2, 6, 32, 64, 86, 112, 128, 256), (16, 5120, 256000)):
         plan = mosaic_gpu.plan_for(rows, groups, (out,))
-        assert plan.slots >= mosaic_plan.LEAST_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks == 132
+        assert plan.slots >= mosaic_plan.MIN_SLOTS and plan.layout.total <= 227 * 1024 and plan.blocks == 132
         (stage,) = plan.stages
         assert plan.resident(stage) or plan.room >= mosaic_plan.passes_at_once(rows)
-        assert 1 <= plan.together(stage) <= mosaic_plan.MOST_TOGETHER
+        assert 1 <= plan.together(stage) <= mosaic_plan.MAX_TOGETHER
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
@@ -234,14 +234,14 @@ def test_many_rows_in_every_configuration_worth_measuring(inputs, outputs):
 
 
 @gpu
-@pytest.mark.parametrize("rows", [mosaic_wide.FEWEST_ROWS - 1, mosaic_wide.FEWEST_ROWS, 64])
+@pytest.mark.parametrize("rows", [mosaic_wide.MIN_ROWS - 1, mosaic_wide.MIN_ROWS, 64])
 def test_int4_matmul_takes_the_kernel_of_many_rows(rows):
     weights, x = (random_weight(64, 256, 0), random_weight(32, 256, 1)), activations(rows, 256, False).reshape(1, rows, 256)
     run = kernel("mosaic_gpu", x, weights)
     ours = np.asarray(many_rows_kernel(x, weights)(x, weights))
     y = np.asarray(run(x, weights))
     assert y.shape == (1, rows, 96)
-    assert (y == ours).all() == (rows >= mosaic_wide.FEWEST_ROWS)
+    assert (y == ours).all() == (rows >= mosaic_wide.MIN_ROWS)
 
 
 @pytest.mark.parametrize("rows", [1, 9, 17, 33, 47, 64])
@@ -250,7 +250,7 @@ def test_plans_of_many_rows_fit(rows):
         (2, 6, 32, 64, 86, 112, 224), ((16,), (48, 16), (4096, 1024, 1024), (4096,), (28672,), (128256,))
     ):
         plan = mosaic_wide_plan.Plan.fitting(rows, groups, outputs, 132)
-        assert plan.fits and plan.shared_bytes + RESERVED_BYTES <= SHARED_BYTES
+        assert plan.fits and plan.layout.total + RESERVED_BYTES <= SHARED_BYTES
         # Tiles have every output, steps every input, and of the blocks one alone has each tile in each step.
         assert (plan.tiles - 1) * plan.tile < sum(outputs) <= plan.tiles * plan.tile
         assert plan.steps * mosaic_wide_plan.STEP_GROUPS == groups

@@ -101,7 +101,7 @@ def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows
             launched[device][0](mine | {"shared": refs["shared"]})
 
         updated |= {f"memory/{d}": memory for d, memory in enumerate(memories)}
-        found = monitored("all devices", emit, inputs, outputs, devices * blocks, fused_layer.WARPGROUPS, plan.shared_bytes, updated)
+        found = monitored("all devices", emit, inputs, outputs, devices * blocks, fused_layer.WARPGROUPS, plan.layout.total, updated)
         memories = [np.asarray(found[f"memory/{d}"]) for d in range(devices)]
         for memory in memories:
             assert memory[0] == (turn + 1) % BUFFERS and memory[1] == 0

@@ -70,7 +70,7 @@ def skinny_kernel(make: Callable, x: jax.Array, weights: Sequence[jax.Array | In
 def test_skinny_equals_float32(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     # `mosaic_plain` gives no float32 of more inputs.
-    exact = ["float32"] if make is int8_weight or inputs <= mosaic_plain.MOST_EXACT_INPUTS else []
+    exact = ["float32"] if make is int8_weight or inputs <= mosaic_plain.MAX_EXACT_INPUTS else []
     for outliers, dtype in itertools.product((False, True), ["bfloat16", *exact]):
         x = activations(rows, inputs, outliers)
         y = skinny_kernel(make, x, weights, dtype)(x, weights)
@@ -272,7 +272,7 @@ def test_int8_plans_fit(rows):
         if plan is None:  # sums of so many tiles would have to wait for other blocks
             assert rows > 8 and inputs > 4096 and out >= 8192
             continue
-        assert plan.slots >= mosaic_int8_plan.ENOUGH_SLOTS and plan.shared_bytes <= 227 * 1024 and plan.blocks <= 132
+        assert plan.slots >= mosaic_int8_plan.ENOUGH_SLOTS and plan.layout.total <= 227 * 1024 and plan.blocks <= 132
         assert plan.clusters <= plan.tiles
         like = mosaic_int8_plan.Plan.fitting(1 if rows <= 8 else 16, inputs, (out,), 132)
         assert (plan.cluster, plan.clusters) == (like.cluster, like.clusters)
@@ -284,10 +284,10 @@ def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
     for inputs, outputs in [*PLAIN_SHAPES, (128, 28 * (8,)), *((inputs, (out,)) for inputs, out in MODELS)]:
         plan = mosaic_plain.Plan(rows, inputs, outputs, multiprocessors)
         assert all(share % 8 == 0 and share <= out <= share * plan.blocks for share, out in zip(plan.shares, outputs, strict=True))
-        assert sum(plan.shares) <= mosaic_plain.MOST_OUTPUTS and plan.slots >= min(mosaic_plain.ENOUGH_SLOTS, plan.steps)
+        assert sum(plan.shares) <= mosaic_plain.MAX_OUTPUTS and plan.slots >= min(mosaic_plain.ENOUGH_SLOTS, plan.steps)
         # Blocks come in as few turns as there is room for.
         turns = math.ceil(plan.blocks / multiprocessors)
-        assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain.MOST_OUTPUTS
+        assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain.MAX_OUTPUTS
         copied = math.ceil(rows / 8) * 8
         used = 256 * (plan.slots * (copied + sum(plan.shares)) + 64 - copied) + 8 * plan.slots
         assert used <= SHARED_BYTES - RESERVED_BYTES

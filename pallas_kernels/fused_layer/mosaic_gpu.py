@@ -24,7 +24,7 @@ from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_gpu import WARPGROUPS, weight_inputs
-from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, LEAST_SLOTS, MATH_WARPS, NUMBERS, Plan, Stage
+from pallas_kernels.matmul.mosaic_plan import COUNTER_WORDS, MATH_WARPS, MIN_SLOTS, NUMBERS, Plan, Stage
 
 MAX_ROWS = 8
 MAX_DEVICES = 8  # GPUs of a usual Hopper server
@@ -74,7 +74,7 @@ def unsupported(
     if others := {a.dtype.name for a in norms} - {"bfloat16"}:
         return f"needs norms in bfloat16, not {', '.join(sorted(others))}"
     pieces = rows * math.ceil(width / (NUMBERS * 32 * MATH_WARPS))
-    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < LEAST_SLOTS:
+    if rows > MAX_ROWS or pieces > MAX_PIECES or plan_for(rows, o, gate, down, following, eps, count).slots < MIN_SLOTS:
         return f"has no place for the activations of {rows} rows beside weights"
     return None
 
@@ -172,5 +172,5 @@ def run(
     outputs = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in shapes.items()}
     outputs["next_handoff"] = jax.ShapeDtypeStruct((plan.handoff_words,), handoff.dtype)
     emit = functools.partial(mosaic_block.emit_block, plan)
-    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes, {"handoff": handoff})
+    found = launch("between_attentions", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total, {"handoff": handoff})
     return found["residual_out"], found["y"], found["next_handoff"]

@@ -49,7 +49,7 @@ from pallas_kernels.matmul.mosaic_plan import (
 )
 
 LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
-LEAST_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
+MIN_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
 INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
 STEPS = GROUP_SIZE // 32  # words of a lane in a group
 # Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks tell each other waits behind them.
@@ -64,13 +64,13 @@ def emit_block(plan: Plan, refs: dict) -> None:
     at = {name: ptx.address(ref) for name, ref in refs.items()}
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
-    shared, arrivals = at["shared"], at["shared"] + plan.arrivals_start
-    ring = Ring(plan.slots, shared + plan.ring_start, SLOT_BYTES, arrivals)
-    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
-    tickets = Ring(TICKET_SLOTS, shared + plan.tickets_start, 4, sums.arrivals_end)
+    in_shared = lambda part: at["shared"] + plan.layout.at(part)
+    ring = Ring(plan.slots, in_shared("codes"), SLOT_BYTES, in_shared("arrivals"))
+    sums = Ring(SUMS_SLOTS, in_shared("sums"), MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
+    tickets = Ring(TICKET_SLOTS, in_shared("tickets"), 4, sums.arrivals_end)
     warps = MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS
     hands_over = "handoff" in at
-    exchange = Exchange(plan, at["exchange_table"], shared + plan.state_start) if plan.num_devices > 1 else None
+    exchange = Exchange(plan, at["exchange_table"], in_shared("exchange")) if plan.num_devices > 1 else None
     with ptx.when(thread == 0):
         # Every lane of a producer warp arrives once its own copies are there, and one more time the lane that announces bytes.
         ring.start(33 * PRODUCER_WARPS, MATH_WARPS)
@@ -323,8 +323,8 @@ class Activations:
     def __init__(self, plan: Plan, at: dict, exchange: Exchange | None, warp, thread):
         self.plan, self.at, self.exchange, self.warp, self.lane = plan, at, exchange, warp, thread & 31
         self.x = at["shared"]
-        self.sums = self.x + plan.x_bytes
-        self.squares = self.sums + PASS * plan.room * plan.group_pitch
+        self.sums = self.x + plan.layout.at("group_sums")
+        self.squares = self.x + plan.layout.at("squares")
 
     def pieces(self, first, passes: int) -> list:
         """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
@@ -370,7 +370,7 @@ class Activations:
         total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
         for bit in (1, 2, 4, 8):
             total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
-        most = ptx.maximum(most, ptx.f32(LEAST_SCALED))
+        most = ptx.maximum(most, ptx.f32(MIN_SCALED))
         factor = numerics.reciprocal(most) * LARGEST
         # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
         integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]

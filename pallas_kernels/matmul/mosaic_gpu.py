@@ -41,7 +41,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> F
 
 def _wide(x: Array, weights: Sequence[Int4Weight]) -> bool:
     rows = math.prod(x.shape[:-1])
-    return rows >= mosaic_wide.FEWEST_ROWS and (rows > support.MAX_ROWS or not mosaic_wide.unsupported(x, weights))
+    return rows >= mosaic_wide.MIN_ROWS and (rows > support.MAX_ROWS or not mosaic_wide.unsupported(x, weights))
 
 
 def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:
@@ -63,4 +63,4 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     emit = functools.partial(mosaic_block.emit_block, plan)
     inputs = {"x": x} | weight_inputs(0, weights)
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.stages[0].width), x.dtype)}
-    return launch("int4_matmul", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.shared_bytes)["y"]
+    return launch("int4_matmul", emit, inputs, outputs, plan.blocks, WARPGROUPS, plan.layout.total)["y"]

@@ -55,4 +55,4 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int8Weight]) -> F
     inputs = {"x": x} | {f"codes{i}": weight.codes for i, weight in enumerate(weights)}
     inputs |= {f"scale{i}": weight.scale.astype(jnp.float32) for i, weight in enumerate(weights)}
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), plan.dtype)}
-    return launch("int8_matmul", emit, inputs, outputs, plan.blocks, WARPS // 4, plan.shared_bytes, cluster=plan.cluster)["y"]
+    return launch("int8_matmul", emit, inputs, outputs, plan.blocks, WARPS // 4, plan.layout.total, cluster=plan.cluster)["y"]

@@ -42,8 +42,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared = at["shared"]
-    ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.arrivals_start)
-    sums = Ring(SUMS_SLOTS, shared + plan.sums_start, MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
+    ring = Ring(plan.slots, shared, SLOT_BYTES, shared + plan.layout.at("arrivals"))
+    sums = Ring(SUMS_SLOTS, shared + plan.layout.at("sums"), MATH_WARPS * plan.tile_bytes, ring.arrivals_end)
     share = ClusterShare.of_block(block, cluster=plan.cluster, clusters=plan.clusters, tiles=plan.tiles, parts=plan.units)
     x_arrival = sums.arrivals_end
     with ptx.when(thread == 0):
@@ -53,7 +53,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     ptx.synchronize(ptx.i32(0), WARPS)
     with ptx.when(warp < MATH_WARPS):
         ptx.wait_for_arrivals(x_arrival, ptx.i32(0))
-        multiply(plan, shared + plan.x_start, share, ring, sums, warp, lane)
+        multiply(plan, shared + plan.layout.at("x"), share, ring, sums, warp, lane)
     with ptx.when((ptx.i32(MATH_WARPS - 1) < warp) & (warp < MATH_WARPS + PRODUCER_WARPS)):
         produce(plan, at, share, ring, warp - MATH_WARPS, lane)
     with ptx.when(warp == MATH_WARPS + PRODUCER_WARPS):
@@ -80,7 +80,7 @@ def copy_activations(plan: Plan, at: dict, share: ClusterShare, arrival, lane) -
     with ptx.when(lane == 0):
         ptx.arrive_with(arrival, size * plan.rows)
     with ptx.when(lane < plan.rows):
-        ptx.copy_bulk(at["shared"] + plan.x_start + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, arrival)
+        ptx.copy_bulk(at["shared"] + plan.layout.at("x") + lane * plan.x_pitch, row_at(plan, share, at["x"], lane, X_BYTES), size, arrival)
 
 
 def produce(plan: Plan, at: dict, share: ClusterShare, ring: Ring, warp, lane) -> None:
@@ -178,7 +178,7 @@ def add_warps(plan: Plan, at: dict, share: ClusterShare, sums: Ring, thread) -> 
             pair = [numerics.total(column) for column in zip(*found)]
             if plan.cluster > 1:
                 item = (tile - share.lower) * plan.pairs + thread
-                ptx.store_shared(at["shared"] + plan.partials_start + item * PAIR_BYTES, *pair)
+                ptx.store_shared(at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES, *pair)
             else:
                 write_pair(plan, at["y"], tile, thread, pair, scales)
         arrive_once_all_have(sums.emptied(slot), lane)
@@ -196,7 +196,7 @@ def add_blocks(plan: Plan, at: dict, share: ClusterShare, thread) -> None:
         with ptx.when(item < items):
             tile, number = share.lower + item // plan.pairs, item % plan.pairs
             scales = scales_of(plan, at, tile, number)
-            mine = at["shared"] + plan.partials_start + item * PAIR_BYTES
+            mine = at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES
             found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 2, "f") for rank in range(plan.cluster)]
             pair = [numerics.total(column) for column in zip(*found)]
             write_pair(plan, at["y"], tile, number, pair, scales)

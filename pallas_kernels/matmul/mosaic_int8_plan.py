@@ -6,7 +6,8 @@ import math
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.gpu.launch import MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES, clusters_at_once
+from pallas_kernels.gpu.launch import MAX_CLUSTER, clusters_at_once
+from pallas_kernels.gpu.layout import ROOM, Layout
 
 TILE = 8  # outputs that a block works on at once: the columns of a tile of the tensor cores
 UNIT = 256  # inputs: what a math warp takes of an output in a pass. Of weights they are as many bytes.
@@ -22,7 +23,7 @@ MAX_ROWS = 2 * ROWS
 PITCH = PASS + 64
 SLOT_BYTES = TILE * PITCH  # the weights of a pass of a tile
 # Of the ring of weights. 2 to 3 slots are under way by Little's law (4.5 TB/s, about 1 us, 132 multiprocessors), and one is read.
-ENOUGH_SLOTS, MOST_SLOTS = 5, 12
+ENOUGH_SLOTS, MAX_SLOTS = 5, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 PAIR_BYTES = 8  # of two neighbouring outputs, float32
 
@@ -75,14 +76,14 @@ class Plan:
         return self.inputs // UNIT
 
     @property
-    def most_units(self) -> int:
+    def max_units(self) -> int:
         """The most units of inputs that a block has."""
         return math.ceil(self.units / self.cluster)
 
     @property
     def passes(self) -> int:
         """Passes over a block's inputs of a tile."""
-        return math.ceil(self.most_units / MATH_WARPS)
+        return math.ceil(self.max_units / MATH_WARPS)
 
     @property
     def whole(self) -> bool:
@@ -98,56 +99,37 @@ class Plan:
         """Pairs of outputs of a tile."""
         return self.rows * TILE // 2
 
-    # Shared memory holds, in this order: the ring of weights, activations, the ring of the warps' sums of tiles, the block's sums of all
-    # its tiles where other blocks have others, and the mbarriers of the rings.
-
     @property
     def x_pitch(self) -> int:
         """Bytes from one row of activations to the next in shared memory: neighbours lie in different banks.
 
         Four lanes load 16 bytes of a row at once, with room between them for as many of the next row.
         """
-        return X_BYTES * UNIT * self.most_units + 16
+        return X_BYTES * UNIT * self.max_units + 16
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of a warp's sums of a tile."""
         return self.row_tiles * ROWS * (TILE // 2) * PAIR_BYTES
 
+    def _layout(self, slots: int) -> Layout:
+        partials = math.ceil(self.tiles / self.clusters) * self.pairs * PAIR_BYTES if self.cluster > 1 else 0
+        sizes = {
+            "ring": slots * SLOT_BYTES,  # weights
+            "x": self.rows * self.x_pitch,
+            "sums": SUMS_SLOTS * MATH_WARPS * self.tile_bytes,  # the ring of the warps' sums of tiles
+            "partials": partials,  # the block's sums of all its tiles, where other blocks have other inputs
+            "arrivals": 8 * (2 * slots + 2 * SUMS_SLOTS + 1),  # mbarriers of the rings and of the activations
+        }
+        return Layout(sizes)
+
     @property
-    def partial_bytes(self) -> int:
-        return math.ceil(self.tiles / self.clusters) * self.pairs * PAIR_BYTES if self.cluster > 1 else 0
+    def layout(self) -> Layout:
+        """The parts of shared memory."""
+        return self._layout(self.slots)
 
     @property
     def slots(self) -> int:
-        """Slots of the ring of weights, as many as there is place for."""
-        others = self.rows * self.x_pitch + self._sums_bytes + self.partial_bytes + _arrival_bytes(MOST_SLOTS)
-        return max(0, min(MOST_SLOTS, (SHARED_BYTES - RESERVED_BYTES - others) // SLOT_BYTES))
-
-    @property
-    def _sums_bytes(self) -> int:
-        return SUMS_SLOTS * MATH_WARPS * self.tile_bytes
-
-    @property
-    def x_start(self) -> int:
-        return self.slots * SLOT_BYTES
-
-    @property
-    def sums_start(self) -> int:
-        return self.x_start + self.rows * self.x_pitch
-
-    @property
-    def partials_start(self) -> int:
-        return self.sums_start + self._sums_bytes
-
-    @property
-    def arrivals_start(self) -> int:
-        return self.partials_start + self.partial_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.arrivals_start + _arrival_bytes(self.slots)
-
-
-def _arrival_bytes(slots: int) -> int:
-    return 8 * (2 * slots + 2 * SUMS_SLOTS + 1)
+        """Slots of the ring of weights, limited by the room in shared memory."""
+        others = self._layout(0).total + 2 * 8 * MAX_SLOTS
+        return max(0, min(MAX_SLOTS, (ROOM - others) // SLOT_BYTES))

@@ -24,9 +24,9 @@ from pallas_kernels.matmul.transforms import transformable
 MAX_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
 STEP = 128  # inputs that a block multiplies at once
 TILE = 8  # rows and outputs come in multiples of these
-MOST_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
+MAX_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
 # Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
-MOST_EXACT_INPUTS = 14336
+MAX_EXACT_INPUTS = 14336
 ITEM_BYTES = 2
 ENOUGH_SLOTS = 3
 # Shared memory that is left to a block of another kernel, where that leaves enough slots. In a CUDA graph whose kernels run at the same
@@ -57,9 +57,9 @@ class Plan:
 
     @functools.cached_property
     def shares(self) -> tuple[int, ...]:
-        """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MOST_OUTPUTS`."""
+        """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MAX_OUTPUTS`."""
         of = lambda blocks: tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
-        return next(shares for times in itertools.count(1) if sum(shares := of(times * self.at_once)) <= MOST_OUTPUTS)
+        return next(shares for times in itertools.count(1) if sum(shares := of(times * self.at_once)) <= MAX_OUTPUTS)
 
     @property
     def blocks(self) -> int:
@@ -93,10 +93,10 @@ def unsupported(x: Array, weights: Sequence[Array], *, dtype: DTypeLike) -> str 
         return f"needs activations and weights in bfloat16, not {', '.join(sorted(others))}"
     if reason := unsupported_skinny(x, weights, dtype, max_rows=MAX_ROWS, inputs=STEP, outputs=TILE):
         return reason
-    if jnp.dtype(dtype) == jnp.float32 and x.shape[-1] > MOST_EXACT_INPUTS:
-        return f"gives float32 of up to {MOST_EXACT_INPUTS} inputs, not {x.shape[-1]}"
-    if TILE * len(weights) > MOST_OUTPUTS:
-        return f"supports up to {MOST_OUTPUTS // TILE} weights, not {len(weights)}"
+    if jnp.dtype(dtype) == jnp.float32 and x.shape[-1] > MAX_EXACT_INPUTS:
+        return f"gives float32 of up to {MAX_EXACT_INPUTS} inputs, not {x.shape[-1]}"
+    if TILE * len(weights) > MAX_OUTPUTS:
+        return f"supports up to {MAX_OUTPUTS // TILE} weights, not {len(weights)}"
     return None
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.gpu.launch import SHARED_BYTES
+from pallas_kernels.gpu.layout import ROOM, Layout
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.support import GROUP_SIZE
 
@@ -19,7 +19,7 @@ CODE_PITCH = PASS * CODE_BYTES + 64
 PARAMETER_PITCH = 2 * PASS + 4
 SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
 # Slots of the ring of codes: fewer than enough leave the memory idle, and more than the most are of no use.
-LEAST_SLOTS, ENOUGH_SLOTS, MOST_SLOTS = 3, 4, 12
+MIN_SLOTS, ENOUGH_SLOTS, MAX_SLOTS = 3, 4, 12
 SUMS_SLOTS = 2  # tiles whose sums there is place for
 TICKET_SLOTS = 4  # tickets that warps of a block may be apart
 COUNTER_WORDS = 32  # at the start of a handoff buffer, and of exchange memory: counters, and what keeps them apart from the rest
@@ -27,7 +27,7 @@ BUFFERS = 3  # for partial sums, in exchange memory (mosaic_exchange.py)
 STATE_WORDS = 4  # of shared memory, for what a block knows of the exchange
 NUMBERS = 8  # of a row of activations that a thread moves at once
 PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
-MOST_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
+MAX_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Plan:
     def together(self, stage: Stage) -> int:
         """Tiles that a block takes over the same inputs."""
         most = math.ceil(stage.tiles / self.blocks)
-        return 1 if self.resident(stage) else math.ceil(most / math.ceil(most / MOST_TOGETHER))
+        return 1 if self.resident(stage) else math.ceil(most / math.ceil(most / MAX_TOGETHER))
 
     @property
     def x_pitch(self) -> int:
@@ -136,13 +136,6 @@ class Plan:
         """Words of each device's exchange memory."""
         return COUNTER_WORDS + BUFFERS * self.buffer_words
 
-    # Shared memory holds, in this order: activations, their sums and scales, the warps' sums of squares of rows, the ring of the warps'
-    # sums of tiles, the ring of tickets, the state of the exchange, the mbarriers of the three rings, and the ring of codes.
-
-    @property
-    def x_bytes(self) -> int:
-        return 2 * self.rows * self.x_pitch
-
     @property
     def group_pitch(self) -> int:
         """Bytes from the sums and scales of activations of one group to those of the next."""
@@ -153,38 +146,28 @@ class Plan:
         """Bytes of a warp's sums of a tile."""
         return 4 * TILE * ROWS * self.row_tiles
 
-    @property
-    def sums_start(self) -> int:
-        squares = 4 * MATH_WARPS * self.rows
-        return self.x_bytes + PASS * self.room * self.group_pitch + squares
+    def _layout(self, slots: int) -> Layout:
+        sizes = {
+            "x": 2 * self.rows * self.x_pitch,
+            "group_sums": PASS * self.room * self.group_pitch,  # and scales
+            "squares": 4 * MATH_WARPS * self.rows,  # the warps' sums of squares of rows
+            "sums": SUMS_SLOTS * MATH_WARPS * self.tile_bytes,  # the ring of the warps' sums of tiles
+            "tickets": 4 * TICKET_SLOTS,
+            "exchange": 4 * STATE_WORDS if self.num_devices > 1 else 0,
+            "arrivals": 2 * 8 * (MAX_SLOTS + SUMS_SLOTS + TICKET_SLOTS),  # mbarriers of the three rings
+            "codes": slots * SLOT_BYTES,
+        }
+        return Layout(sizes, {"codes": 128})  # copies of whole lines to other addresses take longer
 
     @property
-    def tickets_start(self) -> int:
-        return self.sums_start + SUMS_SLOTS * MATH_WARPS * self.tile_bytes
-
-    @property
-    def state_start(self) -> int:
-        """A multiple of 16."""
-        return self.tickets_start + 4 * TICKET_SLOTS
-
-    @property
-    def arrivals_start(self) -> int:
-        return self.state_start + (4 * STATE_WORDS if self.num_devices > 1 else 0)
-
-    @property
-    def ring_start(self) -> int:
-        """Where the ring of codes starts, a multiple of 128: copies of whole lines to other addresses take longer."""
-        end = self.arrivals_start + 2 * 8 * (MOST_SLOTS + SUMS_SLOTS + TICKET_SLOTS)
-        return math.ceil(end / 128) * 128
+    def layout(self) -> Layout:
+        """The parts of shared memory."""
+        return self._layout(self.slots)
 
     @property
     def slots(self) -> int:
-        """Slots of the ring of codes, as many as there is place for."""
-        return max(0, min(MOST_SLOTS, (SHARED_BYTES - 2048 - self.ring_start) // SLOT_BYTES))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.ring_start + self.slots * SLOT_BYTES
+        """Slots of the ring of codes, limited by the room in shared memory."""
+        return max(0, min(MAX_SLOTS, (ROOM - self._layout(0).total) // SLOT_BYTES))
 
 
 def passes_at_once(rows: int) -> int:

@@ -18,7 +18,7 @@ from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-FEWEST_ROWS = 9  # with fewer, `mosaic_gpu` takes its other kernel, as it does up to 16 with an odd number of groups
+MIN_ROWS = 9  # with fewer, `mosaic_gpu` takes its other kernel, as it does up to 16 with an odd number of groups
 
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
@@ -49,4 +49,4 @@ def run(plan: Plan, x: Float[Array, "M in"], weights: Sequence[Int4Weight]) -> F
     inputs = {"x": x} | {name: array for i, weight in enumerate(weights) for name, array in arrays(i, weight).items()}
     outputs = {"y": jax.ShapeDtypeStruct((plan.rows, plan.width), x.dtype)}
     cluster = plan.config.cluster
-    return launch("int4_matmul_wide", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.shared_bytes, cluster=cluster)["y"]
+    return launch("int4_matmul_wide", emit, inputs, outputs, plan.blocks, plan.warps // 4, plan.layout.total, cluster=cluster)["y"]

@@ -47,8 +47,8 @@ def emit_block(plan: Plan, refs: dict) -> None:
     thread, block = ptx.thread_index(), ptx.block_index()
     warp, lane = ptx.uniform(thread >> 5), thread & 31
     shared = at["shared"]
-    ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.arrivals_start)
-    parameters = Ring(PARAMETER_SLOTS, shared + plan.parameters_start, plan.parameter_bytes, ring.arrivals_end)
+    ring = Ring(plan.slots, shared, plan.slot_bytes, shared + plan.layout.at("arrivals"))
+    parameters = Ring(PARAMETER_SLOTS, shared + plan.layout.at("parameters"), plan.parameter_bytes, ring.arrivals_end)
     share = share_of(plan, block)
     with ptx.when(thread == 0):
         # Every lane that copies codes arrives once its own are there, and one of a warp that stores activations.

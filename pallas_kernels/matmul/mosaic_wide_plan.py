@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from pallas_kernels.gpu.launch import MAX_CLUSTER, RESERVED_BYTES, SHARED_BYTES, clusters_at_once
+from pallas_kernels.gpu.launch import MAX_CLUSTER, clusters_at_once
+from pallas_kernels.gpu.layout import ROOM, Layout
 from pallas_kernels.matmul.support import GROUP_SIZE
 
 WARPGROUP_OUTPUTS = 64  # that a math warpgroup multiplies at once, 16 a warp
@@ -19,7 +20,7 @@ PARAMETER_GROUPS = 8  # whose scales and zeros are copied at once: those of one 
 # Bytes from one output to the next in a slot of scales and zeros: neighbours lie in different banks.
 PARAMETER_PITCH = 2 * PARAMETER_GROUPS + 4
 PARAMETER_SLOTS = 2
-LEAST_SLOTS, MOST_SLOTS = 2, 8
+MIN_SLOTS, MAX_SLOTS = 2, 8
 STEP_GROUPS = 2  # groups of inputs that a block takes at once
 # What beginning, adding up sums, and ending takes the blocks of a cluster, in bytes that each could copy meanwhile.
 CLUSTER_BYTES = 96 * 1024
@@ -65,7 +66,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether there is room for it, and work for each of its blocks."""
         whole = self.groups % STEP_GROUPS == 0
-        return whole and self.slots >= LEAST_SLOTS and self.config.cluster <= self.steps
+        return whole and self.slots >= MIN_SLOTS and self.config.cluster <= self.steps
 
     @property
     def cost(self) -> int:
@@ -76,7 +77,7 @@ class Plan:
         return math.ceil(self.tiles / max(1, most)) * (each + (CLUSTER_BYTES if cluster > 1 else 0))
 
     @property
-    def most_weights(self) -> int:
+    def max_weights(self) -> int:
         """Weights that the busiest block multiplies, those of a last tile that is not full among them."""
         turns, steps = math.ceil(self.tiles / self.clusters), math.ceil(self.steps / self.config.cluster)
         return turns * self.tile * steps * STEP_GROUPS * GROUP_SIZE
@@ -125,9 +126,6 @@ class Plan:
         """Tiles of eight rows of activations."""
         return math.ceil(self.rows / COLUMNS)
 
-    # Shared memory holds, in this order: the ring of codes and activations, that of scales and zeros, and the mbarriers of both. Where the
-    # ring was, the blocks of a cluster keep their sums at the end.
-
     @property
     def code_pitch(self) -> int:
         """Bytes from one output's codes to the next in a slot."""
@@ -152,24 +150,22 @@ class Plan:
         """Bytes of a slot of scales and zeros."""
         return 2 * self.tile * PARAMETER_PITCH
 
+    def _layout(self, slots: int) -> Layout:
+        # At the end the blocks of a cluster keep their sums in the place of the ring.
+        sizes = {
+            "ring": slots * self.slot_bytes,  # codes and activations
+            "parameters": PARAMETER_SLOTS * self.parameter_bytes,
+            "arrivals": 2 * 8 * (slots + PARAMETER_SLOTS),  # mbarriers of both rings
+        }
+        return Layout(sizes)
+
+    @property
+    def layout(self) -> Layout:
+        """The parts of shared memory."""
+        return self._layout(self.slots)
+
     @property
     def slots(self) -> int:
-        """Slots of the ring of codes and activations, as many as there is place for."""
-        others = RESERVED_BYTES + PARAMETER_SLOTS * self.parameter_bytes + _arrival_bytes(MOST_SLOTS)
-        return max(0, min(MOST_SLOTS, (SHARED_BYTES - others) // self.slot_bytes))
-
-    @property
-    def parameters_start(self) -> int:
-        return self.slots * self.slot_bytes
-
-    @property
-    def arrivals_start(self) -> int:
-        return self.parameters_start + PARAMETER_SLOTS * self.parameter_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.arrivals_start + _arrival_bytes(self.slots)
-
-
-def _arrival_bytes(slots: int) -> int:
-    return 2 * 8 * (slots + PARAMETER_SLOTS)
+        """Slots of the ring of codes and activations, limited by the room in shared memory."""
+        others = self._layout(0).total + 2 * 8 * MAX_SLOTS
+        return max(0, min(MAX_SLOTS, (ROOM - others) // self.slot_bytes))

@@ -16,7 +16,7 @@ from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
 from pallas_kernels.matmul import mosaic_wide_plan
-from pallas_kernels.matmul.mosaic_wide import FEWEST_ROWS
+from pallas_kernels.matmul.mosaic_wide import MIN_ROWS
 from pallas_kernels.matmul.support import GROUP_SIZE, MAX_ROWS
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
@@ -189,9 +189,9 @@ def most_int4_rows(device: Device) -> int:
 def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
     """An INT4 matmul in a launch of its own."""
     floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
-    if device.kernels == "mosaic_gpu" and rows >= FEWEST_ROWS and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
+    if device.kernels == "mosaic_gpu" and rows >= MIN_ROWS and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
         plan = mosaic_wide_plan.Plan.fitting(rows, inputs // GROUP_SIZE, (out,), device.multiprocessors)
-        weights = device.multiprocessors * plan.most_weights
+        weights = device.multiprocessors * plan.max_weights
         return Cost(floor, Counter(launch_wide=1, int4_wide=rows * weights))
     return Cost(floor, Counter(launch_matmul=1, matmul_floor=floor) + _int4_tiles(out, inputs, rows))
 
