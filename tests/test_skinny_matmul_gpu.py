@@ -24,6 +24,7 @@ from pallas_kernels.matmul import (
     mosaic_int8,
     mosaic_int8_plan,
     mosaic_plain,
+    mosaic_plain_plan,
     reference,
 )
 from pallas_kernels.replaced_attention import mosaic_choice
@@ -70,7 +71,7 @@ def skinny_kernel(make: Callable, x: jax.Array, weights: Sequence[jax.Array | In
 def test_skinny_equals_float32(make, inputs, outputs, rows):
     weights = tuple(make(out, inputs, i) for i, out in enumerate(outputs))
     # `mosaic_plain` gives no float32 of more inputs.
-    exact = ["float32"] if make is int8_weight or inputs <= mosaic_plain.MAX_EXACT_INPUTS else []
+    exact = ["float32"] if make is int8_weight or inputs <= mosaic_plain_plan.MAX_EXACT_INPUTS else []
     for outliers, dtype in itertools.product((False, True), ["bfloat16", *exact]):
         x = activations(rows, inputs, outliers)
         y = skinny_kernel(make, x, weights, dtype)(x, weights)
@@ -282,12 +283,12 @@ def test_int8_plans_fit(rows):
 @pytest.mark.parametrize("rows", [1, 30, 64])
 def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
     for inputs, outputs in [*PLAIN_SHAPES, (128, 28 * (8,)), *((inputs, (out,)) for inputs, out in MODELS)]:
-        plan = mosaic_plain.Plan(rows, inputs, outputs, multiprocessors)
+        plan = mosaic_plain_plan.Plan(rows, inputs, outputs, multiprocessors)
         assert all(share % 8 == 0 and share <= out <= share * plan.blocks for share, out in zip(plan.shares, outputs, strict=True))
-        assert sum(plan.shares) <= mosaic_plain.MAX_OUTPUTS and plan.slots >= min(mosaic_plain.ENOUGH_SLOTS, plan.steps)
+        assert sum(plan.shares) <= mosaic_plain_plan.MAX_OUTPUTS and plan.slots >= min(mosaic_plain_plan.ENOUGH_SLOTS, plan.steps)
         # Blocks come in as few turns as there is room for.
         turns = math.ceil(plan.blocks / multiprocessors)
-        assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain.MAX_OUTPUTS
+        assert turns == 1 or sum(math.ceil(out / (turns - 1) / multiprocessors / 8) * 8 for out in outputs) > mosaic_plain_plan.MAX_OUTPUTS
         copied = math.ceil(rows / 8) * 8
         used = 256 * (plan.slots * (copied + sum(plan.shares)) + 64 - copied) + 8 * plan.slots
         assert used <= SHARED_BYTES - RESERVED_BYTES
@@ -296,11 +297,11 @@ def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
 def test_the_plain_kernel_leaves_room_for_the_choice_of_tokens():
     """For a layer of an 8B model at the shape of which docs/measurements/2026-11.md has SpeCache's throughput."""
     choice = mosaic_choice.Plan(16, 8, 32768 + 512, 4, 8, 3, 64, 64)
-    assert choice.shared_bytes + RESERVED_BYTES <= mosaic_plain.OTHERS_BYTES
+    assert choice.shared_bytes + RESERVED_BYTES <= mosaic_plain_plan.OTHERS_BYTES
     for inputs, outputs in ((4096, (14336, 14336)), (4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,))):
-        plan = mosaic_plain.Plan(32, inputs, outputs, 132)
+        plan = mosaic_plain_plan.Plan(32, inputs, outputs, 132)
         used = 256 * (plan.slots * (32 + sum(plan.shares)) + 32)
-        assert used + mosaic_plain.OTHERS_BYTES <= SHARED_BYTES - RESERVED_BYTES
+        assert used + mosaic_plain_plan.OTHERS_BYTES <= SHARED_BYTES - RESERVED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -319,9 +320,9 @@ def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs
 
     if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
         pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
-    monkeypatch.setattr(mosaic_plain.Plan, "slots", property(lambda plan: min(plan.steps, 3)))
+    monkeypatch.setattr(mosaic_plain_plan.Plan, "slots", property(lambda plan: min(plan.steps, 3)))
     x, weights = activations(rows, inputs, True), [plain_weight(out, inputs, i) for i, out in enumerate(outputs)]
-    plan = mosaic_plain.Plan(rows, inputs, outputs, multiprocessors, float32_out, gated)
+    plan = mosaic_plain_plan.Plan(rows, inputs, outputs, multiprocessors, float32_out, gated)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         y = mosaic_plain.run(plan, x, weights)
     assert y.shape == (rows, sum(plan.written)) and y.dtype == plan.dtype
@@ -338,7 +339,7 @@ def test_the_emulated_plain_kernel_has_no_races(monkeypatch, capfd, rows, inputs
 def test_the_plain_kernel_waits_for_products_before_it_refills_their_slots():
     if jax.__version_info__ < (0, 11):
         pytest.skip("needs jax 0.11 to trace Mosaic GPU")
-    plan = mosaic_plain.Plan(64, 4096, (4096, 1024), 132)
+    plan = mosaic_plain_plan.Plan(64, 4096, (4096, 1024), 132)
     traced = str(jax.make_jaxpr(functools.partial(mosaic_plain.run, plan))(*shapes(64, 4096, plan.outputs)))
     order = re.findall(r"\bwgmma_ref\b|\bwgmma_wait\[n=\d+\]|\bcopy_gmem_to_smem\b", traced)
     # Copies before the loop; in it a product of each weight, after which only these two may be under way, and the copies of a later step.
@@ -360,7 +361,7 @@ def test_outputs_of_the_plain_kernel_differ_between_devices():
     found = []
 
     def run(x, weight):
-        y = mosaic_plain.run(mosaic_plain.Plan(8, 256, (32,), 4), x, [weight])
+        y = mosaic_plain.run(mosaic_plain_plan.Plan(8, 256, (32,), 4), x, [weight])
         found.append(jax.typeof(y).manual_axis_type.varying)
         return y
 
@@ -379,7 +380,7 @@ def test_the_emulated_plain_kernel_with_fewer_rows_and_outputs(rows, gated):
         pytest.skip("needs a CPU, and jax 0.11 to emulate Mosaic GPU")
     outputs = (104, 104) if gated else (104, 8)
     x, weights = activations(rows, 256, False), [plain_weight(out, 256, i) for i, out in enumerate(outputs)]
-    plan = mosaic_plain.Plan(rows, 256, outputs, 5, float32_out=not gated, gated=gated)
+    plan = mosaic_plain_plan.Plan(rows, 256, outputs, 5, float32_out=not gated, gated=gated)
     assert plan.shares[0] == 24 and plan.blocks == 5
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         y = mosaic_plain.run(plan, x, weights)

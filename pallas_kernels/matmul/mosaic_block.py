@@ -8,7 +8,7 @@ group by group in float32.
 Producer warps copy, math warps multiply, and epilogue warps add what those found: none waits for another longer than the rings between
 them are deep. A math warp has groups of inputs of its own, and places the activations that it alone reads.
 A stage's inputs are all outputs of the stage before, of all blocks. No flag says that they are there: global memory holds NaNs of a kind
-that no stage writes, put there by the launch before, and whoever needs a number reads until it is another. Producers do not wait for
+that no stage writes, put there by the launch before, and a thread that needs a number reads until it is another. Producers do not wait for
 it: weights of the next stage are on their way already.
 
 Tickets, drawn from a counter in the order of the stages, say which outputs a block works on. So whatever a block waits for belongs to a
@@ -19,27 +19,24 @@ One of the ring of sums holds a tile's [warp][row tile][lane][2 outputs], see `a
 Rings, barriers and the handoff buffer are drawn in docs/kernels/matmul.md.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring
+from pallas_kernels.matmul.mosaic_activations import Activations, outputs_of
 from pallas_kernels.matmul.mosaic_exchange import Exchange
 from pallas_kernels.matmul.mosaic_plan import (
     CODE_BYTES,
     CODE_PITCH,
-    COUNTER_WORDS,
     EPILOGUE_WARPS,
-    GROUP_SIZE,
     MATH_WARPS,
-    NUMBERS,
     PARAMETER_PITCH,
     PASS,
-    PIECES_AT_ONCE,
     PRODUCER_WARPS,
     ROWS,
     SLOT_BYTES,
+    STEPS,
     SUMS_SLOTS,
     TICKET_SLOTS,
     TILE,
@@ -47,14 +44,11 @@ from pallas_kernels.matmul.mosaic_plan import (
     Stage,
     passes_at_once,
 )
+from pallas_kernels.matmul.mosaic_tickets import OwnShare, Share, Tickets
+from pallas_kernels.matmul.tiles import row_of
 
-LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
-MIN_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
-INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
-STEPS = GROUP_SIZE // 32  # words of a lane in a group
-# Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks tell each other waits behind them.
+# Passes on their way at once. While a stage may still wait for its inputs there are fewer: what blocks hand over would wait for them.
 COPIES, COPIES_AHEAD = 4, 2
-PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
 WORDS_AT_ONCE = 4  # that a thread fills
 LOG2_E = 1.4426950408889634
 
@@ -107,77 +101,6 @@ def fill_absent(plan: Plan, start, words: int, block, thread, *, with_counter: b
         word = ptx.select(piece == 0, ptx.i32(0), absent) if with_counter else absent
         with ptx.when(piece < pieces):
             ptx.store_global_words(start + ptx.i64(piece) * (4 * WORDS_AT_ONCE), *[word] * WORDS_AT_ONCE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """A number from 0 to `plan.blocks` - 1, and the tiles of outputs of a stage that belong to it."""
-
-    plan: Plan
-    number: ptx.Value
-
-    def tiles(self, stage: Stage) -> tuple:
-        """The share's first tile of a stage, and its last + 1."""
-        return self.number * stage.tiles // self.plan.blocks, (self.number + 1) * stage.tiles // self.plan.blocks
-
-    def turns(self, stage: Stage):
-        """How many turns the share takes, in each of which a block works on as many tiles as it may take together."""
-        lower, upper = self.tiles(stage)
-        together = self.plan.together(stage)
-        return (upper - lower + (together - 1)) // together
-
-
-class OwnShare:
-    """The one share of a block in a launch of one stage, in which no block waits for another: that of its own number."""
-
-    def __init__(self, plan: Plan, block):
-        self.share = Share(plan, block)
-
-    def of_stage(self, number: int, carry, work: Callable):
-        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry."""
-        return work(self.share, carry)
-
-
-class Tickets:
-    """The shares of a block as one of its warps comes to them: ticket t is share t % plan.blocks of stage t // plan.blocks.
-
-    counter: for the producer warps, the address in global memory where tickets are counted. The first lane of the first of them draws for
-    the block, the next ticket whenever it passes one on, so that nobody waits for the counter.
-    """
-
-    def __init__(self, plan: Plan, ring: Ring, thread, counter=None):
-        self.plan, self.ring, self.lane, self.counter = plan, ring, thread & 31, counter
-        self.draws = ptx.select(thread == 32 * MATH_WARPS, ptx.i32(1), ptx.i32(0))
-        drawn = () if counter is None else (ptx.take_ticket(counter, self.draws),)
-        self.state = self.following(ptx.i32(0), ptx.i32(0), *drawn)
-
-    def following(self, slot, parity, *drawn) -> tuple:
-        """The next ticket, and the state from which `following` comes to the one after it."""
-        if drawn:
-            with ptx.when(self.draws == 1):
-                ptx.wait_for_arrivals(self.ring.emptied(slot), parity ^ 1)
-                ptx.store_shared(self.ring.slot(slot), *drawn)
-                ptx.arrive(self.ring.filled(slot))
-            drawn = (ptx.take_ticket(self.counter, self.draws),)
-        ptx.wait_for_arrivals(self.ring.filled(slot), parity)
-        ticket = ptx.uniform(ptx.load_shared(self.ring.slot(slot), 1)[0])
-        emptied = ptx.once_loaded(self.ring.emptied(slot), [ticket])
-        ptx.synchronize(None, 1)
-        with ptx.when(self.lane == 0):
-            ptx.arrive(emptied)
-        return ticket, *self.ring.following(slot, parity), *drawn
-
-    def of_stage(self, number: int, carry, work: Callable):
-        """Runs carry = work(share, carry) for each of the block's shares of a stage, and returns the carry; stages come in their order."""
-        blocks = self.plan.blocks
-
-        def step(both):
-            (ticket, *state), carry = both
-            carry = work(Share(self.plan, ticket - number * blocks), carry)
-            return self.following(*state), carry
-
-        self.state, carry = ptx.while_loop(lambda both: both[0][0] < (number + 1) * blocks, (self.state, carry), step)
-        return carry
 
 
 # Producer warps --------------------------------------------------------------------------------------------------------
@@ -272,16 +195,6 @@ def weight_row(stage: Stage, number: int, at: dict, name: str, tile, output) -> 
     return row_of(arrays, stage.outputs, tile * TILE + output)
 
 
-def row_of(arrays: list, outputs: tuple[int, ...], row) -> tuple:
-    """The array that a row is of, where arrays of so many outputs lie one after the other, and its row there."""
-    array, before, local = arrays[0], 0, row
-    for count, other in zip(outputs, arrays[1:]):
-        before += count
-        beyond = ptx.i32(before - 1) < row
-        array, local = ptx.select(beyond, other, array), ptx.select(beyond, row - before, local)
-    return array, local
-
-
 # Math warps -----------------------------------------------------------------------------------------------------
 
 
@@ -297,149 +210,6 @@ def do_math(plan: Plan, at: dict, shares: OwnShare | Tickets, ring: Ring, sums: 
     carry = (ptx.i32(0), ptx.i32(0), ptx.i32(0), ptx.i32(1))
     for number in range(len(plan.stages)):
         carry = shares.of_stage(number, carry, functools.partial(work, number))
-
-
-def outputs_of(plan: Plan, at: dict, number: int):
-    """The address of a stage's outputs in the handoff buffer; the last stage has none there."""
-    return at["handoff"] + 4 * (COUNTER_WORDS + plan.words_before(number))
-
-
-def read_all(addresses: list) -> list:
-    return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
-
-
-def math_warps_meet() -> None:
-    """Waits for all math warps."""
-    ptx.synchronize(ptx.i32(1), MATH_WARPS)
-
-
-class Activations:
-    """A stage's inputs in shared memory.
-
-    They are there for some passes as bytes [row][upper or lower byte][input], with sums over groups and scales [group][row][sum or scale];
-    0 for groups that are not there.
-    """
-
-    def __init__(self, plan: Plan, at: dict, exchange: Exchange | None, warp, thread):
-        self.plan, self.at, self.exchange, self.warp, self.lane = plan, at, exchange, warp, thread & 31
-        self.x = at["shared"]
-        self.sums = self.x + plan.layout.at("group_sums")
-        self.squares = self.x + plan.layout.at("squares")
-
-    def pieces(self, first, passes: int) -> list:
-        """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
-
-        Half a warp takes one of two passes, the other half the other.
-        """
-        half, within = self.lane // PIECES, self.lane % PIECES
-        start = ((first + half) * PASS + self.warp) * PIECES + within
-        return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
-
-    def load(self, array, stage: Stage, pieces: list, read) -> list:
-        """Reads pieces of rows of an array, 0 where there are none."""
-        there = [piece < stage.groups * PIECES for _, piece in pieces]
-        place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
-        row_bytes = 2 * GROUP_SIZE * stage.groups
-        found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
-        return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
-
-    def inputs(self, number: int, pieces: list) -> list:
-        """Pieces of a stage's inputs before any norm, for which other blocks, and devices, may have to be waited for."""
-        stage = self.plan.stages[number]
-        if number == 0:
-            return self.load(self.at["x"], stage, pieces, read_all)
-        # Also a block of this device may wait for another device, and be waited for.
-        wait = functools.partial(ptx.spin_wait, across_devices=self.exchange is not None)
-        partial = self.plan.stages[number - 1].partial
-        arrays = self.exchange.received(number - 1) if partial else [outputs_of(self.plan, self.at, number - 1)]
-        return functools.reduce(self.sums_of, (self.load(array, stage, pieces, wait) for array in arrays))
-
-    def place(self, number: int, first) -> None:
-        """Places a stage's inputs of some passes from `first` on."""
-        stage = self.plan.stages[number]
-        pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
-        for start in range(0, len(pieces), PIECES_AT_ONCE):
-            some = pieces[start : start + PIECES_AT_ONCE]
-            for (row, piece), words in zip(some, self.inputs(number, some)):
-                self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
-        ptx.synchronize(None, 1)
-
-    def put(self, row: int, piece, words: list) -> None:
-        """Writes a piece as integers, and its group's sum and scale; the lanes of a half warp hold the pieces of a group."""
-        numbers = [x for word in words for x in numerics.bf16_entries(word)]
-        total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
-        for bit in (1, 2, 4, 8):
-            total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
-        most = ptx.maximum(most, ptx.f32(MIN_SCALED))
-        factor = numerics.reciprocal(most) * LARGEST
-        # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
-        integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
-        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
-        with ptx.when(piece < self.plan.room * (PASS * PIECES)):
-            to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
-            ptx.store_shared(to, *upper)
-            ptx.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
-            with ptx.when((self.lane & (PIECES - 1)) == 0):
-                # The products of high nibbles are 16 times as large, and those of low ones are made so.
-                scale = most * (1 / (16 * LARGEST))
-                ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
-
-    def fetch_residual(self, number: int, pieces: list) -> list:
-        """The residual stream before the stage, and the norm's weight, in these pieces."""
-        stage = self.plan.stages[number]
-        earlier = [i for i in range(number) if self.plan.stages[i].normed]
-        residual = self.load(self.at["residual"], stage, pieces, read_all)
-        for before in earlier:
-            residual = self.sums_of(residual, self.inputs(before, pieces))
-        of_row = pieces[: len(pieces) // self.plan.rows]
-        weight = self.load(self.at[f"norm{len(earlier)}"], stage, of_row, read_all)
-        return list(zip(residual, weight * self.plan.rows))
-
-    def sums_of(self, residual: list, added: list) -> list:
-        return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
-
-    def place_normed(self, number: int, share: Share) -> None:
-        """Places the norm of the residual stream plus what the stage before gave.
-
-        The share with number 0 of the last stage with a norm also writes the stream.
-        """
-        plan, stage = self.plan, self.plan.stages[number]
-        pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
-        residual = self.fetch_residual(number, pieces)
-        totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
-        squares = [ptx.f32(0.0)] * plan.rows
-        for (row, piece), words in zip(pieces, totals):
-            if not any(later.normed for later in plan.stages[number + 1 :]):
-                with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
-                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
-            squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
-        math_warps_meet()  # has read the squares before
-        for row, square in enumerate(squares):
-            square = fragments.all_rows(fragments.all_columns(square, numerics.add), numerics.add)
-            with ptx.when(self.lane == 0):
-                ptx.store_shared(self.squares + row * (4 * MATH_WARPS) + self.warp * 4, square)
-        math_warps_meet()
-        means = [
-            numerics.total(ptx.load_shared(self.squares + row * (4 * MATH_WARPS), MATH_WARPS, "f")) * (1 / width)
-            for row in range(plan.rows)
-        ]
-        scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
-        for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
-            rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
-            self.put(row, piece, [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(rounded, weights)])
-        ptx.synchronize(None, 1)
-
-    def operands(self, place, n: int) -> tuple:
-        """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
-
-        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
-        """
-        g, t = self.lane >> 2, self.lane & 3
-        group = place * PASS + self.warp
-        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
-        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
-        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
-        return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")
 
 
 def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: Activations, carry: tuple) -> tuple:
@@ -476,7 +246,7 @@ def multiply(plan: Plan, number: int, share: Share, ring: Ring, sums: Ring, x: A
                 ptx.wait_for_arrivals(ring.filled(slot), parity)
                 codes, parameters = take(slot)
                 new.append(add_group(total, codes, parameters, *zip(*operands)))
-                # A row's words of codes are loaded at once: one of them stands for all.
+                # A row's words of codes are loaded at once: it is enough to wait for one of them.
                 loaded = [*(row[0] for row in codes), *(ptx.as_bits(x) for pair in parameters for x in pair)]
                 emptied = ptx.once_loaded(ring.emptied(slot), loaded)
                 ptx.synchronize(None, 1)
@@ -567,7 +337,7 @@ def write_output(plan: Plan, number: int, arrays: list, store: Callable, sums, w
     there = (which < size) & ((which & 1) == 0)
     which = ptx.minimum(which, ptx.i32(size - 1))
     row, output = which // outputs, which % outputs
-    # The place of `totals` of this row and output, and behind it that of output + 8.
+    # The place of `totals` of this row and output, followed by that of output + 8.
     lane = (output & 7) * 4 + row % ROWS
     start = sums + ((row // ROWS) * (TILE * ROWS) + lane * 2 + (output >> 3)) * 4
     total = lambda at: numerics.total([ptx.load_shared(at + k * plan.tile_bytes, 1, "f")[0] for k in range(MATH_WARPS)])

@@ -1,6 +1,6 @@
 """The program of a block of the Mosaic GPU matmul of few rows with INT8 weights.
 
-Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB, as many as there is place for, so that memory is never
+Producer warps copy weights to a ring, a pass of a tile at a time: rows of 2 KB in all slots that fit, so that memory is never
 idle. The first epilogue warp copies the activations, once, while the producers issue their copies. Each math warp takes the same inputs of
 every pass; rows of activations are the first operand of the tensor cores, where there is place for 16, and outputs the columns of the
 second. Epilogue warps add the math warps' sums of a tile in their order. INT8 codes become bfloat16 as they are multiplied, and sums meet
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
-from pallas_kernels.matmul.mosaic_block import row_of
 from pallas_kernels.matmul.mosaic_int8_plan import (
     EPILOGUE_WARPS,
     MATH_WARPS,
@@ -28,7 +27,7 @@ from pallas_kernels.matmul.mosaic_int8_plan import (
     X_BYTES,
     Plan,
 )
-from pallas_kernels.matmul.mosaic_share import ClusterShare
+from pallas_kernels.matmul.tiles import ClusterShare, add_clusters, row_of, sums_of_cluster
 
 STEP_BYTES = 64  # of a row of weights, which four lanes load 16 bytes at a time
 STEPS = UNIT // STEP_BYTES
@@ -61,16 +60,11 @@ def emit_block(plan: Plan, refs: dict) -> None:
     with ptx.when(ptx.i32(MATH_WARPS + PRODUCER_WARPS - 1) < warp):
         add_warps(plan, at, share, sums, thread - 32 * (MATH_WARPS + PRODUCER_WARPS))
     if plan.cluster > 1:
-        ptx.synchronize(None, 1)
-        ptx.meet_cluster()
-        add_blocks(plan, at, share, thread)
-        # A block's shared memory is free when it ends: not before others have read it.
-        ptx.synchronize(None, 1)
-        ptx.meet_cluster()
+        add_clusters(lambda: add_blocks(plan, at, share, thread))
 
 
 def row_at(plan: Plan, share: ClusterShare, array, row, item_bytes: int):
-    """The address of the block's inputs of a row of an array, whose items have so many bytes."""
+    """The address of the block's inputs of a row of an array. item_bytes: of each number."""
     return array + ptx.i64(row) * (item_bytes * plan.inputs) + ptx.i64(share.first) * (item_bytes * UNIT)
 
 
@@ -124,7 +118,7 @@ def multiply(plan: Plan, x, share: ClusterShare, ring: Ring, sums: Ring, warp, l
         # A warp without inputs in this pass multiplies what it may read, and adds nothing.
         offset = within + number * PASS if plan.whole else ptx.select(there, within + number * PASS, ptx.i32(0))
         rows = [take(at + offset * X_BYTES, X_BYTES, X_WORDS) for at in x_at]
-        # Words that are loaded at once: the first stands for all.
+        # Words that are loaded at once: it is enough to wait for the first.
         arrive_once_all_have(ptx.once_loaded(ring.emptied(slot), [words[0] for words in codes]), lane)
         weights = [[pair for word in words for pair in numerics.codes_to_bf16(word)] for words in codes]
         new = add_products(totals, rows, weights)
@@ -196,9 +190,7 @@ def add_blocks(plan: Plan, at: dict, share: ClusterShare, thread) -> None:
         with ptx.when(item < items):
             tile, number = share.lower + item // plan.pairs, item % plan.pairs
             scales = scales_of(plan, at, tile, number)
-            mine = at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES
-            found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 2, "f") for rank in range(plan.cluster)]
-            pair = [numerics.total(column) for column in zip(*found)]
+            pair = sums_of_cluster(at["shared"] + plan.layout.at("partials") + item * PAIR_BYTES, 2, plan.cluster)
             write_pair(plan, at["y"], tile, number, pair, scales)
         return carry
 

@@ -30,7 +30,7 @@ PAIR_BYTES = 8  # of two neighbouring outputs, float32
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One launch: so many clusters of blocks, each with tiles of its own, whose inputs the cluster's blocks divide among them.
+    """One launch of `clusters` clusters of `cluster` blocks. Each cluster has tiles of its own, and its blocks divide their inputs.
 
     float32_out: whether the outputs are float32, not bfloat16.
     """

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul.mosaic_plain import MAX_ROWS, STEP, TILE, Plan
+from pallas_kernels.matmul.mosaic_plain_plan import MAX_ROWS, STEP, TILE, Plan
 
 
 def body(plan: Plan, x, *refs) -> None:
@@ -28,7 +28,7 @@ def body(plan: Plan, x, *refs) -> None:
     firsts = [jnp.minimum(block * share, outputs - share) for share, outputs in zip(plan.shares, plan.outputs)]
     tiled = (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))  # as the tensor cores read it
     ring = lambda *shape: plgpu.SMEM((*shape, STEP), jnp.bfloat16, transforms=tiled)
-    # A product takes 64 rows from the first of a slot on: those that are not there are of the slots behind it.
+    # A product takes 64 rows from the first of a slot on: those that are not there belong to the slots after it.
     x_rows = (plan.slots - 1) * plan.tiled_rows + MAX_ROWS
     arrivals = plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=plan.slots)
     multiply = functools.partial(_multiply, plan, x, weights, firsts)

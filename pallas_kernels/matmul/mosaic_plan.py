@@ -17,6 +17,7 @@ CODE_BYTES = GROUP_SIZE // 2  # of a group of one output
 # Bytes from one output to the next in shared memory: neighbours lie in different banks.
 CODE_PITCH = PASS * CODE_BYTES + 64
 PARAMETER_PITCH = 2 * PASS + 4
+STEPS = GROUP_SIZE // 32  # words that a lane multiplies of a group
 SLOT_BYTES = TILE * (CODE_PITCH + 2 * PARAMETER_PITCH)  # codes, scales and zeros of a pass
 # Slots of the ring of codes: fewer than enough leave the memory idle, and more than the most are of no use.
 MIN_SLOTS, ENOUGH_SLOTS, MAX_SLOTS = 3, 4, 12
@@ -26,7 +27,7 @@ COUNTER_WORDS = 32  # at the start of a handoff buffer, and of exchange memory: 
 BUFFERS = 3  # for partial sums, in exchange memory (mosaic_exchange.py)
 STATE_WORDS = 4  # of shared memory, for what a block knows of the exchange
 NUMBERS = 8  # of a row of activations that a thread moves at once
-PIECES_AT_ONCE = 4  # of so many numbers that a thread has in registers
+PIECES_AT_ONCE = 4  # of NUMBERS numbers each that a thread has in registers
 MAX_TOGETHER = 3  # tiles that a block takes: with more, their sums leave the registers
 
 

@@ -11,8 +11,6 @@ activations as `fragments.start_products` reads them. docs/kernels/matmul.md has
 
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.gpu.ring import Ring, arrive_once_all_have
-from pallas_kernels.matmul.mosaic_block import row_of
-from pallas_kernels.matmul.mosaic_share import ClusterShare
 from pallas_kernels.matmul.mosaic_wide_plan import (
     CODE_BYTES,
     CODE_WARPS,
@@ -27,6 +25,7 @@ from pallas_kernels.matmul.mosaic_wide_plan import (
     X_WARPS,
     Plan,
 )
+from pallas_kernels.matmul.tiles import ClusterShare, add_clusters, row_of, sums_of_cluster
 
 CODE_LANES = 32 * CODE_WARPS
 PIECE_BYTES = 16  # that a lane copies at once
@@ -62,13 +61,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     with ptx.when(ptx.i32(plan.math_warps + CODE_WARPS - 1) < warp):
         produce_activations(plan, at["x"], share, ring, warp - (plan.math_warps + CODE_WARPS), lane)
     if plan.config.cluster > 1:
-        ptx.synchronize(None, 1)
-        ptx.meet_cluster()
-        with ptx.when(warp < plan.math_warps):
-            add_blocks(plan, at, share, warp, lane)
-        # A block's shared memory is free when it ends: not before others have read it.
-        ptx.synchronize(None, 1)
-        ptx.meet_cluster()
+        add_clusters(lambda: add_blocks(plan, at, share, warp, lane))
 
 
 def over_steps(plan: Plan, share: ClusterShare, carry, some):
@@ -194,7 +187,7 @@ class Activations:
         self.to = (warp * 2 + (piece >> 1)) * MMA_BYTES + row * PIECE_BYTES + (piece & 1) * 8
 
     def lots(self) -> list[list[tuple[int, int]]]:
-        """The pieces, so many at once as registers hold: their tile of rows, and which of the warp's columns."""
+        """Lists of pieces that registers hold at once: the tile of rows of each, and which of the warp's columns."""
         columns = range(self.step_bytes // (COLUMN_BYTES * X_WARPS))
         pieces = [(tile, column) for tile in range(self.plan.row_tiles) for column in columns]
         return [pieces[i : i + PIECES_AT_ONCE] for i in range(0, len(pieces), PIECES_AT_ONCE)]
@@ -248,7 +241,7 @@ def multiply(plan: Plan, at: dict, share: ClusterShare, ring: Ring, parameters: 
             for i, sums in enumerate(tiles):
                 write_outputs(plan, at["y"], tile, warp, ptx.i32(i), sums, lane)
         else:
-            ptx.synchronize(ptx.i32(1), plan.math_warps)  # nobody reads the ring any more
+            ptx.synchronize(ptx.i32(1), plan.math_warps)  # no warp reads the ring any more
             for i, sums in enumerate(tiles):
                 ptx.store_shared(sums_at(plan, at["shared"], warp, ptx.i32(i), lane), *sums)
         return tuple(carry)
@@ -301,9 +294,9 @@ def sums_at(plan: Plan, shared, warp, row_tile, lane):
 def add_blocks(plan: Plan, at: dict, share: ClusterShare, warp, lane) -> None:
     """Adds the sums of the cluster's blocks, in the order of their ranks, and writes outputs; each block takes some tiles of rows."""
     cluster = plan.config.cluster
-    for first in range(0, plan.row_tiles, cluster):
-        row_tile = share.rank + first
-        with ptx.when(row_tile < plan.row_tiles):
-            mine = sums_at(plan, at["shared"], warp, row_tile, lane)
-            found = [ptx.load_cluster(ptx.in_block(mine, ptx.i32(rank)), 4, "f") for rank in range(cluster)]
-            write_outputs(plan, at["y"], share.lower, warp, row_tile, [numerics.total(each) for each in zip(*found)], lane)
+    with ptx.when(warp < plan.math_warps):
+        for first in range(0, plan.row_tiles, cluster):
+            row_tile = share.rank + first
+            with ptx.when(row_tile < plan.row_tiles):
+                sums = sums_of_cluster(sums_at(plan, at["shared"], warp, row_tile, lane), 4, cluster)
+                write_outputs(plan, at["y"], share.lower, warp, row_tile, sums, lane)

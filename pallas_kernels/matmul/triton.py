@@ -1,6 +1,6 @@
 """INT4 matmul through jax-triton, for NVIDIA GPUs from Ampere on, for few rows: the weights are read once.
 
-A program keeps activations, as many as there is room for, and goes through tiles of outputs of all weights, whose codes, scales and
+A program keeps the activations that it has room for, and goes through tiles of outputs of all weights, whose codes, scales and
 zeros are copied some tiles ahead. Where there are more inputs than a program can keep, others have the next slice of them, and XLA
 adds what they found, always in the same order. Groups divide among the warps.
 """
@@ -79,7 +79,7 @@ def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight], *, c
     return y.reshape(*x.shape[:-1], -1)
 
 
-def most_warps(groups: int, tile: int) -> int:
+def max_warps(groups: int, tile: int) -> int:
     """Warps that have two scales a thread to copy, at most: one is too few bytes for a copy in the background."""
     return groups * tile // 64
 
@@ -107,11 +107,11 @@ class Plan:
         """The configuration with as many groups as there is room for, and the eight warps that their scales and zeros are enough for."""
         sizes = [groups for groups in (32, 16, 8, 4, 2) if groups < 2 * self.groups] or [2]
         configs = [
-            Config(groups, tile, max(1, most_warps(groups, tile)), num_stages)
+            Config(groups, tile, max(1, max_warps(groups, tile)), num_stages)
             for groups in sizes
             for tile in self.possible_tiles
             for num_stages in (4, 3)
-            if most_warps(groups, tile) <= 8
+            if max_warps(groups, tile) <= 8
         ]
         return next(config for config in configs if self.configured(config).fits)
 
@@ -122,7 +122,7 @@ class Plan:
             Config(groups, tile, num_warps, num_stages)
             for groups in (largest, largest // 2, largest // 4)
             for tile in self.possible_tiles
-            for num_warps in (most_warps(groups, tile), most_warps(groups, tile) // 2)
+            for num_warps in (max_warps(groups, tile), max_warps(groups, tile) // 2)
             for num_stages in (3, 4, 5)
             if num_warps
         ]

@@ -1,7 +1,7 @@
 """The Triton program of the INT4 matmul: some tiles of outputs, over a slice of the inputs.
 
 Codes enter the tensor cores as 128 + code in bfloat16, which costs no arithmetic. The excess is 128 times the sum of the
-activations, and goes with the zero: y = scale (sum x (128 + code)) + (zero - 128 scale) sum x, group by group. Groups are a batch
+activations, and is added through the zero: y = scale (sum x (128 + code)) + (zero - 128 scale) sum x, group by group. Groups are a batch
 of products, which Triton deals out to the warps: they need each other only when a tile is done.
 """
 

@@ -1,0 +1,168 @@
+"""The inputs of a stage of the Mosaic GPU INT4 matmul: how math warps place them, and their norm, in shared memory."""
+
+import functools
+
+from pallas_kernels.gpu import fragments, numerics, ptx
+from pallas_kernels.matmul.mosaic_exchange import Exchange
+from pallas_kernels.matmul.mosaic_plan import (
+    COUNTER_WORDS,
+    GROUP_SIZE,
+    MATH_WARPS,
+    NUMBERS,
+    PASS,
+    PIECES_AT_ONCE,
+    ROWS,
+    STEPS,
+    Plan,
+    Stage,
+    passes_at_once,
+)
+from pallas_kernels.matmul.mosaic_tickets import Share
+
+LARGEST = 127.0 * 256  # of activations as integers: their upper bytes are at most 127
+MIN_SCALED = 2.0**-110  # activations no larger count as this large, or the inverse would be infinite; none may exceed 2^126
+INTEGERS = 1.5 * 2**23  # added to a float32, leaves an integer in its last bits
+PIECES = GROUP_SIZE // NUMBERS  # of a group of activations: half a warp's
+
+
+def outputs_of(plan: Plan, at: dict, number: int):
+    """The address of a stage's outputs in the handoff buffer; the last stage has none there."""
+    return at["handoff"] + 4 * (COUNTER_WORDS + plan.words_before(number))
+
+
+def read_all(addresses: list) -> list:
+    return [ptx.load_global(at, NUMBERS // 2) for at in addresses]
+
+
+def math_warps_meet() -> None:
+    """Waits for all math warps."""
+    ptx.synchronize(ptx.i32(1), MATH_WARPS)
+
+
+class Activations:
+    """A stage's inputs in shared memory.
+
+    They are there for some passes as bytes [row][upper or lower byte][input], with sums over groups and scales [group][row][sum or scale];
+    0 for groups that are not there.
+    """
+
+    def __init__(self, plan: Plan, at: dict, exchange: Exchange | None, warp, thread):
+        self.plan, self.at, self.exchange, self.warp, self.lane = plan, at, exchange, warp, thread & 31
+        self.x = at["shared"]
+        self.sums = self.x + plan.layout.at("group_sums")
+        self.squares = self.x + plan.layout.at("squares")
+
+    def pieces(self, first, passes: int) -> list:
+        """This thread's pieces, (row, piece of the row), row by row: those of its warp's groups in `passes` passes from `first` on.
+
+        Half a warp takes one of two passes, the other half the other.
+        """
+        half, within = self.lane // PIECES, self.lane % PIECES
+        start = ((first + half) * PASS + self.warp) * PIECES + within
+        return [(row, start + i * (PASS * PIECES)) for row in range(self.plan.rows) for i in range(0, passes, 2)]
+
+    def load(self, array, stage: Stage, pieces: list, read) -> list:
+        """Reads pieces of rows of an array, 0 where there are none."""
+        there = [piece < stage.groups * PIECES for _, piece in pieces]
+        place = lambda piece, is_there: ptx.i64(ptx.select(is_there, piece, ptx.i32(0))) * (2 * NUMBERS)
+        row_bytes = 2 * GROUP_SIZE * stage.groups
+        found = read([array + place(piece, is_there) + row * row_bytes for (row, piece), is_there in zip(pieces, there)])
+        return [[ptx.select(is_there, word, ptx.i32(0)) for word in words] for is_there, words in zip(there, found)]
+
+    def inputs(self, number: int, pieces: list) -> list:
+        """Pieces of a stage's inputs before any norm, for which other blocks, and devices, may have to be waited for."""
+        stage = self.plan.stages[number]
+        if number == 0:
+            return self.load(self.at["x"], stage, pieces, read_all)
+        # Also a block of this device may wait for another device, and be waited for.
+        wait = functools.partial(ptx.spin_wait, across_devices=self.exchange is not None)
+        partial = self.plan.stages[number - 1].partial
+        arrays = self.exchange.received(number - 1) if partial else [outputs_of(self.plan, self.at, number - 1)]
+        return functools.reduce(self.sums_of, (self.load(array, stage, pieces, wait) for array in arrays))
+
+    def place(self, number: int, first) -> None:
+        """Places a stage's inputs of some passes from `first` on."""
+        stage = self.plan.stages[number]
+        pieces = self.pieces(first, min(passes_at_once(self.plan.rows), stage.passes))
+        for start in range(0, len(pieces), PIECES_AT_ONCE):
+            some = pieces[start : start + PIECES_AT_ONCE]
+            for (row, piece), words in zip(some, self.inputs(number, some)):
+                self.put(row, piece - (0 if self.plan.resident(stage) else first * (PASS * PIECES)), words)
+        ptx.synchronize(None, 1)
+
+    def put(self, row: int, piece, words: list) -> None:
+        """Writes a piece as integers, and its group's sum and scale; the lanes of a half warp hold the pieces of a group."""
+        numbers = [x for word in words for x in numerics.bf16_entries(word)]
+        total, most = numerics.total(numbers), numerics.largest([word & 0x7FFF7FFF for word in words])
+        for bit in (1, 2, 4, 8):
+            total, most = total + ptx.shuffle("bfly", total, bit), ptx.maximum(most, ptx.shuffle("bfly", most, bit))
+        most = ptx.maximum(most, ptx.f32(MIN_SCALED))
+        factor = numerics.reciprocal(most) * LARGEST
+        # 128 more: the upper byte rounds to the nearest, and the lower is 128 more than what is left.
+        integers = [ptx.as_bits(numerics.fma(x, factor, ptx.f32(INTEGERS + 128))) for x in numbers]
+        upper, lower = ([numerics.gather_bytes(integers[i : i + 4], byte) for i in range(0, NUMBERS, 4)] for byte in (1, 0))
+        with ptx.when(piece < self.plan.room * (PASS * PIECES)):
+            to = self.x + 2 * row * self.plan.x_pitch + piece * NUMBERS
+            ptx.store_shared(to, *upper)
+            ptx.store_shared(to + self.plan.x_pitch, *(x ^ 0x80808080 for x in lower))
+            with ptx.when((self.lane & (PIECES - 1)) == 0):
+                # The products of high nibbles are 16 times as large, and those of low ones are made so.
+                scale = most * (1 / (16 * LARGEST))
+                ptx.store_shared(self.sums + piece // PIECES * self.plan.group_pitch + row * 8, total, scale)
+
+    def fetch_residual(self, number: int, pieces: list) -> list:
+        """The residual stream before the stage, and the norm's weight, in these pieces."""
+        stage = self.plan.stages[number]
+        earlier = [i for i in range(number) if self.plan.stages[i].normed]
+        residual = self.load(self.at["residual"], stage, pieces, read_all)
+        for before in earlier:
+            residual = self.sums_of(residual, self.inputs(before, pieces))
+        of_row = pieces[: len(pieces) // self.plan.rows]
+        weight = self.load(self.at[f"norm{len(earlier)}"], stage, of_row, read_all)
+        return list(zip(residual, weight * self.plan.rows))
+
+    def sums_of(self, residual: list, added: list) -> list:
+        return [[numerics.combine_bf16(numerics.add, *both) for both in zip(*words)] for words in zip(residual, added)]
+
+    def place_normed(self, number: int, share: Share) -> None:
+        """Places the norm of the residual stream plus what the stage before gave.
+
+        The share with number 0 of the last stage with a norm also writes the stream.
+        """
+        plan, stage = self.plan, self.plan.stages[number]
+        pieces, width = self.pieces(ptx.i32(0), stage.passes), stage.groups * GROUP_SIZE
+        residual = self.fetch_residual(number, pieces)
+        totals = self.sums_of([x for x, _ in residual], self.inputs(number, pieces))
+        squares = [ptx.f32(0.0)] * plan.rows
+        for (row, piece), words in zip(pieces, totals):
+            if not any(later.normed for later in plan.stages[number + 1 :]):
+                with ptx.when((share.number == 0) & (piece < width // NUMBERS)):
+                    ptx.store_global_words(self.at["residual_out"] + ptx.i64(piece * (2 * NUMBERS)) + row * (2 * width), *words)
+            squares[row] = numerics.total([squares[row], *(x * x for word in words for x in numerics.bf16_entries(word))])
+        math_warps_meet()  # has read the squares before
+        for row, square in enumerate(squares):
+            square = fragments.all_rows(fragments.all_columns(square, numerics.add), numerics.add)
+            with ptx.when(self.lane == 0):
+                ptx.store_shared(self.squares + row * (4 * MATH_WARPS) + self.warp * 4, square)
+        math_warps_meet()
+        means = [
+            numerics.total(ptx.load_shared(self.squares + row * (4 * MATH_WARPS), MATH_WARPS, "f")) * (1 / width)
+            for row in range(plan.rows)
+        ]
+        scales = [numerics.rsqrt(mean + plan.eps) for mean in means]
+        for (row, piece), words, (_, weights) in zip(pieces, totals, residual):
+            rounded = [numerics.pair(*(x * scales[row] for x in numerics.bf16_entries(word)), "bf16") for word in words]
+            self.put(row, piece, [numerics.combine_bf16(numerics.multiply, x, weight) for x, weight in zip(rounded, weights)])
+        ptx.synchronize(None, 1)
+
+    def operands(self, place, n: int) -> tuple:
+        """The second operand of the warp's group in the pass at this place, for row tile n, and the sum and scale of row t.
+
+        It is [half of the group][step], a word of bytes for each word of codes. Columns that are not there repeat the last.
+        """
+        g, t = self.lane >> 2, self.lane & 3
+        group = place * PASS + self.warp
+        column = ptx.minimum(g + 2 * ROWS * n, ptx.i32(2 * self.plan.rows - 1))
+        at = self.x + column * self.plan.x_pitch + group * GROUP_SIZE + t * (4 * STEPS)
+        halves = [ptx.load_shared(at + half * (GROUP_SIZE // 2), STEPS) for half in (0, 1)]
+        return halves, ptx.load_shared(self.sums + group * self.plan.group_pitch + (n * ROWS + t) * 8, 2, "f")

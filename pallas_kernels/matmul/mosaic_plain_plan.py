@@ -1,0 +1,74 @@
+"""How the Mosaic GPU matmul with plain weights divides its work."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
+
+MAX_ROWS = 64  # that one product of the tensor cores takes (wgmma's M)
+STEP = 128  # inputs that a block multiplies at once
+TILE = 8  # rows and outputs come in multiples of these
+MAX_OUTPUTS = 224  # of a block: float32 accumulators of 64 rows fit in registers, and three slots in shared memory
+# Tensor cores cut off what they add to an accumulator, and there is one for all inputs: of more of them bfloat16 alone is exact enough.
+MAX_EXACT_INPUTS = 14336
+ITEM_BYTES = 2
+ENOUGH_SLOTS = 3
+# Shared memory that is left to a block of another kernel, where that leaves enough slots. In a CUDA graph whose kernels run at the same
+# time (`SpeCache.compiler_options`) blocks of `mosaic_choice` may be there already; one that finds no room beside them waits for their end.
+OTHERS_BYTES = 20 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One launch. outputs: of each weight. at_once: blocks that run at the same time. gated: whether there are two weights, of whose
+    outputs only silu(first) * second is written. float32_out: whether that is in float32, not bfloat16."""
+
+    rows: int
+    inputs: int
+    outputs: tuple[int, ...]
+    at_once: int
+    float32_out: bool = False
+    gated: bool = False
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return jnp.float32 if self.float32_out else jnp.bfloat16
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Outputs that are written, one after the other."""
+        return self.outputs[:1] if self.gated else self.outputs
+
+    @functools.cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Outputs of each weight for a block. There are as few times `at_once` blocks as keep a block's outputs within `MAX_OUTPUTS`."""
+        of = lambda blocks: tuple(TILE * math.ceil(outputs / blocks / TILE) for outputs in self.outputs)
+        return next(shares for times in itertools.count(1) if sum(shares := of(times * self.at_once)) <= MAX_OUTPUTS)
+
+    @property
+    def blocks(self) -> int:
+        return max(math.ceil(outputs / share) for outputs, share in zip(self.outputs, self.shares))
+
+    @property
+    def tiled_rows(self) -> int:
+        """Rows of activations that are copied: whole tiles."""
+        return TILE * math.ceil(self.rows / TILE)
+
+    @property
+    def steps(self) -> int:
+        return self.inputs // STEP
+
+    @property
+    def slots(self) -> int:
+        """Steps that are in shared memory or on their way there: the most that leave `OTHERS_BYTES` free, or, where these are too few, the
+        most that fit."""
+        row_bytes = STEP * ITEM_BYTES
+        slot_bytes = (self.tiled_rows + sum(self.shares)) * row_bytes
+        fitting = lambda room: (room - RESERVED_BYTES - (MAX_ROWS - self.tiled_rows) * row_bytes) // slot_bytes
+        slots = fitting(SHARED_BYTES - OTHERS_BYTES)
+        return min(self.steps, slots if slots >= ENOUGH_SLOTS else fitting(SHARED_BYTES))
