@@ -366,7 +366,7 @@ def test_the_tuning_table():
     trials = attention_tuning.choose([trial(a, "short", 10), trial(b, "short", 5, error=0.5)])
     text = io.StringIO()
     report = attention_tuning.TuningReport("a GPU", "2026-01-01", {}, "gpu.json", trials, ["triton is not there"])
-    rich.console.Console(file=text, width=140).print(attention_tuning.table(report))
+    rich.console.Console(file=text, width=140).print(report.table())
     lines = text.getvalue().splitlines()
     assert [line.split()[2:4] for line in lines if line.startswith("short")] == [["splits", "2"], ["splits", "1"]]
     assert [line.split()[-1] for line in lines if line.startswith("short")] == ["wrong", "chosen"]

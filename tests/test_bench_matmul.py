@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.formats.weights import dequantize_weight
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, mosaic_gpu, triton
+from qspec_jax import plots
 from qspec_jax.bench import kernels, matmul, peers, timing
-from qspec_jax.bench.matmul_shapes import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
+from qspec_jax.bench.matmul import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
 
 FAST = ["bench", "matmul", "--shape", "tiny-down", "--repeats", "2"]
 
@@ -213,7 +214,8 @@ def test_plot_of_all_shapes_where_some_have_no_figures(tmp_path):
     found = [kernels.KernelRow(shape.name, "mosaic_gpu", False, "measured", "", 1, timed) for shape in LARGE[:5]]
     found += [kernels.KernelRow(shape.name, "xla", True, "failed", "no room", 1) for shape in LARGE]
     path = tmp_path / "times.svg"
-    matmul.plot(kernels.KernelReport("a GPU", "2026-01-01", {}, 1.0, 1, {shape.name: shape for shape in LARGE}, found), path)
+    report = matmul.MatmulReport("a GPU", "2026-01-01", {}, 1.0, 1, {shape.name: shape for shape in LARGE}, found)
+    plots.save(report.figure(), path)
     assert "</svg>" in path.read_text()
 
 

@@ -8,12 +8,10 @@ import functools
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from rich.console import Group
 
 from pallas_kernels import append_attend
 from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
@@ -22,7 +20,7 @@ from pallas_kernels.formats.views import FULL_PRECISION, View
 from pallas_kernels.rope_append import rotate_and_append
 from qspec_jax import plots
 from qspec_jax.bench import kernels
-from qspec_jax.bench.attention_shapes import LARGE, TINY, Shape, bytes_read, random_problem, random_projections, random_view
+from qspec_jax.bench.attention_shapes import LARGE, TINY, AttentionShape, bytes_read, random_problem, random_projections, random_view
 from qspec_jax.bench.kernels import KernelReport, KernelRow
 from qspec_jax.bench.peers import PEERS, Unavailable
 from qspec_jax.bench.timing import Timing, input_count, time_in_place, time_jax
@@ -32,12 +30,60 @@ from qspec_jax.errors import InputError, named
 ERROR_TOKENS = 4096
 
 
-def select_shapes(names: Sequence[str]) -> list[Shape]:
+class AttentionReport(KernelReport):
+    """Decode attention on named shapes."""
+
+    TITLE = "Decode attention"
+    NOTES = (
+        "Peers, where there are any, read a bfloat16 cache of the same context. MB: what must be read of the cache.",
+        f"error: norm, against the reference in float32, on at most {ERROR_TOKENS:,} tokens.",
+    )
+
+    def figure(self):
+        """Latency against context of single rows, one panel for each (T, heads): our fastest by format, and the fastest peer.
+
+        Panels with a single context are left out where another has more.
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator
+
+        panels = defaultdict(lambda: defaultdict(dict))
+        for name, shape in self.shapes.items():
+            if shape.batch > 1:
+                continue
+            lines = panels[shape.tokens, shape.heads, shape.kv_heads, shape.head_dim]
+            for row in self.rows:
+                if row.shape == name and row.timing:
+                    line = lines["fastest bf16 peer" if row.peer else shape.format]
+                    line[shape.context[0]] = min(row.timing.median_us, line.get(shape.context[0], float("inf")))
+        several = {key: lines for key, lines in panels.items() if any(len(line) > 1 for line in lines.values())}
+        panels = several or panels
+        figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+        styles = {"INT4": "o-", "INT8": "s-", "bf16": "^-", "fastest bf16 peer": "x--"}
+        for axes, ((tokens, heads, kv_heads, head_dim), lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+            for label, style in styles.items():
+                if line := sorted(lines.get(label, {}).items()):
+                    ours = label if "peer" in label else f"qspec-jax, {label}"
+                    axes.plot(*zip(*line), style, label=ours)
+            ticks = sorted({context for line in lines.values() for context in line})
+            axes.set_yscale("log")
+            plots.context_axis(axes, ticks)
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_ylabel("latency (us)")
+            axes.set_title(f"T={tokens}, {heads} query and {kv_heads} KV heads of {head_dim}", fontsize=10)
+            if lines:
+                axes.legend()
+        figure.suptitle(f"Decode attention on {self.device}, {self.date}", fontsize=11)
+        return figure
+
+
+def select_shapes(names: Sequence[str]) -> list[AttentionShape]:
     """The shapes of these names; see `kernels.select_shapes`."""
     return kernels.select_shapes(names, LARGE, TINY)
 
 
-def reading(shapes: Sequence[Shape], *, listed: float | None, observe: bool, append: bool = False) -> list[Shape]:
+def reading(shapes: Sequence[AttentionShape], *, listed: float | None, observe: bool, append: bool = False) -> list[AttentionShape]:
     """The shapes, of which a share of the groups is read by lists, or whose attention mass is observed, and whose tokens are appended too.
 
     Raises InputError for a share that is none, for both at once, and for a shape that is not read that way.
@@ -68,23 +114,23 @@ def select_implementations(names: Sequence[str], *, append: bool = False) -> lis
 
 
 def run(
-    shapes: Sequence[Shape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
-) -> KernelReport:
+    shapes: Sequence[AttentionShape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
+) -> AttentionReport:
     """Measures every implementation and peer on every shape. progress: see `kernels.run`.
 
     Shapes that differ in the cache's format alone share their peers' figures.
     """
     peer = functools.cache(functools.partial(measure_peer, repeats=repeats))
 
-    def row(shape: Shape, name: str) -> KernelRow:
+    def row(shape: AttentionShape, name: str) -> KernelRow:
         if name in PEERS:
             return dataclasses.replace(peer(_bf16(shape), name), shape=shape.name)
         return measure(shape, name, repeats=repeats)
 
-    return kernels.run(shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
+    return kernels.run(AttentionReport, shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
 
 
-def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20, error_tokens: int = ERROR_TOKENS) -> KernelRow:
+def measure(shape: AttentionShape, implementation: str, *, config=None, repeats: int = 20, error_tokens: int = ERROR_TOKENS) -> KernelRow:
     """Measures one of our implementations on one shape. config: the kernel's own, in place of what it would choose.
 
     error_tokens: at most so many tokens in a row for the relative error, which is against the reference.
@@ -106,7 +152,7 @@ def measure(shape: Shape, implementation: str, *, config=None, repeats: int = 20
     return row("measured", "", timing=timing, relative_error=error)
 
 
-def measure_peer(shape: Shape, name: str, *, repeats: int = 20) -> KernelRow:
+def measure_peer(shape: AttentionShape, name: str, *, repeats: int = 20) -> KernelRow:
     """Measures one peer on a shape with a bfloat16 cache. Its error is None where it is run without a mask that it would need."""
     row = functools.partial(KernelRow, shape.name, name, True, bytes=bytes_read(shape))
     try:
@@ -126,7 +172,7 @@ def measure_peer(shape: Shape, name: str, *, repeats: int = 20) -> KernelRow:
     return row("measured", peer.note, timing=timing, relative_error=error)
 
 
-def unsupported(shape: Shape, implementation: str) -> str | None:
+def unsupported(shape: AttentionShape, implementation: str) -> str | None:
     """Why that implementation cannot run on a shape here, or None."""
     if implementation == "reference":
         return None
@@ -141,11 +187,11 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
     return module.unsupported(*problem, view=view, observe=shape.observe)
 
 
-def _problem(shape: Shape, seed: int) -> tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]:
+def _problem(shape: AttentionShape, seed: int) -> tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]:
     return *random_problem(shape, seed), random_view(shape, seed)
 
 
-def _problems(shape: Shape) -> list[tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]]:
+def _problems(shape: AttentionShape) -> list[tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]]:
     """The inputs to rotate over. Lists are as many as what they read asks for, and share caches, of which they read other groups."""
     caches = [random_problem(shape, seed) for seed in range(input_count(bytes_read(dataclasses.replace(shape, listed=None))))]
     return [(*caches[i % len(caches)], random_view(shape, i)) for i in range(input_count(bytes_read(shape)))]
@@ -172,7 +218,7 @@ def _append_and_attend(implementation: str, observe: bool, config=None) -> Calla
     return functools.partial(module.append_and_attend, **settings, config=config)
 
 
-def time_appended(function: Callable, shape: Shape, *, repeats: int) -> Timing:
+def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) -> Timing:
     """Times what does as `append_and_attend` does, on a shape whose context counts the T new tokens. Every call has a buffer of its own."""
 
     problems = _problems(shape)
@@ -191,7 +237,7 @@ def time_appended(function: Callable, shape: Shape, *, repeats: int) -> Timing:
     return time_in_place(call, qkv, kept, inputs, repeats=repeats, size=bytes_read(shape))
 
 
-def appended_error(function: Callable, shape: Shape) -> float:
+def appended_error(function: Callable, shape: AttentionShape) -> float:
     """The relative error of what does as `append_and_attend` does, against attention in float32 to what the reference appends."""
     qkv, cos, sin = random_projections(shape, 0)
     _, layer, lengths, view = _problem(shape, 0)
@@ -214,13 +260,13 @@ def _without(lengths: Lengths, tokens: int) -> Lengths:
 
 
 @functools.cache
-def _error(implementation: str, shape: Shape, config=None) -> float:
+def _error(implementation: str, shape: AttentionShape, config=None) -> float:
     problem = _problem(shape, 0)
     return _relative_error(jax.jit(_attend(implementation, shape.observe, config))(*problem), *problem)
 
 
 @functools.cache
-def _peer_error(name: str, shape: Shape) -> float:
+def _peer_error(name: str, shape: AttentionShape) -> float:
     q, layer, lengths = random_problem(shape, 0)
     return _relative_error(PEERS[name](shape)(q, layer.keys, layer.values), q, layer, lengths, FULL_PRECISION)
 
@@ -232,78 +278,10 @@ def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, 
     return kernels.relative_error(out, expected)
 
 
-def _bf16(shape: Shape) -> Shape:
+def _bf16(shape: AttentionShape) -> AttentionShape:
     return dataclasses.replace(_unnamed(shape), planes=None, listed=None, observe=False)
 
 
-def _unnamed(shape: Shape) -> Shape:
+def _unnamed(shape: AttentionShape) -> AttentionShape:
     # So that equal shapes compile once.
     return dataclasses.replace(shape, name="")
-
-
-def table(found: KernelReport) -> Group:
-    """The rows of every shape; see `kernels.table`."""
-    return kernels.table(
-        found,
-        "Decode attention",
-        _describe,
-        [
-            "Peers, where there are any, read a bfloat16 cache of the same context. MB: what must be read of the cache.",
-            f"error: norm, against the reference in float32, on at most {ERROR_TOKENS:,} tokens.",
-        ],
-    )
-
-
-def _describe(shape: Shape) -> str:
-    context = f"{min(shape.context):,} to {max(shape.context):,}" if shape.ragged else f"{shape.context[0]:,}"
-    rows = f", {shape.batch} rows" if shape.batch > 1 else ""
-    listed = "" if shape.listed is None else f", {shape.listed:.3g} of the groups listed"
-    observed = ", mass observed" if shape.observe else ""
-    observed += ", appended" if shape.append else ""
-    return f"{shape.format}, T={shape.tokens}, {shape.heads}/{shape.kv_heads} heads{rows} of {context} tokens{listed}{observed}"
-
-
-def check_plot(path: Path, output: Path | None, shapes: Sequence[Shape]) -> None:
-    """Raises InputError as `plots.check` does, and where `plot` would have nothing to show."""
-    plots.check(path, output)
-    if all(shape.batch > 1 for shape in shapes):
-        raise InputError("--plot shows shapes of a single row, and none is chosen")
-
-
-def plot(found: KernelReport, path: Path) -> None:
-    """Latency against context of single rows, one panel for each (T, heads): our fastest by format, and the fastest peer.
-
-    Panels with a single context are left out where another has more. Raises InputError if the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
-
-    panels = defaultdict(lambda: defaultdict(dict))
-    for name, shape in found.shapes.items():
-        if shape.batch > 1:
-            continue
-        lines = panels[shape.tokens, shape.heads, shape.kv_heads, shape.head_dim]
-        for row in found.rows:
-            if row.shape == name and row.timing:
-                line = lines["fastest bf16 peer" if row.peer else shape.format]
-                line[shape.context[0]] = min(row.timing.median_us, line.get(shape.context[0], float("inf")))
-    several = {key: lines for key, lines in panels.items() if any(len(line) > 1 for line in lines.values())}
-    panels = several or panels
-    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
-    styles = {"INT4": "o-", "INT8": "s-", "bf16": "^-", "fastest bf16 peer": "x--"}
-    for axes, ((tokens, heads, kv_heads, head_dim), lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-        for label, style in styles.items():
-            if line := sorted(lines.get(label, {}).items()):
-                ours = label if "peer" in label else f"qspec-jax, {label}"
-                axes.plot(*zip(*line), style, label=ours)
-        ticks = sorted({context for line in lines.values() for context in line})
-        axes.set_yscale("log")
-        plots.context_axis(axes, ticks)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel("latency (us)")
-        axes.set_title(f"T={tokens}, {heads} query and {kv_heads} KV heads of {head_dim}", fontsize=10)
-        if lines:
-            axes.legend()
-    figure.suptitle(f"Decode attention on {found.device}, {found.date}", fontsize=11)
-    plots.save(figure, path)

@@ -18,12 +18,19 @@ INT32_BYTES = FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """One problem, in bfloat16. context: tokens cached in each row, the T query tokens among them; the batch is ragged where rows differ.
+class AttentionShape:
+    """One problem, in bfloat16.
 
-    planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache). listed: the share of a row's groups that are read, by lists;
-    None: all. observe: whether the attention mass is asked for. append: whether the T tokens come as they were projected, to be rotated and
-    appended too.
+    Attributes:
+        name: that it is asked for by.
+        planes: how many are read: 1 (INT4), 2 (INT8), or None (a bfloat16 cache).
+        tokens: T, the query tokens of each row.
+        heads, kv_heads: query and KV heads.
+        context: tokens cached in each row, the T query tokens among them; the batch is ragged where rows differ.
+        head_dim, group_size: as of the cache.
+        listed: the share of a row's groups that are read, by lists; None: all.
+        observe: whether the attention mass is asked for.
+        append: whether the T tokens come as they were projected, to be rotated and appended too.
     """
 
     name: str
@@ -51,6 +58,14 @@ class Shape:
         return {1: "INT4", 2: "INT8", None: "bf16"}[self.planes]
 
     @property
+    def description(self) -> str:
+        context = f"{min(self.context):,} to {max(self.context):,}" if self.ragged else f"{self.context[0]:,}"
+        rows = f", {self.batch} rows" if self.batch > 1 else ""
+        listed = "" if self.listed is None else f", {self.listed:.3g} of the groups listed"
+        more = ", mass observed" * self.observe + ", appended" * self.append
+        return f"{self.format}, T={self.tokens}, {self.heads}/{self.kv_heads} heads{rows} of {context} tokens{listed}{more}"
+
+    @property
     def quantized(self) -> tuple[int, ...]:
         """Tokens in the quantized region of each row: whole groups, with the last G to 2G - 1 tokens of the row left out."""
         if self.planes is None:
@@ -74,19 +89,19 @@ class Shape:
         """Tokens in full precision in each row."""
         return tuple(tokens - old for tokens, old in zip(self.context, self.quantized))
 
-    def shortened(self, most: int) -> "Shape":
-        """The same problem with at most that many tokens in a row, whose rows differ in the same proportions."""
+    def shortened(self, max_tokens: int) -> "AttentionShape":
+        """The same problem with at most `max_tokens` tokens in a row, whose rows differ in the same proportions."""
         longest = max(self.context)
-        if longest <= most:
+        if longest <= max_tokens:
             return self
         # A half group more than whole ones, as the shapes below have.
-        context = tuple(max(self.tokens, tokens * most // longest - self.group_size // 2) for tokens in self.context)
-        return dataclasses.replace(self, name=f"{self.name} (at most {most})", context=context)
+        context = tuple(max(self.tokens, tokens * max_tokens // longest - self.group_size // 2) for tokens in self.context)
+        return dataclasses.replace(self, name=f"{self.name} (at most {max_tokens})", context=context)
 
 
-def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: int, thousands: int, rows: int = 1) -> Shape:
+def _uniform(name: str, planes: int | None, tokens: int, heads: int, kv_heads: int, thousands: int, rows: int = 1) -> AttentionShape:
     # Half a group past a round number: 1.5 G tokens in the buffer, which is what decoding has on average.
-    return Shape(name, planes, tokens, heads, kv_heads, (thousands * 1024 + 64,) * rows)
+    return AttentionShape(name, planes, tokens, heads, kv_heads, (thousands * 1024 + 64,) * rows)
 
 
 # mha: 32 query and 32 KV heads, gqa: 32 and 8.
@@ -106,7 +121,7 @@ LARGE = (
     _uniform("int8-T6-gqa-32k-16rows", 2, 6, 32, 8, 32, rows=16),
     _uniform("int4-T1-gqa-4k-64rows", 1, 1, 32, 8, 4, rows=64),
     _uniform("int8-T5-gqa-4k-64rows", 2, 5, 32, 8, 4, rows=64),
-    Shape("int4-T1-gqa-16k-ragged", 1, 1, 32, 8, (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)),
+    AttentionShape("int4-T1-gqa-16k-ragged", 1, 1, 32, 8, (4160, 5915, 7671, 9426, 11182, 12937, 14693, 16448)),
     _uniform("bf16-T1-gqa-128k", None, 1, 32, 8, 128),
     _uniform("bf16-T7-gqa-128k", None, 7, 32, 8, 128),
     # For the plot of latency against context.
@@ -115,14 +130,14 @@ LARGE = (
 )
 # Small enough for a CPU to take a second.
 TINY = (
-    *(Shape(f"tiny-int4-T1-{n - 32}", 1, 1, 4, 2, (n,), head_dim=64, group_size=64) for n in (288, 544)),
-    Shape("tiny-int8-T3-ragged", 2, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
-    Shape("tiny-bf16-T3-ragged", None, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
+    *(AttentionShape(f"tiny-int4-T1-{n - 32}", 1, 1, 4, 2, (n,), head_dim=64, group_size=64) for n in (288, 544)),
+    AttentionShape("tiny-int8-T3-ragged", 2, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
+    AttentionShape("tiny-bf16-T3-ragged", None, 3, 4, 2, (40, 288), head_dim=64, group_size=64),
 )
 SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
 
 
-def bytes_read(shape: Shape) -> int:
+def bytes_read(shape: AttentionShape) -> int:
     """Bytes that attention must read once: codes, scales and zeros of the quantized region or of what is listed of it, the lists, and used
     rows of the buffer; and where it observes, those of the mass that it must write."""
     reads = Reads(shape.planes or 0, sum(shape.listed_groups) * shape.group_size, sum(shape.buffered))
@@ -135,7 +150,7 @@ def bytes_read(shape: Shape) -> int:
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Lengths]:
+def random_problem(shape: AttentionShape, seed: int | Array) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Lengths]:
     """Queries, a layer of random codes or values of variance about 1 (filled also beyond the lengths), and its lengths.
 
     Made on the device. The buffer of a hierarchical layer has 2G + 8 rows; a full layer has as many as the longest context.
@@ -153,7 +168,7 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
     def planes(*codes: int) -> Planes:
         lead = (B, K, shape.groups)
         upper, lower = (jax.random.bits(next(keys), (*lead, *codes), jnp.uint8) for _ in range(2))
-        # Codes 0 to 15 stand for -2 to 2; scales and zeros vary by a tenth.
+        # Codes 0 to 15 are -2 to 2; scales and zeros vary by a tenth.
         tenth = lambda: jax.random.uniform(next(keys), (*lead, 2 * codes[1]), minval=0.9, maxval=1.1)
         scale, zero = ((middle * tenth()).astype(jnp.bfloat16) for middle in (4 / 15, -2.0))
         return Planes(upper, lower, scale, zero)
@@ -164,7 +179,7 @@ def random_problem(shape: Shape, seed: int | Array) -> tuple[Float[Array, "B T N
 
 @functools.partial(jax.jit, static_argnames="shape")
 def random_projections(
-    shape: Shape, seed: int | Array
+    shape: AttentionShape, seed: int | Array
 ) -> tuple[Float[Array, "B T channels"], Float[Array, "B T half"], Float[Array, "B T half"]]:
     """The T tokens' queries, keys and values before RoPE, and the cosines and sines of their angles."""
     keys = jax.random.split(jax.random.key(seed))
@@ -175,7 +190,7 @@ def random_projections(
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def random_view(shape: Shape, seed: int | Array) -> View:
+def random_view(shape: AttentionShape, seed: int | Array) -> View:
     """What is read of a random problem. Listed groups are drawn for each KV head, and are in ascending order."""
     if shape.listed is None:
         return DenseView(shape.planes)
@@ -184,6 +199,6 @@ def random_view(shape: Shape, seed: int | Array) -> View:
     drawn = jax.random.uniform(jax.random.key(seed), (*lead, shape.groups))
     _, groups = jax.lax.top_k(jnp.where(number < there, drawn, -1.0), max(1, *shape.listed_groups))
     count = jnp.broadcast_to(jnp.array(shape.listed_groups, jnp.int32)[:, None], lead)
-    # What a shorter row does not read goes behind.
+    # What a shorter row does not read comes last.
     groups = jnp.sort(jnp.where(jnp.arange(groups.shape[2]) < count[..., None], groups, shape.groups), -1)
     return ListedGroups(groups.astype(jnp.int32), count)

@@ -7,17 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from pallas_kernels import tuning
 from qspec_jax.bench import attention
-from qspec_jax.bench.attention_shapes import Shape, random_problem, random_view
+from qspec_jax.bench.attention_shapes import AttentionShape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
 from qspec_jax.errors import InputError
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, grid, page, progress_bar, this_run
 
 # The largest relative error, against the reference, of a right result.
 MAX_ERROR = 1e-2
@@ -27,8 +24,16 @@ ERROR_TOKENS = 32768
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One configuration on one shape. problem: what the best configuration depends on, as the kernel says. default: whether it is what the
-    kernel would choose itself; chosen: whether it is kept for its problem."""
+    """One configuration on one shape.
+
+    Attributes:
+        kernel: its name.
+        problem: what the best configuration depends on, as the kernel says.
+        config: the configuration.
+        default: whether it is what the kernel would choose itself.
+        row: its figures.
+        chosen: whether it is kept for its problem.
+    """
 
     kernel: str
     problem: dict[str, int | None]
@@ -50,6 +55,25 @@ class TuningReport(Run):
     trials: list[Trial]
     not_tuned: list[str] = dataclasses.field(default_factory=list)
 
+    def table(self) -> RenderableType:
+        """The trials of each shape, fastest first."""
+        names = ("shape", "kernel", "configuration")
+        found = grid(*names, "median us", "GB/s", "error", "", left=(*names, ""))
+        order = {shape: i for i, shape in enumerate(dict.fromkeys(trial.row.shape for trial in self.trials))}
+        time = lambda trial: trial.row.timing.median_us if trial.row.timing else float("inf")
+        previous = None
+        for trial in sorted(self.trials, key=lambda trial: (trial.kernel, order[trial.row.shape], time(trial))):
+            row = trial.row
+            if previous not in (None, (trial.kernel, row.shape)):
+                found.add_section()
+            previous = trial.kernel, row.shape
+            figures = [f"{row.timing.median_us:,.1f}", f"{row.bytes / row.timing.median_us / 1e3:,.0f}", f"{row.relative_error:.1e}"]
+            notes = [row.note, "wrong" * (row.timing is not None and not trial.valid), "default" * trial.default, "chosen" * trial.chosen]
+            cells = row.shape, trial.kernel, _describe(trial.config), *(figures if row.timing else ["-"] * 3)
+            found.add_row(*cells, ", ".join(filter(None, notes)), style="green" if trial.chosen else "")
+        notes = [f"The chosen ones are in {self.file}", *(f"Not tuned: {reason}" for reason in self.not_tuned)]
+        return page(f"Configurations of decode attention on {self.device}", f", {self.date}", found, notes=notes)
+
 
 def check() -> None:
     """Raises InputError where there is no GPU to tune for, or no place for what is found."""
@@ -63,8 +87,10 @@ def check() -> None:
         raise InputError(f"--tune: nothing can be written in {folder} ({error.strerror})") from None
 
 
-def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None) -> TuningReport:
-    """Measures every candidate on every shape, and stores the best of each problem as it is found. progress: see `kernels.run`.
+def run(
+    shapes: Sequence[AttentionShape], implementations: Sequence[str], *, repeats: int = 20, progress: bool | None = None
+) -> TuningReport:
+    """Measures every candidate on every shape, and stores the best of each problem as it is found.
 
     The best has the least mean, over the shapes of the problem, of its time over the least of that shape.
     """
@@ -80,7 +106,7 @@ def run(shapes: Sequence[Shape], implementations: Sequence[str], *, repeats: int
         raise InputError(f"--tune: nothing can run: {'; '.join(dict.fromkeys(reasons))}")
     total = sum(len(configs) for work in problems.values() for *_, configs in work)
     chosen = []
-    with tqdm(total=total, leave=False, disable=None if progress is None else not progress) as bar:
+    with progress_bar(total=total, progress=progress) as bar:
         for (kernel, _), work in problems.items():
             trials = []
             for shape, name, problem, configs in work:
@@ -116,32 +142,7 @@ def choose(trials: Sequence[Trial]) -> list[Trial]:
     return [dataclasses.replace(trial, chosen=tuple(trial.config.items()) == best) for trial in trials]
 
 
-def table(report: TuningReport) -> Group:
-    """The trials of each shape, fastest first."""
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for label in ("shape", "kernel", "configuration"):
-        grid.add_column(label)
-    for label in ("median us", "GB/s", "error"):
-        grid.add_column(label, justify="right", no_wrap=True)
-    grid.add_column("")
-    order = {shape: i for i, shape in enumerate(dict.fromkeys(trial.row.shape for trial in report.trials))}
-    time = lambda trial: trial.row.timing.median_us if trial.row.timing else float("inf")
-    previous = None
-    for trial in sorted(report.trials, key=lambda trial: (trial.kernel, order[trial.row.shape], time(trial))):
-        row = trial.row
-        if previous not in (None, (trial.kernel, row.shape)):
-            grid.add_section()
-        previous = trial.kernel, row.shape
-        figures = [f"{row.timing.median_us:,.1f}", f"{row.bytes / row.timing.median_us / 1e3:,.0f}", f"{row.relative_error:.1e}"]
-        notes = [row.note, "wrong" * (row.timing is not None and not trial.valid), "default" * trial.default, "chosen" * trial.chosen]
-        cells = row.shape, trial.kernel, _describe(trial.config), *(figures if row.timing else ["-"] * 3)
-        grid.add_row(*cells, ", ".join(filter(None, notes)), style="green" if trial.chosen else "")
-    head = Text.assemble((f"Configurations of decode attention on {report.device}", "bold"), f", {report.date}\n")
-    notes = [f"The chosen ones are in {report.file}", *(f"Not tuned: {reason}" for reason in report.not_tuned)]
-    return Group(head, grid, Text("\n" + "\n".join(notes)))
-
-
-def _tunable(shape: Shape, implementation: str) -> tuple[str, dict, list]:
+def _tunable(shape: AttentionShape, implementation: str) -> tuple[str, dict, list]:
     (q, layer, _), view = jax.eval_shape(lambda: (random_problem(shape, 0), random_view(shape, 0)))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
     return module.tunable(q, layer, view=view)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, View
-from qspec_jax.bench.attention_shapes import Shape, bytes_read
+from qspec_jax.bench.attention_shapes import AttentionShape, bytes_read
 from qspec_jax.bench.decode_rows import StepTiming
 from qspec_jax.bench.timing import Bandwidth, loop_trips, time_loop
 from qspec_jax.caches.cache import Cache
@@ -179,7 +179,7 @@ def layer_bytes_read(model: Llama, context: int, width: int, planes: int | None)
     """The bytes that a row's queries of `width` tokens read of one layer of a cache of so many tokens, themselves among them."""
     c = model.config
     group = CacheConfig().group_size_for(c.head_dim)
-    return bytes_read(Shape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
+    return bytes_read(AttentionShape("", planes, width, c.num_heads, c.num_kv_heads, (context,), c.head_dim, group))
 
 
 def _copied_bytes(cache: Cache, view: View = BOTH_PLANES) -> int:

@@ -1,7 +1,7 @@
 """`qspec bench flush`: what quantizing the oldest group of tokens costs, against the attention of a round.
 
-A flush is due once in G tokens, and in every round the loop asks whether one is. Attention alone stands for the round, which has
-weights to read besides: shares of a whole round are smaller.
+A flush is due once in G tokens, and in every round the loop asks whether one is. The round is counted by its attention alone; it has
+weights to read besides, so shares of a whole round are smaller.
 """
 
 import dataclasses
@@ -9,31 +9,35 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.bench import attention
-from qspec_jax.bench.attention_shapes import Shape, random_problem
+from qspec_jax.bench.attention_shapes import AttentionShape, random_problem
 from qspec_jax.bench.timing import Timing, loop, loop_trips, time_loop
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.step_bytes import ITEM_BYTES
 from qspec_jax.errors import InputError, named
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, grid, page, progress_bar, this_run
 
 DEFAULT_SHAPES = "int4-T1-mha-128k", "int4-T1-gqa"  # beginnings of names
 
 
 @dataclasses.dataclass(frozen=True)
 class FlushRow:
-    """Time of flushing a cache of `layers` layers. due: every row of the batch flushes; not_due: none does, and only the question costs.
+    """Time of flushing a cache.
 
-    bytes: read and written when all rows are due. attention_us: microseconds of attention in a round of gamma drafts, all layers together.
-    share_of_round: mean time of flushing over attention_us if every draft is accepted, which flushes most often. error: why there are no
-    figures, if there are none.
+    Attributes:
+        shape: the name of a layer's shape.
+        layers: of the cache.
+        gamma: drafts of a round.
+        bytes: read and written when all rows are due.
+        due: every row of the batch flushes.
+        not_due: no row does, and only the question costs.
+        attention_us: microseconds of attention in a round of gamma drafts, all layers together.
+        share_of_round: mean time of flushing over attention_us if every draft is accepted, which flushes most often.
+        error: why there are no figures; empty if there are.
     """
 
     shape: str
@@ -53,8 +57,22 @@ class FlushReport(Run):
 
     rows: list[FlushRow]
 
+    def table(self) -> RenderableType:
+        """A line for each shape."""
+        labels = ("layers", "due us", "a layer", "MB", "not due us", "gamma", "attention us", "of a round")
+        found = grid("shape", *labels, "", left=("shape", ""))
+        for row in self.rows:
+            figures = ["-"] * 7
+            if row.due:
+                due, not_due = row.due.median_us, row.not_due.median_us
+                figures = [f"{due:,.1f}", f"{due / row.layers:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{not_due:,.1f}", f"{row.gamma}"]
+                figures += [f"{row.attention_us:,.0f}", f"{row.share_of_round:.2%}"]
+            found.add_row(row.shape, str(row.layers), *figures, row.error)
+        note = "due: every row flushes. not due: no row does, and only the question costs. of a round: of its attention alone, on average, "
+        return page(f"Flush on {self.device}", f", {self.date}", found, notes=[note + "with every draft accepted."])
 
-def select_shapes(names: Sequence[str]) -> list[Shape]:
+
+def select_shapes(names: Sequence[str]) -> list[AttentionShape]:
     """The shapes of `attention.select_shapes` that have a hierarchical cache; raises InputError where none is left."""
     shapes = [shape for shape in attention.select_shapes(names or DEFAULT_SHAPES) if shape.planes]
     if not shapes:
@@ -62,13 +80,10 @@ def select_shapes(names: Sequence[str]) -> list[Shape]:
     return shapes
 
 
-def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> FlushReport:
-    """Measures caches of these shapes, `layers` layers each, and the attention over them.
-
-    progress: a bar on standard error; None where that is a terminal.
-    """
+def run(shapes: Sequence[AttentionShape], *, gamma: int, layers: int, repeats: int = 20, progress: bool | None = None) -> FlushReport:
+    """Measures caches of these shapes, `layers` layers each, and the attention over them. progress: see `reports.progress_bar`."""
     rows = []
-    bar = tqdm(shapes, leave=False, disable=None if progress is None else not progress)
+    bar = progress_bar(shapes, progress=progress)
     for shape in bar:
         bar.set_description(f"{shape.name}: {layers} layers")
         row = FlushRow(shape.name, layers, gamma, layers * bytes_moved(shape))
@@ -79,7 +94,7 @@ def run(shapes: Sequence[Shape], *, gamma: int, layers: int, repeats: int = 20, 
     return FlushReport(**this_run(), rows=rows)
 
 
-def bytes_moved(shape: Shape) -> int:
+def bytes_moved(shape: AttentionShape) -> int:
     """Bytes moved in a layer whose rows are all due: the buffer is read, all but G of its rows are written, and a group of codes."""
     buffer = jax.eval_shape(lambda: random_problem(shape, 0))[1].buffer
     rows, G, H = buffer.keys.shape[2], shape.group_size, shape.head_dim
@@ -87,26 +102,7 @@ def bytes_moved(shape: Shape) -> int:
     return shape.batch * shape.kv_heads * (2 * (2 * rows - G) * H * ITEM_BYTES + codes + parameters)
 
 
-def table(report: FlushReport) -> Group:
-    """A table with a line for each shape."""
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    grid.add_column("shape")
-    for label in ("layers", "due us", "a layer", "MB", "not due us", "gamma", "attention us", "of a round"):
-        grid.add_column(label, justify="right", no_wrap=True)
-    grid.add_column("")
-    for row in report.rows:
-        figures = ["-"] * 7
-        if row.due:
-            due, not_due = row.due.median_us, row.not_due.median_us
-            figures = [f"{due:,.1f}", f"{due / row.layers:,.1f}", f"{row.bytes / 1e6:,.1f}", f"{not_due:,.1f}", f"{row.gamma}"]
-            figures += [f"{row.attention_us:,.0f}", f"{row.share_of_round:.2%}"]
-        grid.add_row(row.shape, str(row.layers), *figures, row.error)
-    notes = "due: every row flushes. not due: the question costs. of a round: in the mean, of its attention alone, every draft accepted."
-    head = Text.assemble((f"Flush on {report.device}", "bold"), f", {report.date}\n")
-    return Group(head, grid, Text(f"\n{notes}", "dim"))
-
-
-def _measured(row: FlushRow, shape: Shape, repeats: int) -> FlushRow:
+def _measured(row: FlushRow, shape: AttentionShape, repeats: int) -> FlushRow:
     G, B = shape.group_size, shape.batch
 
     def flushed(buffered: int, seconds: float) -> Timing:

@@ -3,27 +3,34 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from rich.console import Group
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
-from tqdm import tqdm
 
 from qspec_jax.bench.timing import Timing, read_bandwidth
 from qspec_jax.errors import InputError
-from qspec_jax.reports import Run, this_run
+from qspec_jax.reports import Run, formatted, grid, page, progress_bar, this_run
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelRow:
     """One implementation on one shape; figures are None unless its status is "measured".
 
-    bytes: what it must move, once; gb_per_s: those bytes over the median time. ratio_to_fastest_peer: the fastest peer's median over this
-    one's. relative_error: norm of the difference from the result in float32, over the norm of that result, where it was measured.
+    Attributes:
+        shape, implementation: their names.
+        peer: whether it is another library's.
+        status: whether there are figures.
+        note: why there are none, or how it was measured.
+        bytes: that it must move once.
+        timing: of a call.
+        gb_per_s: bytes over the median time.
+        share_of_read_bandwidth: gb_per_s over the bandwidth that was measured in the same run.
+        ratio_to_fastest_peer: the fastest peer's median time over this one's.
+        relative_error: norm of the difference from the result in float32, over the norm of that result, where it was measured.
     """
 
     shape: str
@@ -41,19 +48,68 @@ class KernelRow:
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport(Run):
-    """A row for every shape and implementation. shapes: by name, in the class of the kernel that was measured."""
+    """A row for every shape and implementation; each kernel's benchmark has a class of its own.
+
+    Attributes:
+        read_bandwidth_gb_per_s: at which the device reads its memory, measured in the same run.
+        repeats: timed batches of each row.
+        shapes: by name; each has a `description`.
+        rows: of each shape, in the order that they were measured in.
+        TITLE: what the table says was measured.
+        NOTES: what the table says of its columns.
+    """
 
     read_bandwidth_gb_per_s: float
     repeats: int
     shapes: dict[str, Any]
     rows: list[KernelRow]
+    TITLE: ClassVar[str] = ""
+    NOTES: ClassVar[Sequence[str]] = ()
+
+    def table(self) -> RenderableType:
+        """Device and versions, the rows of each shape, and below them what was not measured and how the rest was."""
+        figures = ("median us", "quartiles", "MB", "GB/s", "of read", "vs best peer", "error")
+        found = grid("shape", "implementation", *figures, "note", left=("shape", "implementation", "note"))
+        for name, shape in self.shapes.items():
+            rows = [row for row in self.rows if row.shape == name and row.status != "unavailable"]
+            rows.sort(key=lambda row: (row.peer, row.timing.median_us if row.timing else float("inf")))
+            found.add_row(Text(name, "bold"), Text(shape.description, "dim"))
+            for row in rows:
+                found.add_row("", row.implementation, *_cells(row), style="" if row.peer else "green")
+            found.add_section()
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        beside = f", {self.date}: reads {self.read_bandwidth_gb_per_s:,.0f} GB/s\n{versions}"
+        return page(f"{self.TITLE} on {self.device}", beside, Text(), found, notes=[*self._remarks(), *self.NOTES])
+
+    def _remarks(self) -> list[str]:
+        missing = defaultdict(list)
+        for row in self.rows:
+            if row.status == "unavailable":
+                missing[row.implementation, row.note].append(row.shape)
+        lines = []
+        for (name, reason), shapes in missing.items():
+            where = "" if len(shapes) == len(self.shapes) else f" (on {', '.join(shapes)})"
+            lines.append(f"{name}: not measured, {reason}{where}")
+        for method in dict.fromkeys(row.timing.method for row in self.rows if row.timing):
+            names = dict.fromkeys(row.implementation for row in self.rows if row.timing and row.timing.method == method)
+            lines.append(f"{', '.join(names)}: {method}")
+        return lines
+
+
+Kind = TypeVar("Kind", bound=KernelReport)
 
 
 def select_shapes(names: Sequence[str], large: Sequence, tiny: Sequence, *, listing: str | None = None) -> list:
-    """The shapes of these names; a name that no shape has stands for all whose names begin with it; without names the large ones.
+    """The shapes that were asked for, in their order; without names the large ones.
 
-    Raises InputError for a name that begins no shape's name, and for large shapes without a GPU. listing: what that error lists in place
-    of all names.
+    Args:
+        names: of shapes, or the beginnings of the names of several.
+        large: shapes that need a GPU.
+        tiny: shapes for any machine.
+        listing: how an error lists the names that there are; None: all of them.
+
+    Raises:
+        InputError: for a name that begins no shape's name, and for large shapes without a GPU.
     """
     known = {shape.name: shape for shape in (*large, *tiny)}
     chosen = set()
@@ -81,14 +137,26 @@ def select_implementations(names: Sequence[str], kernels: Sequence[str]) -> list
 
 
 def run(
-    shapes: Sequence, names: Sequence[str], measure: Callable[[Any, str], KernelRow], *, repeats: int, progress: bool | None = None
-) -> KernelReport:
-    """Calls measure(shape, name) for every shape and name; peers are among the names.
+    report: type[Kind],
+    shapes: Sequence,
+    names: Sequence[str],
+    measure: Callable[[Any, str], KernelRow],
+    *,
+    repeats: int,
+    progress: bool | None = None,
+) -> Kind:
+    """Measures each shape with each implementation and peer.
 
-    progress: a bar on standard error; None where that is a terminal.
+    Args:
+        report: the class of the kernel's report.
+        shapes: of that kernel.
+        names: of implementations and peers.
+        measure: makes the row of a shape and a name.
+        repeats: timed batches, which `measure` makes too.
+        progress: see `reports.progress_bar`.
     """
     rows: list[KernelRow] = []
-    with tqdm(total=1 + len(shapes) * len(names), leave=False, disable=None if progress is None else not progress) as bar:
+    with progress_bar(total=1 + len(shapes) * len(names), progress=progress) as bar:
         bar.set_description("read bandwidth")
         bandwidth = read_bandwidth(repeats=repeats)
         bar.update()
@@ -99,7 +167,7 @@ def run(
                 found.append(measure(shape, name))
                 bar.update()
             rows += _compared(found, bandwidth)
-    return KernelReport(
+    return report(
         **this_run(),
         read_bandwidth_gb_per_s=bandwidth,
         repeats=repeats,
@@ -130,61 +198,16 @@ def _compared(rows: list[KernelRow], bandwidth: float) -> list[KernelRow]:
     return [figures(row) for row in rows]
 
 
-def table(report: KernelReport, title: str, describe: Callable[[Any], str], notes: Sequence[str]) -> Group:
-    """Device and versions, a table with the rows of each shape, and below it what was not measured, how the rest was, and `notes`.
-
-    describe: what stands beside the name of a shape.
-    """
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    head = Text.assemble(
-        (f"{title} on {report.device}", "bold"),
-        f", {report.date}: reads {report.read_bandwidth_gb_per_s:,.0f} GB/s\n",
-        (versions, "dim"),
-    )
-    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    grid.add_column("shape")
-    grid.add_column("implementation")
-    for label in ("median us", "quartiles", "MB", "GB/s", "of read", "vs best peer", "error"):
-        grid.add_column(label, justify="right", no_wrap=True)
-    grid.add_column("note")
-    for name, shape in report.shapes.items():
-        rows = [row for row in report.rows if row.shape == name and row.status != "unavailable"]
-        rows.sort(key=lambda row: (row.peer, row.timing.median_us if row.timing else float("inf")))
-        grid.add_row(Text(name, "bold"), Text(describe(shape), "dim"))
-        for row in rows:
-            grid.add_row(*_cells(row), style="" if row.peer else "green")
-        grid.add_section()
-    return Group(head, Text(), grid, Text(), *(Text(line, "dim") for line in [*_remarks(report), *notes]))
-
-
 def _cells(row: KernelRow) -> list[str]:
     if row.timing is None:
-        return ["", row.implementation, *["-"] * 7, f"{row.status}: {row.note}"]
-    ratio, error = row.ratio_to_fastest_peer, row.relative_error
+        return [*["-"] * 7, f"{row.status}: {row.note}"]
     return [
-        "",
-        row.implementation,
         f"{row.timing.median_us:,.1f}",
         f"{row.timing.lower_us:,.1f} - {row.timing.upper_us:,.1f}",
         f"{row.bytes / 1e6:,.1f}",
         f"{row.gb_per_s:,.0f}",
         f"{row.share_of_read_bandwidth:.0%}",
-        "-" if ratio is None else f"{ratio:.2f}x",
-        "-" if error is None else f"{error:.1e}",
+        formatted(row.ratio_to_fastest_peer, ".2f", "x"),
+        formatted(row.relative_error, ".1e"),
         row.note,
     ]
-
-
-def _remarks(report: KernelReport) -> list[str]:
-    missing = defaultdict(list)
-    for row in report.rows:
-        if row.status == "unavailable":
-            missing[row.implementation, row.note].append(row.shape)
-    lines = []
-    for (name, reason), shapes in missing.items():
-        where = "" if len(shapes) == len(report.shapes) else f" (on {', '.join(shapes)})"
-        lines.append(f"{name}: not measured, {reason}{where}")
-    for method in dict.fromkeys(row.timing.method for row in report.rows if row.timing):
-        names = dict.fromkeys(row.implementation for row in report.rows if row.timing and row.timing.method == method)
-        lines.append(f"{', '.join(names)}: {method}")
-    return lines

@@ -3,22 +3,21 @@
 Rows are independent: what cannot run, or fails, gets a row that says why.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from rich.console import Group
+from jaxtyping import Array, Float
 
+from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
 from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul
-from qspec_jax import plots
 from qspec_jax.bench import kernels
 from qspec_jax.bench.kernels import KernelReport, KernelRow
-from qspec_jax.bench.matmul_shapes import LARGE, LAYERS, ROWS, TINY, Shape, bf16_problem, random_problem
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
 from qspec_jax.bench.timing import Timing, input_count, time_calls, time_torch
 from qspec_jax.errors import named
@@ -27,7 +26,146 @@ WIDTH = 0.4  # of a bar, as the distance between two numbers of rows
 GAP = 0.6  # between two layers, in the same unit
 
 
-def select_shapes(names: Sequence[str]) -> list[Shape]:
+GROUP_SIZE = 128
+ITEM_BYTES = 2  # bfloat16: activations, scales, zeros, full weights
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulShape:
+    """One layer of a model: M rows of activations times weights that share their input.
+
+    Attributes:
+        model, layer: their names.
+        rows: M.
+        inputs: the input size.
+        outputs: the output size of each weight.
+    """
+
+    model: str
+    layer: str
+    rows: int
+    inputs: int
+    outputs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.layer}-M{self.rows}"
+
+    @property
+    def description(self) -> str:
+        return f"M={self.rows}, {' + '.join(f'{out:,}' for out in self.outputs)} outputs of {self.inputs:,} inputs"
+
+    @property
+    def int4_bytes(self) -> int:
+        """Bytes of the INT4 weights: codes, a nibble each, and the scale and zero of every group."""
+        return sum(self.outputs) * (self.inputs // 2 + 2 * ITEM_BYTES * self.inputs // GROUP_SIZE)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """Bytes of the same weights in bfloat16."""
+        return sum(self.outputs) * self.inputs * ITEM_BYTES
+
+
+ROWS = (1, 4, 7, 16, 32, 64)
+LAYERS = (
+    ("llama-3.1-8b", "qkv", 4096, (4096, 1024, 1024)),
+    ("llama-3.1-8b", "o", 4096, (4096,)),
+    ("llama-3.1-8b", "gate_up", 4096, (14336, 14336)),
+    ("llama-3.1-8b", "down", 14336, (4096,)),
+    # Its o has the shape of the one above.
+    ("llama-2-7b", "qkv", 4096, (4096, 4096, 4096)),
+    ("llama-2-7b", "gate_up", 4096, (11008, 11008)),
+    ("llama-2-7b", "down", 11008, (4096,)),
+)
+LARGE = tuple(MatmulShape(model, layer, rows, inputs, outputs) for model, layer, inputs, outputs in LAYERS for rows in ROWS)
+# Small enough for a CPU to take a second.
+TINY = (MatmulShape("tiny", "qkv", 1, 256, (64, 32, 32)), MatmulShape("tiny", "down", 7, 512, (48,)))
+SHAPES = {shape.name: shape for shape in (*LARGE, *TINY)}
+
+
+def random_problem(shape: MatmulShape, seed: int) -> tuple[Float[Array, "M in"], tuple[Int4Weight, ...]]:
+    """Activations of variance 1 and the weights, in bfloat16, made on the device."""
+    return activations(shape), _weights(shape.inputs, shape.outputs, seed)
+
+
+def bf16_problem(shape: MatmulShape, seed: int) -> tuple[Float[Array, "M in"], Float[Array, "out in"]]:
+    """The activations of `random_problem`, and its weights one after the other in bfloat16."""
+    return activations(shape), _bf16_weight(shape.inputs, shape.outputs, seed)
+
+
+def activations(shape: MatmulShape) -> Float[Array, "M in"]:
+    """The activations that all problems of a shape share: normal, in bfloat16."""
+    return jax.random.normal(jax.random.key(0), (shape.rows, shape.inputs), jnp.bfloat16)
+
+
+# These take only what every M shares, so that they compile once for all.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _weights(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> tuple[Int4Weight, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), 2 * len(outputs)))
+
+    def weight(out: int) -> Int4Weight:
+        groups = inputs // GROUP_SIZE
+        codes = jax.random.bits(next(keys), (out, groups, GROUP_SIZE // 2), jnp.uint8)
+        scale = jax.random.uniform(next(keys), (out, groups), minval=0.005, maxval=0.015)
+        return Int4Weight(codes, scale.astype(jnp.bfloat16), (-7.4 * scale).astype(jnp.bfloat16))
+
+    return tuple(weight(out) for out in outputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _bf16_weight(inputs: int, outputs: tuple[int, ...], seed: int | Array) -> Float[Array, "out in"]:
+    weights = _weights(inputs, outputs, seed)
+    return jnp.concatenate([dequantize_weight(weight, jnp.float32).astype(jnp.bfloat16) for weight in weights])
+
+
+class MatmulReport(KernelReport):
+    """Matmuls of layers of models."""
+
+    TITLE = "INT4 matmul"
+    NOTES = (
+        "Peers multiply by the same weights in bfloat16, in one matrix. MB: what must be read of the weights, with scales and zeros.",
+        "xla and torch call cuBLAS, xla unless it finds a kernel of its own faster.",
+        "error: norm, against the product in float32 with the weights that were read.",
+    )
+
+    def figure(self):
+        """Times as bars, a panel for each model: for each layer and M our fastest beside the fastest peer."""
+        from matplotlib.figure import Figure
+
+        models = defaultdict(lambda: defaultdict(list))
+        for shape in self.shapes.values():
+            models[shape.model][shape.layer].append(shape)
+        figure = Figure(figsize=(7 * len(models), 4.5), layout="constrained")
+        for axes, (model, layers) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items()):
+            at, places, middles = 0.0, {}, {}
+            for layer, shapes in layers.items():
+                places |= {shape.name: at + i for i, shape in enumerate(shapes)}
+                middles[layer] = at + (len(shapes) - 1) / 2
+                at += len(shapes) + GAP
+            for peer, label, colour in ((False, "qspec-jax, INT4", "tab:green"), (True, "fastest bf16 peer", "tab:gray")):
+                times = defaultdict(list)
+                for row in self.rows:
+                    if row.peer == peer and row.timing and row.shape in places:
+                        times[row.shape].append(row.timing.median_us)
+                if times:
+                    left = [places[name] + (WIDTH if peer else -WIDTH) / 2 for name in times]
+                    axes.bar(left, [min(each) for each in times.values()], WIDTH, label=label, color=colour)
+            # A layer's name is below its middle M.
+            axes.xaxis.remove_overlapping_locs = False
+            axes.set_xticks(list(places.values()), [f"{self.shapes[name].rows}" for name in places], minor=True)
+            axes.set_xticks(list(middles.values()), [f"\n{layer}" for layer in middles])
+            axes.tick_params(axis="x", which="both", length=0)
+            axes.set(ylabel="time (us)", xlabel="rows M, layer", title=model)
+            axes.margins(y=0.2)
+            axes.grid(axis="y", alpha=0.3)
+            axes.set_axisbelow(True)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
+        figure.suptitle(f"Matmuls on {self.device}, {self.date}", fontsize=11)
+        return figure
+
+
+def select_shapes(names: Sequence[str]) -> list[MatmulShape]:
     """The shapes of these names; see `kernels.select_shapes`."""
     layers = ", ".join(f"{model}-{layer}" for model, layer, *_ in LAYERS)
     several = ", ".join(f"-M{m}" for m in ROWS)
@@ -41,14 +179,14 @@ def select_implementations(names: Sequence[str]) -> list[str]:
 
 
 def run(
-    shapes: Sequence[Shape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
-) -> KernelReport:
-    """Measures every implementation and peer on every shape. progress: see `kernels.run`."""
+    shapes: Sequence[MatmulShape], implementations: Sequence[str], *, peers: bool = True, repeats: int = 20, progress: bool | None = None
+) -> MatmulReport:
+    """Measures every implementation and peer on every shape; see `kernels.run`."""
     row = functools.partial(measure, repeats=repeats)
-    return kernels.run(shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
+    return kernels.run(MatmulReport, shapes, [*(PEERS if peers else ()), *implementations], row, repeats=repeats, progress=progress)
 
 
-def measure(shape: Shape, name: str, *, repeats: int = 20) -> KernelRow:
+def measure(shape: MatmulShape, name: str, *, repeats: int = 20) -> KernelRow:
     """Measures one of our implementations or one peer on one shape.
 
     Its error is against the product in float32 with the weights that it reads.
@@ -64,7 +202,7 @@ def measure(shape: Shape, name: str, *, repeats: int = 20) -> KernelRow:
     return row("measured", "", timing=timing, relative_error=error)
 
 
-def unsupported(shape: Shape, implementation: str) -> str | None:
+def unsupported(shape: MatmulShape, implementation: str) -> str | None:
     """Why that implementation cannot run on a shape here, or None."""
     if implementation == "reference":
         return None
@@ -72,7 +210,7 @@ def unsupported(shape: Shape, implementation: str) -> str | None:
     return module.unsupported(*jax.eval_shape(lambda: random_problem(shape, 0)))
 
 
-def _ours(shape: Shape, implementation: str, repeats: int) -> tuple[Timing, float]:
+def _ours(shape: MatmulShape, implementation: str, repeats: int) -> tuple[Timing, float]:
     if reason := unsupported(shape, implementation):
         raise Unavailable(reason)
     multiply = functools.partial(int4_matmul, implementation=implementation)
@@ -82,7 +220,7 @@ def _ours(shape: Shape, implementation: str, repeats: int) -> tuple[Timing, floa
     return time_calls(multiply, x, inputs, repeats=repeats), error
 
 
-def _peer(shape: Shape, name: str, repeats: int) -> tuple[Timing, float]:
+def _peer(shape: MatmulShape, name: str, repeats: int) -> tuple[Timing, float]:
     peer = PEERS[name]()
     x, weight = bf16_problem(shape, 0)
     error = kernels.relative_error(peer(x, weight), _wide_product(x, weight))
@@ -115,61 +253,3 @@ def torch_matmul() -> Peer:
 
 
 PEERS: dict[str, Callable[[], Peer]] = {"xla": xla, "torch": torch_matmul}
-
-
-def table(found: KernelReport) -> Group:
-    """The rows of every shape; see `kernels.table`."""
-    return kernels.table(
-        found,
-        "INT4 matmul",
-        _describe,
-        [
-            "Peers multiply by the same weights in bfloat16, in one matrix. MB: what must be read of the weights, with scales and zeros.",
-            "xla and torch call cuBLAS, xla unless it finds a kernel of its own faster.",
-            "error: norm, against the product in float32 with the weights that were read.",
-        ],
-    )
-
-
-def _describe(shape: Shape) -> str:
-    return f"M={shape.rows}, {' + '.join(f'{out:,}' for out in shape.outputs)} outputs of {shape.inputs:,} inputs"
-
-
-def plot(found: KernelReport, path: Path) -> None:
-    """Times as bars, a panel for each model: for each layer and M our fastest beside the fastest peer.
-
-    Raises InputError if the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    models = defaultdict(lambda: defaultdict(list))
-    for shape in found.shapes.values():
-        models[shape.model][shape.layer].append(shape)
-    figure = Figure(figsize=(7 * len(models), 4.5), layout="constrained")
-    for axes, (model, layers) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items()):
-        at, places, middles = 0.0, {}, {}
-        for layer, shapes in layers.items():
-            places |= {shape.name: at + i for i, shape in enumerate(shapes)}
-            middles[layer] = at + (len(shapes) - 1) / 2
-            at += len(shapes) + GAP
-        for peer, label, colour in ((False, "qspec-jax, INT4", "tab:green"), (True, "fastest bf16 peer", "tab:gray")):
-            times = defaultdict(list)
-            for row in found.rows:
-                if row.peer == peer and row.timing and row.shape in places:
-                    times[row.shape].append(row.timing.median_us)
-            if times:
-                left = [places[name] + (WIDTH if peer else -WIDTH) / 2 for name in times]
-                axes.bar(left, [min(each) for each in times.values()], WIDTH, label=label, color=colour)
-        # A layer's name is below its middle M.
-        axes.xaxis.remove_overlapping_locs = False
-        axes.set_xticks(list(places.values()), [f"{found.shapes[name].rows}" for name in places], minor=True)
-        axes.set_xticks(list(middles.values()), [f"\n{layer}" for layer in middles])
-        axes.tick_params(axis="x", which="both", length=0)
-        axes.set(ylabel="time (us)", xlabel="rows M, layer", title=model)
-        axes.margins(y=0.2)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    figure.suptitle(f"Matmuls on {found.device}, {found.date}", fontsize=11)
-    plots.save(figure, path)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from qspec_jax.bench.attention_shapes import Shape
+from qspec_jax.bench.attention_shapes import AttentionShape
 from qspec_jax.bench.timing import Timing, time_jax, time_torch
 
 MAX_XLA_LOGITS_BYTES = 4e9
@@ -49,7 +49,7 @@ class Peer:
             return self.restore(self.compute(*self.convert(*arrays)))
 
 
-def cudnn(shape: Shape) -> Peer:
+def cudnn(shape: AttentionShape) -> Peer:
     """cuDNN through jax.nn.dot_product_attention, over a cache stored with tokens before heads, as it expects."""
     _need_gpu()
     lengths = jnp.array(shape.context, jnp.int32) if shape.ragged else None
@@ -59,7 +59,7 @@ def cudnn(shape: Shape) -> Peer:
     return Peer(attend, swap, lambda out: out, time_jax, note=", ".join(notes), exact=shape.tokens == 1)
 
 
-def xla(shape: Shape) -> Peer:
+def xla(shape: AttentionShape) -> Peer:
     """XLA through jax.nn.dot_product_attention."""
     T, S = shape.tokens, max(shape.context)
     logits = 4 * shape.batch * shape.heads * T * S
@@ -76,17 +76,17 @@ def xla(shape: Shape) -> Peer:
     return Peer(attend, lambda q, k, v: (q, k, v), lambda out: out, time_jax)
 
 
-def torch_flash(shape: Shape) -> Peer:
+def torch_flash(shape: AttentionShape) -> Peer:
     """torch's scaled_dot_product_attention with its flash backend."""
     return _torch(shape, "FLASH_ATTENTION", masks=True)
 
 
-def torch_cudnn(shape: Shape) -> Peer:
+def torch_cudnn(shape: AttentionShape) -> Peer:
     """torch's scaled_dot_product_attention with its cuDNN backend."""
     return _torch(shape, "CUDNN_ATTENTION", masks=False)
 
 
-def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
+def _torch(shape: AttentionShape, backend: str, *, masks: bool) -> Peer:
     torch = torch_with_cuda()
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
@@ -108,7 +108,7 @@ def _torch(shape: Shape, backend: str, *, masks: bool) -> Peer:
     )
 
 
-def flashinfer(shape: Shape) -> Peer:
+def flashinfer(shape: AttentionShape) -> Peer:
     """FlashInfer's kernels for a single row."""
     _need_installed("flashinfer")
     torch_with_cuda()
@@ -127,7 +127,7 @@ def flashinfer(shape: Shape) -> Peer:
     return Peer(attend, lambda q, k, v: to_torch(query(q), k[0], v[0]), restore, time_torch)
 
 
-PEERS: dict[str, Callable[[Shape], Peer]] = {
+PEERS: dict[str, Callable[[AttentionShape], Peer]] = {
     "cudnn": cudnn,
     "xla": xla,
     "torch_flash": torch_flash,

@@ -110,7 +110,6 @@ def bench_attention(
         attention_tuning.check()
     shapes = attention.reading(attention.select_shapes(shape or []), listed=listed, observe=observe, append=append)
     implementations = attention.select_implementations(implementation or [], append=append)
-    progress = False if as_json else None
     if plot and (listed is not None or observe or append):
         raise InputError("--plot shows shapes that are read whole, and attention alone; leave out --listed, --observe and --append")
     if tune:
@@ -120,17 +119,14 @@ def bench_attention(
             raise InputError("--tune does not go with --observe, which takes the configurations that do without it")
         if plot or "reference" in implementations:
             raise InputError("--tune does not go with --plot, nor with the reference, which has nothing to tune")
-        with output_to(output) as write:
-            report = attention_tuning.run(shapes, implementations, repeats=repeats, progress=progress)
-            show(report, attention_tuning.table, output, write, as_json=as_json)
-        return
-    if plot:
-        attention.check_plot(plot, output, shapes)
-    with output_to(output) as write:
-        report = attention.run(shapes, implementations, peers=peers and not append, repeats=repeats, progress=progress)
-        show(report, attention.table, output, write, as_json=as_json)
-    if plot:
-        attention.plot(report, plot)
+        run = functools.partial(attention_tuning.run, shapes, implementations)
+    else:
+        if plot:
+            plots.check(plot, output)
+            if all(one.batch > 1 for one in shapes):
+                raise InputError("--plot shows shapes of a single row, and none is chosen")
+        run = functools.partial(attention.run, shapes, implementations, peers=peers and not append)
+    reports.show(lambda: run(repeats=repeats, progress=False if as_json else None), output, as_json=as_json, plot=plot)
 
 
 @benchmarks.command("matmul")
@@ -155,13 +151,9 @@ def bench_matmul(
     """INT4 matmuls, beside bfloat16 ones. One run times our kernels, and bfloat16 matmuls of the same shapes."""
     shapes = matmul.select_shapes(shape or [])
     implementations = matmul.select_implementations(implementation or [])
-    if plot:
-        plots.check(plot, output)
-    with output_to(output) as write:
-        report = matmul.run(shapes, implementations, peers=peers, repeats=repeats, progress=False if as_json else None)
-        show(report, matmul.table, output, write, as_json=as_json)
-    if plot:
-        matmul.plot(report, plot)
+    progress = False if as_json else None
+    run = functools.partial(matmul.run, shapes, implementations, peers=peers, repeats=repeats, progress=progress)
+    reports.show(run, output, as_json=as_json, plot=plot)
 
 
 @benchmarks.command("flush")
@@ -181,9 +173,9 @@ def bench_flush(
     """Flushing the cache. It is timed when all rows are due and when none is, and its share of a round is computed."""
     shapes = flush.select_shapes(shape or [])
     _check_gamma(num_speculative_tokens)
-    with output_to(output) as write:
-        report = flush.run(shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=False if as_json else None)
-        show(report, flush.table, output, write, as_json=as_json)
+    progress = False if as_json else None
+    run = functools.partial(flush.run, shapes, gamma=num_speculative_tokens, layers=layers, repeats=repeats, progress=progress)
+    reports.show(run, output, as_json=as_json)
 
 
 @benchmarks.command("all-reduce")
