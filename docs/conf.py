@@ -36,8 +36,8 @@ for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
 measured = json.loads((demo.MODEL.parent / "measured.json").read_text(encoding="utf-8"))
 page = [
     "# Measured on a GPU",
-    f"{measured['date']}, jax {measured['jax']}, batch 1: `{measured['command']}`. More, and how to read it: [results](../results.md).",
-    "| model | context | GPU | draft | drafts a round | accepted, given those before | ms a token | without drafts | transformers | speed-up |\n"
+    f"{measured['date']}, jax {measured['jax']}, batch 1: `{measured['command']}`. [Results](../results.md) has more, and how to read it.",
+    "| model | context | GPU | draft | drafts a round | accepted, given those before | ms a token | without | transformers | speed-up |\n"
     + "|---|---|---|---|---|---|---|---|---|---|\n"
     + "\n".join(
         f"| {row['model']} | {row['context']:,} | {row['device']} | `{row['draft']}` | {row['gamma']} "

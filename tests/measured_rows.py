@@ -254,7 +254,8 @@ class Batch(NamedTuple):
     used: bool = False
 
 
-# measurements/batches.md, "What refilling gives"; the command's prompts with its default seed ask for 34,127 new tokens and have 447 tokens in the mean.
+# measurements/batches.md, "What refilling gives"; the command's prompts with its default seed ask for 34,127 new tokens and have 447 tokens
+# on average.
 BATCHES = [Batch("fixed", 736, 0.423, used=True), Batch("refilled", 1339, 0.925)]
 BATCH_TOKENS, BATCH_PROMPTS, BATCH_CONTEXT = 34127, 200, 447
 

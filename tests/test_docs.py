@@ -1,12 +1,12 @@
 """README and docs: what they show runs or parses, what they name exists, and the README stays short."""
 
 import ast
-import dataclasses
 import importlib
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -19,10 +19,8 @@ import typer
 from runs import random_model
 
 from qspec_jax import demo
-from qspec_jax.caches.registry import CACHES
 from qspec_jax.cli.app import app
 from qspec_jax.drafts import registry
-from qspec_jax.drafts.combine import CombinedSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(page for folder in (".", "kernels", "measurements") for page in (ROOT / "docs" / folder).glob("*.md"))]
@@ -260,32 +258,11 @@ def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
     assert names["generate"](model, [[1, 2, 3]], config=config, draft=both).stats.num_spec_steps < 12
 
 
-def test_the_table_of_drafts_is_that_of_the_registry():
-    """Every draft, with its settings and their defaults; one whose row says that it is as another, and has no more rows, has that one's."""
-    found, said = {}, {}
-    section = (ROOT / "docs" / "cli.md").read_text().split("\n## Drafts\n")[1].split("\n### ")[0]
-    for first, settings, text in re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*) \|$", section, re.M):
-        if first:
-            name = re.match(r"`([\w-]+)", first)[1]
-            found[name], said[name] = {}, text
-        found[name] |= dict(re.findall(r"`(\w+)=([^`]+)`", settings))
-    for name, text in said.items():
-        if (other := re.match(r"as ([\w-]+)", text)) and not found[name]:
-            found[name] = found[other[1]]
-    names = {settings: name for name, settings in registry.DRAFTS.items()}
-    shown = lambda default: f"{default:g}" if isinstance(default, int | float) else names.get(type(default)) or default or "DIR"
-    fields = lambda settings: [] if settings is CombinedSettings else dataclasses.fields(settings)
-    expected = {name: {field.name: shown(field.default) for field in fields(settings)} for name, settings in registry.DRAFTS.items()}
-    assert found == expected | {registry.NONE: {}, registry.AUTO: {}}
-
-
-def test_the_table_of_lossy_caches_has_their_settings():
-    section = (ROOT / "docs" / "cli.md").read_text().split("\n### The target's cache\n")[1].split("\n#")[0]
-    names, *rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\| (.*?) ?\| (?:.*) ?\|$", section, re.M)
-    for column, name in enumerate(names[1:], 1):
-        cache = CACHES[name.strip("`")]
-        expected = {field.name: str(field.default) for field in dataclasses.fields(cache.Settings)} | {"group": str(cache.default_group)}
-        assert {row[0].strip("`"): row[column].strip("`") for row in rows if row[column].strip()} == expected
+def test_the_settings_of_drafts_and_caches_are_those_of_the_registries():
+    """Generated: after a change of settings run `python docs/settings_tables.py`."""
+    module = runpy.run_path(str(ROOT / "docs" / "settings_tables.py"))
+    for page, generated in module["pages"]().items():
+        assert module["with_generated"](page.read_text(), generated) == page.read_text(), "python docs/settings_tables.py"
 
 
 def test_imports_run_one_way():
