@@ -1,32 +1,117 @@
-"""What one process of a test run has compiled is read by the others: workers of pytest, processes started with `environment()`."""
+"""A cache of compiled programs that the processes of a test run share, and that the next run finds again.
 
+It is kept in $XDG_CACHE_HOME/qspec-tests (~/.cache/qspec-tests), in a directory for each version of JAX and each kind of CPU. Delete it at
+any time.
+
+JAX writes an entry in place, so that a process that is killed leaves part of one, which the next reader warns of. Pytest's processes write
+to a file beside it and rename that. Other processes (`environment()`) have a directory of their own, where JAX locks the directory and
+writes a second file after each entry: an entry without it is removed when the next run begins.
+"""
+
+import contextlib
+import hashlib
 import os
+import platform
+import shutil
 import tempfile
+import time
+from pathlib import Path
 
+import filelock
 import jax
+import jaxlib
+from jax._src import lru_cache
 
-DIRECTORY = "QSPEC_TESTS_COMPILED"  # names this run's
+DIRECTORY = "QSPEC_TESTS_COMPILED"  # the environment variable that names the directory to processes that pytest starts
+MAX_BYTES = 3 << 30
+MAX_AGE_S = 14 * 24 * 3600
 
 
 def begin(config) -> None:
-    """Before anything is compiled. config: pytest's. Workers inherit the variable."""
+    """Sets the cache up before anything is compiled. Workers and processes started by tests inherit the environment variable.
+
+    Args:
+        config: pytest's configuration.
+    """
     if DIRECTORY not in os.environ:
-        directory = tempfile.TemporaryDirectory(prefix="qspec-tests-")
-        os.environ[DIRECTORY] = directory.name
-        config.add_cleanup(directory.cleanup)
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qspec-tests"
+        directory = root / _key()
+        (directory / "started").mkdir(parents=True, exist_ok=True)
+        _remove_old(root, directory)
+        os.environ[DIRECTORY] = str(directory)
         config.add_cleanup(lambda: os.environ.pop(DIRECTORY))
-    for name, value in _settings().items():
-        jax.config.update(name, value)
+    lru_cache.LRUCache.get, lru_cache.LRUCache.put = _get, _put
+    jax.config.update("jax_compilation_cache_dir", os.environ[DIRECTORY])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def environment() -> dict[str, str]:
-    return {name.upper(): str(value) for name, value in _settings().items()}
-
-
-def _settings() -> dict[str, object]:
+    """The environment variables with which a process that is not pytest's shares programs with others of its kind."""
     return {
-        "jax_compilation_cache_dir": os.environ[DIRECTORY],
-        "jax_compilation_cache_max_size": 1 << 34,  # never reached; with a bound, files are locked as they are written
-        "jax_persistent_cache_min_compile_time_secs": 0.3,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "JAX_COMPILATION_CACHE_DIR": str(Path(os.environ[DIRECTORY]) / "started"),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(1 << 34),  # never reached; with a bound, JAX locks the directory
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def _key() -> str:
+    """A name for what a program depends on and JAX does not check when it reads one."""
+    try:
+        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = f"{platform.machine()} {platform.processor()}"
+    return hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {features}".encode()).hexdigest()[:12]
+
+
+def _get(cache: lru_cache.LRUCache, key: str) -> bytes | None:
+    """An entry, which is marked as used now; None if there is none."""
+    path = Path(cache.path, f"{key}-cache")
+    try:
+        value = path.read_bytes()
+        os.utime(path)
+    except FileNotFoundError:  # another run may remove it at any time
+        return None
+    return value
+
+
+def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Writes an entry such that nobody ever sees part of it."""
+    with tempfile.NamedTemporaryFile(dir=cache.path, prefix="partial-", delete=False) as partial:
+        partial.write(value)
+    os.replace(partial.name, Path(cache.path, f"{key}-cache"))
+
+
+def _remove_old(root: Path, directory: Path) -> None:
+    """Removes what was not used for long, what a killed process left half-written, and the oldest entries beyond `MAX_BYTES`."""
+    now = time.time()
+    for other in root.iterdir():
+        if other != directory and now - max((path.stat().st_mtime for path in _files(other)), default=0) > MAX_AGE_S:
+            shutil.rmtree(other, ignore_errors=True)
+    entries = []
+    for path in _files(directory):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if path.name.startswith("partial-"):
+                if now - status.st_mtime > 3600:
+                    path.unlink()
+            else:
+                entries.append((status.st_mtime, status.st_size, path))
+    kept = MAX_BYTES
+    for used, size, path in sorted(entries, reverse=True):
+        kept -= size
+        if kept < 0 or now - used > MAX_AGE_S:
+            path.unlink(missing_ok=True)
+    started = directory / "started"
+    with filelock.FileLock(started / ".lockfile"):
+        for entry in started.glob("*-cache"):
+            mark = entry.with_name(entry.name.removesuffix("-cache") + "-atime")
+            # The mark has the time of the last use; JAX fails over one that is empty.
+            if not mark.exists() or mark.stat().st_size != 8 or now - mark.stat().st_mtime > MAX_AGE_S:
+                entry.unlink()
+                mark.unlink(missing_ok=True)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_file()]
