@@ -1,4 +1,4 @@
-"""A GPU for kernels whose bodies place every register themselves (pallas_kernels/gpu/ptx.py): every warp a thread, its lanes arrays.
+"""A GPU for kernels whose bodies place every register themselves (pallas_kernels/gpu/ptx.py): every warp a greenlet, its lanes arrays.
 
 Alignment and bounds of every access are checked, and waits that nobody ends fail. So does an access to shared memory that nothing orders
 with another one to the same word, though the numbers may come out right in the order in which warps run here. Within a warp the order of
@@ -9,25 +9,32 @@ speed or of registers. What the warps do is in simulated_ptx.py.
 import contextlib
 import dataclasses
 import functools
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 
+import greenlet
 import jax.numpy as jnp
 import numpy as np
 
 LANES = np.arange(32)
-PATIENCE_S, STEP_S = 8.0, 0.02  # until waiting fails, while no warp runs an instruction
-LAUNCH_S = 300.0  # of a launch at most
 SHARED_START = 1024
 WRITTEN, COPIED, BULK = -1, 0, 1  # who writes shared memory: lanes, their copies, or copies of whole lines
 SEVERAL = -2
 GUARD = 256  # bytes between arrays, which nobody may touch
 
 
-class Here(threading.local):
-    """Where a thread is: its block, its warp, the lanes that run, groups of copies under way, of which the last is not committed, products
-    under way, and what the warp knows to have happened."""
+@dataclasses.dataclass
+class Here:
+    """The warp that runs now. Code of warps reads and sets the fields of the one `here`, whose fields change as warps take turns.
+
+    Attributes:
+        block: Its block.
+        warp: Its number in the block.
+        mask: The lanes that run.
+        copies: Groups of copies under way, of which the last is not committed.
+        products: Products under way.
+        past: What the warp knows to have happened.
+    """
 
     block: "Block"
     warp: int
@@ -37,7 +44,7 @@ class Here(threading.local):
     past: "Past"
 
 
-here = Here()
+here = Here.__new__(Here)
 
 
 @dataclasses.dataclass(slots=True)
@@ -311,7 +318,7 @@ class Arrivals:
     def __init__(self, expected: int, device: "Device"):
         self.expected = self.pending = expected
         self.bytes = self.phase = 0
-        self.device, self.changed = device, threading.Condition(device.turn)
+        self.device = device
         self.told: list[tuple[np.ndarray, np.ndarray]] = []
         self.heard: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -324,14 +331,11 @@ class Arrivals:
             self.phase, self.pending = self.phase + 1, self.expected
             lanes, copies = zip(*self.told)
             self.told, self.heard = [], (np.maximum.reduce(lanes), np.maximum.reduce(copies))
-            self.changed.notify_all()
 
     def wait(self, done: Callable[["Arrivals"], bool], what: str) -> None:
-        for _ in self.device.patience(what):
-            if self.changed.wait_for(lambda: done(self), STEP_S):
-                if self.heard:
-                    here.past.hear(self.heard)
-                return
+        self.device.wait(lambda: done(self), what)
+        if self.heard:
+            here.past.hear(self.heard)
 
 
 class Cluster:
@@ -383,34 +387,56 @@ class Block:
         assert not late.any(), f"a race: block {self.index} ends, and nothing orders that with what others read of its shared memory"
 
 
-@dataclasses.dataclass
 class Device:
-    """Global memory, whose turn it is, what failed, and how many instructions have run.
+    """Global memory, and the warps that take turns: each runs until it has to wait for what another one does."""
 
-    One warp runs at a time, until it waits: to switch between hundreds of threads takes longer than what they do.
-    """
+    def __init__(self, memory: Memory):
+        self.memory, self.scheduler = memory, greenlet.getcurrent()
+        self.ready: deque[Warp] = deque()
+        self.waiting: list[Warp] = []
 
-    memory: Memory
-    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    failed: list = dataclasses.field(default_factory=list)
-    instructions: int = 0
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Lets others run until the condition holds; it may read memory as the warp that waits."""
+        if done():
+            return
+        warp = greenlet.getcurrent()
+        warp.done, warp.what, warp.state = done, what, dict(vars(here))
+        self.waiting.append(warp)
+        self.scheduler.switch()
 
-    def others_run(self) -> None:
-        """Others have their turn for a while."""
-        self.turn.release()
-        time.sleep(STEP_S)
-        self.turn.acquire()
+    def run(self) -> None:
+        """Runs all warps to their ends. Fails where all that are left wait."""
+        while self.ready or self.waiting:
+            while self.ready:
+                self.ready.popleft().resume()
+            waiting, self.waiting = self.waiting, []
+            for warp in waiting:
+                (self.ready if warp.may_go_on() else self.waiting).append(warp)
+            if self.waiting and not self.ready:
+                warp = self.waiting[0]
+                block, number = warp.state["block"], warp.state["warp"]
+                raise TimeoutError(f"block {block.index}, warp {number} waits for {warp.what} in vain")
 
-    def patience(self, what: str) -> Iterator[None]:
-        """For as long as it makes sense to wait."""
-        seen, since = -1, 0.0
-        while not self.failed:
-            if seen != self.instructions:
-                seen, since = self.instructions, time.monotonic()
-            if time.monotonic() - since > PATIENCE_S:
-                raise TimeoutError(f"block {here.block.index}, warp {here.warp} waits for {what} in vain")
-            yield
-        raise RuntimeError("another warp failed")
+    def stop(self) -> None:
+        """Ends the warps that wait."""
+        for warp in (*self.waiting, *self.ready):
+            warp.throw()
+
+
+class Warp(greenlet.greenlet):
+    """A warp, and while it waits: for what, by which condition, and the fields of `here`."""
+
+    state: dict
+    done: Callable[[], bool]
+    what: str
+
+    def resume(self) -> None:
+        vars(here).update(self.state)
+        self.switch()
+
+    def may_go_on(self) -> bool:
+        vars(here).update(self.state)
+        return self.done()
 
 
 # Launching ----------------------------------------------------------------------------------------------------------------
@@ -449,44 +475,39 @@ def launch(
     clusters = [Cluster(cluster, warps, device) for _ in range(blocks // cluster)]
     everyone = [Block(i, shared_bytes, clusters[i // cluster], device) for i in range(blocks)]
 
-    places = threading.Semaphore(resident or blocks)
+    rng = np.random.default_rng(blocks)
+    starting = deque(everyone[i] for i in rng.permutation(blocks))
 
-    def run_block(block: Block) -> None:
-        with places:
-            if not device.failed:
-                pasts = [Past(block.index % cluster * warps + warp, cluster * warps) for warp in range(warps)]
-                _run_all([threading.Thread(target=run, args=(block, *each), daemon=True) for each in enumerate(pasts)], blocks)
-                try:
-                    with device.turn:
-                        if not device.failed:
-                            block.end(pasts)
-                except AssertionError as error:
-                    device.failed.append(error)
+    def start_block() -> None:
+        if not starting:
+            return
+        block = starting.popleft()
+        pasts = [Past(block.index % cluster * warps + warp, cluster * warps) for warp in range(warps)]
+        left = set(range(warps))
 
-    def run(block: Block, warp: int, past: Past) -> None:
-        here.block, here.warp, here.mask, here.copies, here.products, here.past = block, warp, np.ones(32, bool), [[]], [], past
-        try:
+        def run(warp: int) -> None:
             # Lanes that do not run compute too, with whatever they have.
-            with device.turn, np.errstate(all="ignore"):
+            with np.errstate(all="ignore"):
                 emit(dict(refs))
                 assert not here.products, "products that nobody waits for"
-        except BaseException as error:
-            device.failed.append(error)
+            left.remove(warp)
+            if not left:
+                block.end(pasts)
+                start_block()
 
-    _run_all([threading.Thread(target=run_block, args=(block,), daemon=True) for block in everyone], blocks)
-    if device.failed:
-        raise device.failed[0]
+        for warp in rng.permutation(warps):
+            made = Warp(functools.partial(run, int(warp)), device.scheduler)
+            made.state = dict(block=block, warp=int(warp), mask=np.ones(32, bool), copies=[[]], products=[], past=pasts[warp])
+            device.ready.append(made)
+
+    for _ in range(min(resident or blocks, blocks)):
+        start_block()
+    try:
+        device.run()
+    finally:
+        device.stop()
     found = {}
     for key in [*outputs, *(updated or {})]:
         start = refs[key] - memory.start
         found[key] = jnp.asarray(memory.bytes[start : start + arrays[key].nbytes].view(arrays[key].dtype).reshape(arrays[key].shape))
     return found
-
-
-def _run_all(threads: list[threading.Thread], seed: int) -> None:
-    """In any order, but the same in every run."""
-    for i in np.random.default_rng(seed).permutation(len(threads)):
-        threads[i].start()
-    for thread in threads:
-        thread.join(LAUNCH_S)
-        assert not thread.is_alive(), f"a simulated launch takes longer than {LAUNCH_S} s"

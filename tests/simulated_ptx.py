@@ -25,7 +25,6 @@ def inline(code: str, *args: Lanes, results: str = "", effects: bool = True, col
     out = () if out is None else out if isinstance(out, tuple) else (out,)
     out = tuple([x if isinstance(x, Lanes) else Lanes(x) for x in out])
     assert "".join(["f" if x.raw.dtype == np.float32 else "r" for x in out]) == results, code
-    here.block.device.instructions += 1
     return out
 
 
@@ -95,10 +94,7 @@ def _spin_wait(found, code, *at):
         words[:] = [word for address in at for word in here.block.device.memory.load(address, 4, np.int32)]
         return not (np.stack([word.raw for word in words])[:, here.mask].view(np.uint32) == ptx.ABSENT).any()
 
-    for _ in here.block.device.patience("what another block hands over"):
-        if there():
-            break
-        here.block.device.others_run()
+    here.block.device.wait(there, "what another block hands over")
     return *words, constant(0, np.int32)
 
 
