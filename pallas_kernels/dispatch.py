@@ -1,4 +1,4 @@
-"""Chooses which implementation of a kernel runs: the one asked for, or the first that supports the device and the shapes."""
+"""Which implementation of an operation runs: a table of those that there are, and the choice by device and arguments."""
 
 import contextlib
 import contextvars
@@ -19,21 +19,85 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A kernel that was asked for, the implementation that runs, and why those before it do not: pairs of a name and a reason."""
+class Kernel:
+    """A row of the table of kernels for GPUs.
+
+    Attributes:
+        operation: the package `pallas_kernels.<operation>`.
+        implementation: the name by which it is chosen and reported.
+        weight_format: of the weights, where the operation has kernels for several formats.
+        min_rows, max_rows: rows of activations for which it is a candidate; None: any number.
+        module: the module of the package that has it, if it is not called as the implementation is.
+    """
+
+    operation: str
+    implementation: str
+    weight_format: str | None = None
+    min_rows: int = 1
+    max_rows: int | None = None
+    module: str = ""
+
+    @property
+    def module_name(self) -> str:
+        return self.module or self.implementation
+
+    def takes_rows(self, rows: int | None) -> bool:
+        """Whether it is a candidate for that many rows; None: the operation does not count rows."""
+        return rows is None or (self.min_rows <= rows and (self.max_rows is None or rows <= self.max_rows))
+
+
+# The best come first. For rows that are missing here, XLA is faster (docs/kernels/matmul.md), or no kernel supports them.
+KERNELS = (
+    Kernel("append_attend", "mosaic_gpu"),
+    Kernel("attention", "mosaic_gpu"),
+    Kernel("attention", "triton"),
+    Kernel("flush", "mosaic_gpu"),
+    Kernel("fused_layer", "mosaic_gpu"),
+    Kernel("gather", "mosaic_gpu"),
+    Kernel("matmul", "mosaic_gpu", "int4", 9, 64, module="mosaic_wide"),
+    Kernel("matmul", "mosaic_gpu", "int4", 1, 16),
+    Kernel("matmul", "triton", "int4", 1, 16),
+    Kernel("matmul", "mosaic_int8", "int8", 1, 1),
+    Kernel("matmul", "mosaic_int8", "int8", 9, 16),
+    Kernel("matmul", "mosaic_plain", "plain", 2, 64),
+    Kernel("norm", "mosaic_gpu"),
+    Kernel("replaced_attention", "mosaic_gpu"),
+    Kernel("rope_append", "mosaic_gpu"),
+)
+
+
+def kernels(operation: str, weight_format: str | None = None) -> tuple[Kernel, ...]:
+    """The kernels of an operation for one format of weights, best first."""
+    return tuple(kernel for kernel in KERNELS if (kernel.operation, kernel.weight_format) == (operation, weight_format))
+
+
+def implementations(operation: str, weight_format: str | None = None) -> tuple[str, ...]:
+    """The names of an operation's implementations for GPUs, best first."""
+    return tuple(dict.fromkeys(kernel.implementation for kernel in kernels(operation, weight_format)))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """The implementation that runs of an operation.
+
+    Attributes:
+        kernel: the operation.
+        implementation: what runs.
+        passed_over: pairs of a better implementation and the reason why it cannot run.
+    """
 
     kernel: str
     implementation: str
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
-_seen: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("_seen", default=None)
+_seen: contextvars.ContextVar[list[KernelChoice] | None] = contextvars.ContextVar("_seen", default=None)
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[Choice]]:
-    """The choices that are made within, by what is traced there; each once, in their order."""
-    found: list[Choice] = []
+def watched() -> Iterator[list[KernelChoice]]:
+    """Collects the choices that are made while programs are traced within the context, each once, in their order."""
+    found: list[KernelChoice] = []
     token = _seen.set(found)
     try:
         yield found
@@ -46,7 +110,8 @@ _devices: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def on(*devices: jax.Device) -> Iterator[None]:
-    """What is traced within runs on these devices, on all of them at once. None given: on the first that JAX has."""
+    """Kernels are chosen for these devices, which run a program together, while it is traced within the context; without devices, for the
+    first that JAX has."""
     token = _devices.set(devices)
     try:
         yield
@@ -60,7 +125,7 @@ def devices() -> tuple[jax.Device, ...]:
 
 
 def device() -> jax.Device:
-    """The first of them: they are alike."""
+    """The first of `devices`, which are alike."""
     return devices()[0]
 
 
@@ -71,42 +136,86 @@ def platform() -> str:
 
 
 def choose(
-    kernel: str, candidates: tuple[str, ...], implementation: Implementation, *args, slow_reference: bool = True, **settings
+    operation: str,
+    implementation: Implementation,
+    *args,
+    weight_format: str | None = None,
+    rows: int | None = None,
+    slow_reference: bool = True,
+    **settings,
 ) -> ModuleType:
-    """The module of package `pallas_kernels.<kernel>` to run, for the device that is traced for (see `on`).
+    """The module of package `pallas_kernels.<operation>` to run, for the device that is traced for (see `on`).
 
-    candidates: its modules for GPUs, best first, imported when they are asked for. Each has a function `unsupported` that says why
-    it cannot run on these arguments, or None if it can. The reference supports everything and comes last. slow_reference: whether
-    running it on a GPU deserves a warning; else the reasons are logged as information.
-    Raises ValueError where the implementation asked for is unknown or unsupported.
+    Modules are imported when they are considered. Each has a function `unsupported` that returns why it cannot run on the arguments, or
+    None if it can. The reference supports everything and comes last.
+
+    Args:
+        operation: the name of the package.
+        implementation: "auto", or the one to run.
+        args, settings: what `unsupported` is given.
+        weight_format: of the weights, see `Kernel`.
+        rows: of activations, where the table of kernels has limits of rows.
+        slow_reference: whether the reference on a GPU deserves a warning; otherwise the reasons are logged as information.
+
+    Raises:
+        ValueError: there is no such implementation.
+        NotImplementedError: the implementation asked for does not support the device or the arguments.
     """
-    reasons: list[tuple[str, str]] = []
+    names, reasons = implementations(operation, weight_format), {}
+    if implementation not in ("auto", *names, "reference"):
+        raise ValueError(f"{operation}: no implementation {implementation!r}; there are {', '.join([*names, 'reference'])}")
 
-    def module(name: str) -> ModuleType:
-        return importlib.import_module(f"pallas_kernels.{kernel}.{name}")
-
-    def chosen(name: str) -> ModuleType:
-        choice, seen = Choice(kernel, name, tuple(reasons)), _seen.get()
+    def chosen(name: str, module: ModuleType) -> ModuleType:
+        choice, seen = KernelChoice(operation, name, tuple(reasons.items())), _seen.get()
         if seen is not None and choice not in seen:
             seen.append(choice)
-        return module(name)
+        return module
 
-    if implementation not in ("auto", *candidates, "reference"):
-        raise ValueError(f"{kernel}: no implementation {implementation!r}; there are {', '.join([*candidates, 'reference'])}")
-    if implementation == "auto" and platform() == "gpu":
-        for name in candidates:
-            if not (reason := module(name).unsupported(*args, **settings)):
-                return chosen(name)
-            _log_once(logging.INFO, f"{kernel}: {name} is passed over: it {reason}")
-            reasons.append((name, reason))
-        if slow_reference:
-            why = "; ".join(f"{name} {reason}" for name, reason in reasons)
-            _log_once(logging.WARNING, f"{kernel} runs in plain JAX, which is slow: {why}")
-    elif implementation in candidates:
-        if reason := module(implementation).unsupported(*args, **settings):
-            raise ValueError(f"{kernel}: {implementation} {reason}")
-        return chosen(implementation)
-    return chosen("reference")
+    if implementation == "reference" or (implementation == "auto" and platform() != "gpu"):
+        return chosen("reference", _module(operation, "reference"))
+    for name in names if implementation == "auto" else [implementation]:
+        if implementation == "auto" and not slow_reference and not _of_rows(operation, name, weight_format, rows):
+            continue
+        module, reason = _supporting(operation, name, weight_format, rows, args, settings)
+        if module is not None:
+            return chosen(name, module)
+        if implementation == name:
+            raise NotImplementedError(f"{operation}: {name} {reason}")
+        _log_once(logging.INFO, f"{operation}: {name} is passed over: it {reason}")
+        reasons[name] = reason
+    if slow_reference:
+        why = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+        _log_once(logging.WARNING, f"{operation} runs in plain JAX, which is slow: {why}")
+    return chosen("reference", _module(operation, "reference"))
+
+
+def unsupported(
+    operation: str, implementation: str, *args, weight_format: str | None = None, rows: int | None = None, **settings
+) -> str | None:
+    """Why an implementation of an operation cannot run on these arguments here, or None if it can. For the parameters see `choose`."""
+    return None if implementation == "reference" else _supporting(operation, implementation, weight_format, rows, args, settings)[1]
+
+
+def _supporting(
+    operation: str, name: str, weight_format: str | None, rows: int | None, args: tuple, settings: dict
+) -> tuple[ModuleType | None, str | None]:
+    """The first module of an implementation that supports the arguments, or why the first one does not."""
+    first = None
+    own = [kernel for kernel in kernels(operation, weight_format) if kernel.implementation == name]
+    for kernel in _of_rows(operation, name, weight_format, rows) or own:
+        module = _module(operation, kernel.module_name)
+        if not (reason := module.unsupported(*args, **settings)):
+            return module, None
+        first = first or reason
+    return None, first
+
+
+def _of_rows(operation: str, name: str, weight_format: str | None, rows: int | None) -> list[Kernel]:
+    return [kernel for kernel in kernels(operation, weight_format) if kernel.implementation == name and kernel.takes_rows(rows)]
+
+
+def _module(operation: str, name: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.{operation}.{name}")
 
 
 def compute_capability() -> float:
@@ -131,12 +240,12 @@ def no_triton() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the device that is traced for, or an H100's where that is no GPU: what is compiled there is for another one."""
+    """Multiprocessors of the device that is traced for, or of an H100 if that is no GPU."""
     return device().core_count if platform() == "gpu" else 132
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on the device that is traced for, or on an H100 where that is no GPU."""
+    """Bytes of shared memory that a block may have on the device that is traced for, or on an H100 if that is no GPU."""
     capability = compute_capability() if platform() == "gpu" else 9.0
     return {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227}.get(capability, 99) * 1024
 

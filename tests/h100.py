@@ -89,10 +89,11 @@ def in_loop(draft):
         return draft.in_loop()
 
 
-def choose(kernel: str, candidates: tuple[str, ...], implementation: str, *args, slow_reference: bool = True, **settings) -> ModuleType:
-    module = lambda name: importlib.import_module(f"pallas_kernels.{kernel}.{name}")
-    possible = implementation == "auto" and candidates and not module(candidates[0]).unsupported(*args, **settings)
-    return module(candidates[0] if possible else "reference")
+def choose(operation: str, implementation: str, *args, weight_format=None, rows=None, slow_reference=True, **settings) -> ModuleType:
+    module = lambda name: importlib.import_module(f"pallas_kernels.{operation}.{name}")
+    candidates = [kernel.module_name for kernel in dispatch.kernels(operation, weight_format) if kernel.takes_rows(rows)]
+    possible = [name for name in candidates if name != "triton" and not module(name).unsupported(*args, **settings)]
+    return module(possible[0] if implementation == "auto" and possible else "reference")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from attention_problems import Case, all_listed, random_lists, random_problem, w
 from gpus import needs_gpu, skip_or_fail
 from paging import in_pages
 
-from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
+from pallas_kernels import dispatch
+from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
@@ -40,7 +41,7 @@ KINDS = [
     ("T7-MHA-64", 2),
     ("T1-GQA4-128-G64", 1),
 ]
-every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+every_kernel = pytest.mark.parametrize("implementation", dispatch.implementations("attention"))
 every_kind = pytest.mark.parametrize("name, planes", KINDS)
 
 problem = functools.cache(lambda name, data: random_problem(CASES[name], "bfloat16", data))

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import dequantize_weight
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, mosaic_gpu, triton
+from pallas_kernels.matmul import mosaic_gpu, mosaic_wide, triton
 from qspec_jax import plots
 from qspec_jax.bench import kernels, matmul, peers, timing
 from qspec_jax.bench.matmul import LARGE, SHAPES, TINY, activations, bf16_problem, random_problem
@@ -55,9 +56,10 @@ def test_there_is_each_layer_at_each_number_of_rows():
     assert {shape.rows for shape in LARGE} == {1, 4, 7, 16, 32, 64}
 
 
-@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", dispatch.implementations("matmul", "int4"))
 def test_the_kernels_take_every_shape(monkeypatch, implementation):
-    monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
+    for module in (mosaic_gpu, mosaic_wide):
+        monkeypatch.setattr(module, "no_mosaic_gpu", lambda: None)
     monkeypatch.setattr(triton, "no_triton", lambda: None)
     reason = lambda shape: "supports up to 16 rows" if implementation == "triton" and shape.rows > 16 else None
     for shape in SHAPES.values():
@@ -190,7 +192,7 @@ def test_the_table_and_the_output_file(run, tmp_path):
         assert "reference" in text and "torch: not measured" in text
 
 
-@pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", dispatch.implementations("matmul", "int4"))
 def test_an_implementation_that_cannot_run_says_why(run, implementation):
     if jax.default_backend() != "cpu":
         pytest.skip("a GPU may support it")

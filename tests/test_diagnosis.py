@@ -91,7 +91,7 @@ def test_doctor_says_what_to_do(monkeypatch, tmp_path, run, case):
         on(patched, tmp_path, **H100 | machine | {"memory": None})
         said = diagnosis.problems()
     monkeypatch.setattr(diagnosis, "problems", lambda: list(said))
-    monkeypatch.setattr(diagnosis, "kernels", lambda *_: [dispatch.Choice("attention", "triton", (("mosaic_gpu", "needs more"),))])
+    monkeypatch.setattr(diagnosis, "kernels", lambda *_: [dispatch.KernelChoice("attention", "triton", (("mosaic_gpu", "needs more"),))])
     code, out, err = run("doctor", "--context", 64)
     assert code == 2 and err.strip().splitlines() == [f"qspec: error: {said[0]}"] and words in err
     assert re.search(r"^attention +Triton +Pallas Mosaic GPU: needs more", out, re.M)
@@ -132,13 +132,14 @@ def test_doctor_lists_kernels(directory):
 
 def test_why_a_kernel_is_passed_over(monkeypatch):
     monkeypatch.setattr(dispatch.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "KERNELS", (dispatch.Kernel("sums", "fast"), dispatch.Kernel("sums", "slow")))
     fast, slow = SimpleNamespace(unsupported=lambda: "needs more"), SimpleNamespace(unsupported=lambda: None)
     monkeypatch.setattr(dispatch.importlib, "import_module", lambda name: {"fast": fast, "slow": slow}.get(name.rpartition(".")[2]))
     with dispatch.watched() as found:
         for _ in range(2):
-            assert dispatch.choose("sums", ("fast", "slow"), "auto") is slow
-    assert found == [dispatch.Choice("sums", "slow", (("fast", "needs more"),))]
-    dispatch.choose("sums", ("fast", "slow"), "auto")
+            assert dispatch.choose("sums", "auto") is slow
+    assert found == [dispatch.KernelChoice("sums", "slow", (("fast", "needs more"),))]
+    dispatch.choose("sums", "auto")
     assert len(found) == 1
 
 

@@ -12,7 +12,7 @@ from gpus import gpu
 from jax import lax
 from paging import in_pages, of_nobody, out_of_pages
 
-import pallas_kernels.flush
+from pallas_kernels import dispatch
 from pallas_kernels.flush import flush, mosaic_gpu
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths, Planes
 from pallas_kernels.formats.quantization import SCHEMES, unpack
@@ -148,7 +148,7 @@ def test_a_loop_of_flushes_equals_the_reference(scheme, monkeypatch):
         return jax.jit(lambda *args: grown(*args))(cache, *tokens)
 
     got = run()
-    monkeypatch.setattr(pallas_kernels.flush, "GPU_IMPLEMENTATIONS", ())
+    monkeypatch.setattr(dispatch, "KERNELS", ())
     expected = run()
     np.testing.assert_array_equal(got.lengths.quantized, expected.lengths.quantized)
     assert (got.lengths.quantized >= 3 * 128).all()

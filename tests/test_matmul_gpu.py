@@ -1,7 +1,6 @@
 """The GPU kernels of int4_matmul against float32, and what they do not take."""
 
 import functools
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -12,11 +11,10 @@ import pytest
 from gpus import gpu, skip_or_fail
 from matmul_problems import activations, random_weight, relative_error, separate
 
-from pallas_kernels.dispatch import no_mosaic_gpu
+from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul import (
-    GPU_IMPLEMENTATIONS,
     int4_matmul,
     mosaic_gpu,
     mosaic_plan,
@@ -24,9 +22,10 @@ from pallas_kernels.matmul import (
     mosaic_wide_block,
     mosaic_wide_plan,
     triton,
+    unsupported,
 )
 
-every_kernel = pytest.mark.parametrize("implementation", GPU_IMPLEMENTATIONS)
+every_kernel = pytest.mark.parametrize("implementation", dispatch.implementations("matmul", "int4"))
 
 # Inputs, and the outputs of weights that share a launch: the shapes of Llama models, an odd number of tiles, few and many groups.
 SHAPES = [
@@ -46,8 +45,7 @@ multiply = jax.jit(int4_matmul, static_argnames="implementation")
 
 def kernel(implementation: str, *args) -> Callable:
     """int4_matmul by that implementation; skips the test where this machine cannot run it, and fails where it should."""
-    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
-    skip_or_fail(implementation, module.unsupported(*args))
+    skip_or_fail(implementation, unsupported(*args, implementation))
     return functools.partial(multiply, implementation=implementation)
 
 
@@ -143,19 +141,19 @@ def test_triton_plans_cover_every_group_and_fit(monkeypatch, groups, rows, kilob
 def test_kernels_take_no_other_shapes(monkeypatch, rows, inputs, out, group_size, dtype, reason, implementation):
     weight = random_weight(out, inputs, 0, group_size)
     x = jnp.zeros((rows, inputs), dtype)
-    assert reason in here(monkeypatch, implementation).unsupported(x, (weight,))
+    assert reason in reason_here(monkeypatch, implementation, x, (weight,))
     assert multiply(x, (weight,)).shape == (rows, out)
 
 
 def test_what_one_kernel_alone_takes(monkeypatch):
     x, weight = jnp.zeros((2, 256), jnp.bfloat16), random_weight(64, 256, 0)
-    assert "3 weights" in here(monkeypatch, "triton").unsupported(x, 4 * (weight,))
-    assert here(monkeypatch, "mosaic_gpu").unsupported(x, 4 * (weight,)) is None
+    assert "3 weights" in reason_here(monkeypatch, "triton", x, 4 * (weight,))
+    assert reason_here(monkeypatch, "mosaic_gpu", x, 4 * (weight,)) is None
     x = jnp.zeros((17, 256), jnp.bfloat16)
-    assert "up to 16 rows" in here(monkeypatch, "triton").unsupported(x, (weight,))
-    assert here(monkeypatch, "mosaic_gpu").unsupported(x, (weight,)) is None
+    assert "up to 16 rows" in reason_here(monkeypatch, "triton", x, (weight,))
+    assert reason_here(monkeypatch, "mosaic_gpu", x, (weight,)) is None
     x, weight = jnp.zeros((17, 384), jnp.bfloat16), random_weight(64, 384, 0)
-    assert "even number" in here(monkeypatch, "mosaic_gpu").unsupported(x, (weight,))
+    assert "even number" in reason_here(monkeypatch, "mosaic_gpu", x, (weight,))
 
 
 @gpu
@@ -168,12 +166,13 @@ def test_a_kernel_under_vmap_runs_for_one_after_the_other():
 
 # Many rows --------------------------------------------------------------------------------------------------------------
 
+WIDE_ROWS = next(kernel.min_rows for kernel in dispatch.kernels("matmul", "int4") if kernel.module == "mosaic_wide")
 many_rows = jax.jit(mosaic_wide.int4_matmul, static_argnames="config")
 
 
 def many_rows_kernel(x: jax.Array, weights: Sequence[Int4Weight]) -> Callable:
     """The kernel; skips the test where this machine cannot run it, and fails where it should."""
-    skip_or_fail("mosaic_gpu", no_mosaic_gpu() or mosaic_wide.unsupported(x, weights))
+    skip_or_fail("mosaic_gpu", mosaic_wide.unsupported(x, weights))
     return many_rows
 
 
@@ -234,14 +233,14 @@ def test_many_rows_in_every_configuration_worth_measuring(inputs, outputs):
 
 
 @gpu
-@pytest.mark.parametrize("rows", [mosaic_wide.MIN_ROWS - 1, mosaic_wide.MIN_ROWS, 64])
+@pytest.mark.parametrize("rows", [WIDE_ROWS - 1, WIDE_ROWS, 64])
 def test_int4_matmul_takes_the_kernel_of_many_rows(rows):
     weights, x = (random_weight(64, 256, 0), random_weight(32, 256, 1)), activations(rows, 256, False).reshape(1, rows, 256)
     run = kernel("mosaic_gpu", x, weights)
     ours = np.asarray(many_rows_kernel(x, weights)(x, weights))
     y = np.asarray(run(x, weights))
     assert y.shape == (1, rows, 96)
-    assert (y == ours).all() == (rows >= mosaic_wide.MIN_ROWS)
+    assert (y == ours).all() == (rows >= WIDE_ROWS)
 
 
 @pytest.mark.parametrize("rows", [1, 9, 17, 33, 47, 64])
@@ -264,20 +263,18 @@ def test_plans_of_many_rows_fit(rows):
         assert plan.config == mosaic_wide_plan.Plan.fitting(64, groups, outputs, 132).config
 
 
-def here(monkeypatch, implementation: str):
-    """Its module, as if the machine had all that it needs."""
-    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
-    monkeypatch.setattr(module, f"no_{implementation}", lambda: None)
-    return module
+def reason_here(monkeypatch, implementation: str, *args) -> str | None:
+    """Why it cannot run on these arguments, as if the machine had all that it needs."""
+    for module in (mosaic_gpu, mosaic_wide, triton):
+        for reason in ("no_mosaic_gpu", "no_triton"):
+            monkeypatch.setattr(module, reason, lambda: None, raising=False)
+    return unsupported(*args, implementation)
 
 
 @every_kernel
 def test_weights_have_as_many_inputs_as_there_are_activations(monkeypatch, implementation):
-    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
-    for reason in ("no_mosaic_gpu", "no_triton"):
-        monkeypatch.setattr(module, reason, lambda: None, raising=False)
     narrow, wide = (random_weight(64, inputs, 0) for inputs in (256, 512))
     x = jnp.zeros((2, 256), jnp.bfloat16)
-    assert module.unsupported(x, (narrow,)) is None
+    assert reason_here(monkeypatch, implementation, x, (narrow,)) is None
     for weights in ((narrow, wide), (wide,)):
-        assert "256, not 512" in module.unsupported(x, weights)
+        assert "256, not 512" in reason_here(monkeypatch, implementation, x, weights)

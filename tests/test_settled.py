@@ -257,7 +257,7 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
 def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))
-    chosen = choice.Choice("sparse:least_groups=1", 3, "because")
+    chosen = choice.DraftChoice("sparse:least_groups=1", 3, "because")
     monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: chosen)
     auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)
     named = dataclasses.replace(auto, draft=chosen.draft, num_speculative_tokens=3)
@@ -384,13 +384,15 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     code, _, err = command(*named)
     assert code == 2 and "is of a run with other settings; " in err
     on_h200("h200")
-    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: choice.Choice("quantspec", 1, "because"))
+    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: choice.DraftChoice("quantspec", 1, "because"))
     code, _, err = command("--draft", "auto", "--adaptive")
     assert code == 2 and "is of a run with other settings; " in err
     # The choice is by all lines, also those that are done.
     monkeypatch.undo()
     asked = []
-    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choice.Choice("none", 0, "because"))
+    monkeypatch.setattr(
+        "qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choice.DraftChoice("none", 0, "because")
+    )
     monkeypatch.setattr(batch_command, "_run", lambda *_, **__: BatchStats())
     other = tmp_path / "other.jsonl"
     assert run("batch", source, other, "--model", directory, "--max-new-tokens", 8, "--draft", "auto")[0] == 0

@@ -15,7 +15,7 @@ from gpus import gpu, skip_or_fail
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from matmul_problems import activations, int8_weight, plain_weight, random_weight, relative_error, separate
 
-from pallas_kernels import matmul
+from pallas_kernels import dispatch, matmul
 from pallas_kernels.formats.weights import Int8Weight
 from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
 from pallas_kernels.matmul import (
@@ -157,8 +157,7 @@ def test_linear_takes_the_skinny_kernel(monkeypatch, make, rows):
     y = linear(x, weights)
     assert y.shape == (2, rows // 2, 96)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(run(x, weights)))
-    for kind in ("PLAIN_IMPLEMENTATIONS", "INT8_IMPLEMENTATIONS"):
-        monkeypatch.setattr(matmul, kind, ())
+    monkeypatch.setattr(dispatch, "KERNELS", ())
     # XLA rounds products with codes before it scales them, and rounds the scales.
     rounded = 2**-7 if make is plain_weight else 2**-5
     np.testing.assert_allclose(np.asarray(linear(x, weights), np.float32), np.asarray(y, np.float32), rtol=rounded, atol=rounded)
@@ -179,7 +178,11 @@ def test_linear_takes_the_skinny_kernel(monkeypatch, make, rows):
 )
 def test_the_skinny_kernel_runs_where_it_was_faster(monkeypatch, make, weights, rows, ours):
     considered = []
-    choose = lambda kernel, candidates, *args, **settings: considered.extend(candidates) or reference
+
+    def choose(operation, implementation, *args, weight_format, rows, **settings):
+        considered.extend(kernel for kernel in dispatch.kernels(operation, weight_format) if kernel.takes_rows(rows))
+        return reference
+
     monkeypatch.setattr(matmul, "choose", choose)
     linear(activations(rows, 256, False), [make(8, 256, i) for i in range(weights)])
     assert bool(considered) == ours
@@ -254,8 +257,9 @@ def test_gated_linear_is_one_product_without_biases(monkeypatch, rows, biased, c
     """What is added to a product comes before silu, so with biases the kernel for both weights does not serve."""
     called = []
 
-    def choose(kernel, candidates, *args, **settings):
-        spy = lambda name: lambda *args, **settings: called.append((name, bool(candidates))) or getattr(reference, name)(*args, **settings)
+    def choose(operation, implementation, *args, weight_format, rows, **settings):
+        considered = any(kernel.takes_rows(rows) for kernel in dispatch.kernels(operation, weight_format))
+        spy = lambda name: lambda *args, **settings: called.append((name, considered)) or getattr(reference, name)(*args, **settings)
         return SimpleNamespace(gated_matmul=spy("gated_matmul"), skinny_matmul=spy("skinny_matmul"))
 
     monkeypatch.setattr(matmul, "choose", choose)

@@ -8,8 +8,6 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import View
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
-
 
 def append_and_attend(
     qkv: Float[Array, "B T channels"],
@@ -34,5 +32,5 @@ def append_and_attend(
     """
     check(layer, view, observe=observe)
     args, settings = (qkv, cos, sin, layer, lengths), {"view": view, "observe": observe}
-    module = choose("append_attend", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, **settings)
+    module = choose("append_attend", implementation, *args, slow_reference=False, **settings)
     return module.append_and_attend(*args, **settings)

@@ -7,8 +7,6 @@ from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Length
 from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import DenseView, ListedGroups, View
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-
 
 def decode_attention(
     q: Float[Array, "B T N H"],
@@ -33,9 +31,7 @@ def decode_attention(
     """
     check(layer, view, observe=observe)
     settings = dict(view=view, observe=observe)
-    return choose("attention", GPU_IMPLEMENTATIONS, implementation, q, layer, lengths, **settings).decode_attention(
-        q, layer, lengths, **settings
-    )
+    return choose("attention", implementation, q, layer, lengths, **settings).decode_attention(q, layer, lengths, **settings)
 
 
 def check(layer: HierarchicalLayer | TokenCodesLayer | FullLayer, view: View, *, observe: bool) -> None:

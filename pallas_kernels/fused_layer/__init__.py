@@ -7,7 +7,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Weight
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
 BIASED = "o", "gate", "up", "down"  # projections that may have a bias
 
 
@@ -52,5 +51,5 @@ def between_attentions(
         raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
     args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
     settings = {"eps": eps, "biases": dict(biases or {}), "axis": axis}
-    module = choose("fused_layer", GPU_IMPLEMENTATIONS, implementation, *args, slow_reference=False, **settings)
+    module = choose("fused_layer", implementation, *args, slow_reference=False, **settings)
     return module.between_attentions(*args, **settings)

@@ -6,8 +6,6 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.token_codes import Replaced
 from pallas_kernels.gather.reference import taken as taken
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
-
 
 def gather_tokens(
     store: Float[Array, "B K S 2 H"],
@@ -21,8 +19,8 @@ def gather_tokens(
 
     store: of each token its key, then its value, in host or device memory. fetched: tokens of the same store that are on the device
     already. The GPU kernel, which is for a store in host memory, copies these from there if they are at most 128 of each KV head; the
-    reference reads all tokens from the store. Raises ValueError where the implementation asked for does not support the device or the
-    shapes.
+    reference reads all tokens from the store. Raises NotImplementedError where the implementation asked for does not support the device or
+    the shapes.
     """
-    module = choose("gather", GPU_IMPLEMENTATIONS, implementation, store, positions, fetched, slow_reference=False)
+    module = choose("gather", implementation, store, positions, fetched, slow_reference=False)
     return module.gather_tokens(store, positions, fetched)

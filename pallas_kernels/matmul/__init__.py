@@ -9,13 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, Weight
-from pallas_kernels.matmul import mosaic_int8_plan, mosaic_plain
-
-GPU_IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-# Few rows times weights that are not INT4.
-PLAIN_IMPLEMENTATIONS, INT8_IMPLEMENTATIONS = ("mosaic_plain",), ("mosaic_int8",)
 
 
 def linear(
@@ -53,7 +49,7 @@ def gated_linear(
     if gate.shape[0] != up.shape[0]:
         raise ValueError(f"gated_linear: {gate.shape[0]} outputs of gate and {up.shape[0]} of up, should be as many")
     if not biases and _plain(gate, up):
-        return _skinny(x, [gate, up], x.dtype, int8=False).gated_matmul(x, gate, up)
+        return _skinny(x, [gate, up], x.dtype, "plain").gated_matmul(x, gate, up)
     gate, up = jnp.split(linear(x, [gate, up], biases), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
@@ -64,9 +60,14 @@ def int4_matmul(
     """x @ weight.T for each weight, one after the other in the last axis, accumulated in at least float32, in x's dtype.
 
     One launch computes all of them, where a kernel runs.
-    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    return choose("matmul", GPU_IMPLEMENTATIONS, implementation, x, weights).int4_matmul(x, weights)
+    return choose("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x)).int4_matmul(x, weights)
+
+
+def unsupported(x: Array, weights: Sequence[Int4Weight], implementation: str) -> str | None:
+    """Why an implementation of `int4_matmul` cannot run on these arguments, or their shapes, here; None if it can."""
+    return dispatch.unsupported("matmul", implementation, x, weights, weight_format="int4", rows=_rows(x))
 
 
 def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
@@ -75,7 +76,7 @@ def _multiply(x: Array, weights: Sequence[Weight], dtype) -> Array:
     if every(Int4Weight):
         return int4_matmul(x, weights).astype(dtype)
     if every(Int8Weight) or _plain(*weights):
-        return _skinny(x, weights, dtype, int8=every(Int8Weight)).skinny_matmul(x, weights, dtype=dtype)
+        return _skinny(x, weights, dtype, "int8" if every(Int8Weight) else "plain").skinny_matmul(x, weights, dtype=dtype)
     return jnp.concatenate([_multiply(x, [weight], dtype) for weight in weights], axis=-1)
 
 
@@ -83,11 +84,11 @@ def _plain(*weights: Weight) -> bool:
     return not any(isinstance(weight, Int4Weight | Int8Weight) for weight in weights)
 
 
-def _skinny(x: Array, weights: Sequence[Weight], dtype, *, int8: bool) -> ModuleType:
-    """The module that multiplies by these weights, none of which is INT4: XLA's where that is faster (docs/kernels/matmul.md)."""
-    rows = math.prod(x.shape[:-1])
-    if int8:
-        candidates = INT8_IMPLEMENTATIONS if rows == 1 or 8 < rows <= mosaic_int8_plan.MAX_ROWS else ()
-    else:
-        candidates = PLAIN_IMPLEMENTATIONS if 1 < rows <= mosaic_plain.MAX_ROWS else ()
-    return choose("matmul", candidates, "auto", x, weights, dtype=dtype, slow_reference=False)  # XLA is not slow
+def _skinny(x: Array, weights: Sequence[Weight], dtype, weight_format: str) -> ModuleType:
+    """The module that multiplies by weights of the format "int8" or "plain"."""
+    # XLA is not slow
+    return choose("matmul", "auto", x, weights, dtype=dtype, weight_format=weight_format, rows=_rows(x), slow_reference=False)
+
+
+def _rows(x: Array) -> int:
+    return math.prod(x.shape[:-1])

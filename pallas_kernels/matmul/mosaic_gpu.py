@@ -1,5 +1,4 @@
-"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory. With more rows,
-`mosaic_wide` takes over.
+"""INT4 matmul on NVIDIA Hopper in Pallas Mosaic GPU, for few rows: the weights are read once, at the speed of the memory.
 
 A block keeps the activations in shared memory and owns tiles of 16 outputs. Its producer warps copy codes, scales and zeros to a
 ring in shared memory, a thousand bytes of a row at a time. Its math warps divide the groups of inputs among them:
@@ -9,7 +8,6 @@ over some of the inputs, then over the next.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.matmul import mosaic_wide, support
+from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_plan import EPILOGUE_WARPS, MATH_WARPS, PRODUCER_WARPS, Plan, Stage
 
 WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
@@ -26,22 +24,15 @@ WARPGROUPS = (MATH_WARPS + PRODUCER_WARPS + EPILOGUE_WARPS) // 4
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
-    return no_mosaic_gpu() or (mosaic_wide.unsupported if _wide(x, weights) else support.unsupported)(x, weights)
+    return no_mosaic_gpu() or support.unsupported(x, weights)
 
 
 def int4_matmul(x: Float[Array, "*rows in"], weights: Sequence[Int4Weight]) -> Float[Array, "*rows out"]:
     """See `pallas_kernels.matmul.int4_matmul`."""
-    if _wide(x, weights):
-        return mosaic_wide.int4_matmul(x, weights)
     rows = x.reshape(-1, x.shape[-1])
     outputs = tuple(weight.shape[0] for weight in weights)
     y = run(plan_for(rows.shape[0], weights[0].codes.shape[1], outputs), rows, weights)
     return y.reshape(*x.shape[:-1], -1)
-
-
-def _wide(x: Array, weights: Sequence[Int4Weight]) -> bool:
-    rows = math.prod(x.shape[:-1])
-    return rows >= mosaic_wide.MIN_ROWS and (rows > support.MAX_ROWS or not mosaic_wide.unsupported(x, weights))
 
 
 def plan_for(rows: int, groups: int, outputs: tuple[int, ...]) -> Plan:

@@ -11,19 +11,17 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import multiprocessors
+from pallas_kernels.dispatch import multiprocessors, no_mosaic_gpu
 from pallas_kernels.formats.weights import Int4Weight
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
 from pallas_kernels.matmul.mosaic_wide_plan import MAX_ROWS, STEP_GROUPS, Config, Plan
 from pallas_kernels.matmul.support import GROUP_SIZE
 
-MIN_ROWS = 9  # with fewer, `mosaic_gpu` takes its other kernel, as it does up to 16 with an odd number of groups
-
 
 def unsupported(x: Array, weights: Sequence[Int4Weight]) -> str | None:
-    """Why these arguments are not this kernel's, or None."""
-    if reason := support.unsupported(x, weights, MAX_ROWS):
+    """Why this kernel cannot run on these arguments here, or None."""
+    if reason := no_mosaic_gpu() or support.unsupported(x, weights, MAX_ROWS):
         return reason
     if (groups := weights[0].codes.shape[1]) % STEP_GROUPS:
         return f"supports inputs in an even number of groups of {GROUP_SIZE}, not {groups}"

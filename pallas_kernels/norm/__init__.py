@@ -4,8 +4,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
-
 
 def add_rms_norm(
     x: Float[Array, "*rows D"],
@@ -17,8 +15,6 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """x + added (x itself where nothing is added), and its RMSNorm (Zhang and Sennrich, arXiv 1910.07467), both in x's dtype.
 
-    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    return choose("norm", GPU_IMPLEMENTATIONS, implementation, x, added, weight, slow_reference=False).add_rms_norm(
-        x, added, weight, eps=eps
-    )
+    return choose("norm", implementation, x, added, weight, slow_reference=False).add_rms_norm(x, added, weight, eps=eps)

@@ -7,8 +7,6 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
-
 
 def attend_and_choose(
     q: Float[Array, "B T N H"],
@@ -26,7 +24,7 @@ def attend_and_choose(
     (arXiv 2503.16163), equation 1.
 
     With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the reference, which is
-    slower. Raises ValueError where the implementation asked for does not support the device or the shapes.
+    slower. Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
     args = q, layer, lengths, replaced
-    return choose("replaced_attention", GPU_IMPLEMENTATIONS, implementation, *args).attend_and_choose(*args, k)
+    return choose("replaced_attention", implementation, *args).attend_and_choose(*args, k)

@@ -7,8 +7,6 @@ from pallas_kernels.formats.kv_cache import FullLayer
 from pallas_kernels.rope_append.reference import rotate as rotate
 from pallas_kernels.rope_append.reference import split_and_rotate as split_and_rotate
 
-GPU_IMPLEMENTATIONS = ("mosaic_gpu",)
-
 
 def rotate_and_append(
     qkv: Float[Array, "B T channels"],
@@ -23,7 +21,7 @@ def rotate_and_append(
 
     qkv: for each token, N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
     where they are not, the last rows are written instead, the first ones for a negative offset, and nothing beyond the buffer.
-    Raises ValueError where the implementation asked for does not support the device or the shapes.
+    Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    module = choose("rope_append", GPU_IMPLEMENTATIONS, implementation, qkv, cos, sin, buffer, offset, slow_reference=False)
+    module = choose("rope_append", implementation, qkv, cos, sin, buffer, offset, slow_reference=False)
     return module.rotate_and_append(qkv, cos, sin, buffer, offset)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import append_attend
-from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
+from pallas_kernels import append_attend, dispatch
+from pallas_kernels.attention import decode_attention
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION, View
 from pallas_kernels.rope_append import rotate_and_append
@@ -109,8 +109,8 @@ def select_implementations(names: Sequence[str], *, append: bool = False) -> lis
     append: whether tokens are to be appended too, which the reference does by the kernels one after the other and is measured by default.
     """
     if append and not names:
-        names = [*(append_attend.GPU_IMPLEMENTATIONS if jax.default_backend() == "gpu" else ()), "reference"]
-    return kernels.select_implementations(names, GPU_IMPLEMENTATIONS)
+        names = [*(dispatch.implementations("append_attend") if jax.default_backend() == "gpu" else ()), "reference"]
+    return kernels.select_implementations(names, dispatch.implementations("attention"))
 
 
 def run(
@@ -178,7 +178,7 @@ def unsupported(shape: AttentionShape, implementation: str) -> str | None:
         return None
     *problem, view = jax.eval_shape(lambda: _problem(shape, 0))
     if shape.append:
-        if implementation not in append_attend.GPU_IMPLEMENTATIONS:
+        if implementation not in dispatch.implementations("append_attend"):
             return "does not append; the reference is all kernels one after the other"
         module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
         projections = jax.eval_shape(lambda: random_projections(shape, 0))

@@ -5,7 +5,6 @@ Rows are independent: what cannot run, or fails, gets a row that says why.
 
 import dataclasses
 import functools
-import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch, matmul
 from pallas_kernels.formats.weights import Int4Weight, dequantize_weight
-from pallas_kernels.matmul import GPU_IMPLEMENTATIONS, int4_matmul
+from pallas_kernels.matmul import int4_matmul
 from qspec_jax.bench import kernels
 from qspec_jax.bench.kernels import KernelReport, KernelRow
 from qspec_jax.bench.peers import Peer, Unavailable, to_jax, to_torch, torch_with_cuda
@@ -175,7 +175,7 @@ def select_shapes(names: Sequence[str]) -> list[MatmulShape]:
 
 def select_implementations(names: Sequence[str]) -> list[str]:
     """The implementations of these names; see `kernels.select_implementations`."""
-    return kernels.select_implementations(names, GPU_IMPLEMENTATIONS)
+    return kernels.select_implementations(names, dispatch.implementations("matmul", "int4"))
 
 
 def run(
@@ -204,10 +204,7 @@ def measure(shape: MatmulShape, name: str, *, repeats: int = 20) -> KernelRow:
 
 def unsupported(shape: MatmulShape, implementation: str) -> str | None:
     """Why that implementation cannot run on a shape here, or None."""
-    if implementation == "reference":
-        return None
-    module = importlib.import_module(f"pallas_kernels.matmul.{implementation}")
-    return module.unsupported(*jax.eval_shape(lambda: random_problem(shape, 0)))
+    return matmul.unsupported(*jax.eval_shape(lambda: random_problem(shape, 0)), implementation)
 
 
 def _ours(shape: MatmulShape, implementation: str, repeats: int) -> tuple[Timing, float]:

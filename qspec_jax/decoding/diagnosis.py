@@ -86,7 +86,7 @@ def memory_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int) -> list[dispatch.Choice]:
+def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int) -> list[dispatch.KernelChoice]:
     """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt, found out without weights.
 
     Call it in a fresh process: what was traced there before is not traced again, so that its kernels would be missing.

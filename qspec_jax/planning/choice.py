@@ -25,7 +25,7 @@ UNKNOWN = (USUAL, 4)  # draft and gamma where no stored cost holds
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class DraftChoice:
     """What `auto` comes to: the text of a draft, its gamma, and a sentence that says why."""
 
     draft: str
@@ -63,7 +63,7 @@ class Setting:
         return device
 
 
-def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> Choice:
+def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | None = None) -> DraftChoice:
     """The draft, and the number of drafts of a round, with which a token takes least: `CANDIDATES`, or none, over the cache of the setting,
     which is not chosen. On a CPU it is what `qspec_jax.planning.cpu` has measured.
 
@@ -72,18 +72,18 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     is given.
     """
     if gamma == 0:
-        return Choice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
+        return DraftChoice(NONE, 0, f"draft {AUTO}: none, since a round is to have no drafts")
     device = setting.costed()
     if isinstance(device, str) and setting.device_kind == cpu.KIND:
         draft, gamma, why = cpu.choose(setting.model, setting.dtype, gamma)
-        return Choice(draft, gamma, f"draft {AUTO}: {_with_gamma(draft, gamma)}, {why}")
+        return DraftChoice(draft, gamma, f"draft {AUTO}: {_with_gamma(draft, gamma)}, {why}")
     if context is None:
         device = "the lengths of the rows are not known"
     if isinstance(device, str):
         draft, usual = UNKNOWN
         why = "the default" if gamma is None else "as many as asked for"
         gamma = usual if gamma is None else gamma
-        return Choice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
+        return DraftChoice(draft, gamma, f"draft {AUTO}: {draft} with {gamma} drafts a round, {why}, as {device}")
     planner = Planner(setting.model, device, 0, {}, {})
     rows, left_out = [planner.autoregressive(setting.cache, context, batch)], []
     for text in CANDIDATES:
@@ -102,7 +102,7 @@ def choose(setting: Setting, *, context: int | None, batch: int, gamma: int | No
     where = f"stored costs of the {device.name}{named}{estimated} at {context:,} tokens, batch {batch}, {setting.cache.kind} cache"
     compared = ", ".join(_shown(row) for row in rows)
     reason = f"draft {AUTO}: {_with_gamma(best.draft, best.gamma)}, by {where}; expected ms a token: {compared}"
-    return Choice(best.draft, best.gamma, "; ".join([reason, *left_out]))
+    return DraftChoice(best.draft, best.gamma, "; ".join([reason, *left_out]))
 
 
 def _with_gamma(draft: str, gamma: int) -> str:

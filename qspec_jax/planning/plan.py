@@ -502,7 +502,7 @@ def _notes(config: LlamaConfig, device: Device, batches: Sequence[int], rows: Se
         notes.append("an ESTIMATE: nothing was measured on this device; it rests on its datasheet, and efficiencies of an H100 and an H200")
     if max(batches) > 1:
         notes.append("batches of several rows rest on one measured row, of 8")
-    if max(batches) > (most := timing.most_int4_rows(device)):
+    if max(batches) > (most := timing.max_int4_rows(device)):
         notes.append(f"INT4 weights have no kernel there for more than {most} rows; above, they are dequantized in every step")
     if config.dtype not in ("bfloat16", "float16"):
         notes.append(f"planned in bfloat16; the checkpoint is in {config.dtype}")

@@ -10,14 +10,13 @@ import dataclasses
 import math
 from collections import Counter
 
-from pallas_kernels import tuning
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.attention.mosaic_plan import KERNEL
 from pallas_kernels.attention.support import MAX_TOKENS
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_PIECES as FUSED_PIECES
 from pallas_kernels.fused_layer.mosaic_gpu import MAX_ROWS as FUSED_ROWS
 from pallas_kernels.matmul import mosaic_wide_plan
-from pallas_kernels.matmul.mosaic_wide import MIN_ROWS
-from pallas_kernels.matmul.support import GROUP_SIZE, MAX_ROWS
+from pallas_kernels.matmul.support import GROUP_SIZE
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.models.config import LlamaConfig
 from qspec_jax.planning.devices import DEVICES, Device
@@ -165,7 +164,7 @@ def _roofline(device: Device, work: Work) -> float:
 
 def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     """The linear layers of a layer in INT4: fused in one launch, one launch each, or the reference where there are too many rows."""
-    if rows > most_int4_rows(device):
+    if rows > max_int4_rows(device):
         dequantized = 2 * REFERENCE_ITEM_BYTES * linear_parameters(config)
         return Cost((int4_bytes(config) + dequantized) / device.read_bytes_per_s, Counter(layer_rows=1))
     pieces = rows * math.ceil(config.hidden_size / FUSED_WIDTH)
@@ -181,15 +180,21 @@ def _int4_layer(device: Device, config: LlamaConfig, rows: int) -> Cost:
     return Cost(int4_bytes(config) / device.read_bytes_per_s, counts)
 
 
-def most_int4_rows(device: Device) -> int:
+def int4_kernels(device: Device) -> list[dispatch.Kernel]:
+    """The INT4 matmul's kernels that run on a device, best first."""
+    return [kernel for kernel in dispatch.kernels("matmul", "int4") if kernel.implementation == device.kernels]
+
+
+def max_int4_rows(device: Device) -> int:
     """The most rows of activations that a kernel multiplies by INT4 weights; above, they are dequantized in every step."""
-    return mosaic_wide_plan.MAX_ROWS if device.kernels == "mosaic_gpu" else MAX_ROWS
+    return max(kernel.max_rows for kernel in int4_kernels(device))
 
 
 def int4_matmul_cost(device: Device, out: int, inputs: int, rows: int) -> Cost:
     """An INT4 matmul in a launch of its own."""
     floor = int4_matrix_bytes(out, inputs) / device.read_bytes_per_s
-    if device.kernels == "mosaic_gpu" and rows >= MIN_ROWS and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
+    modules = [kernel.module_name for kernel in int4_kernels(device) if kernel.takes_rows(rows)]
+    if "mosaic_wide" in modules and inputs % (mosaic_wide_plan.STEP_GROUPS * GROUP_SIZE) == 0:
         plan = mosaic_wide_plan.Plan.fitting(rows, inputs // GROUP_SIZE, (out,), device.multiprocessors)
         weights = device.multiprocessors * plan.max_weights
         return Cost(floor, Counter(launch_wide=1, int4_wide=rows * weights))
