@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qspec_jax.bench.architectures import random_int4, random_model
 from qspec_jax.bench.decode_steps import StepsOfRound
 from qspec_jax.bench.timing import Bandwidth, loop
+from qspec_jax.decoding.compiled import Call
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import Call
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.models.config import LlamaConfig
@@ -58,9 +58,10 @@ def main() -> None:
         sampler, limits = make_sampler(settings), make_limits(model, settings)
         with mock.patch.object(jax, "default_backend", return_value="gpu"):
             engine = Engine.for_configs(model, draft, [settings], prompt_tokens=len(PROMPT))
-            prefill = engine.prefill_call([PROMPT], sampler, prompt_keys(jax.random.key(0), 1), limits)
+            prefill = engine.prefill_of([PROMPT], sampler, prompt_keys(jax.random.key(0), 1), limits)
             state = prefill.shapes()
-            compiled(prefill)
+            for call in prefill.calls():
+                compiled(call)
             rounds = engine.rounds_call(state, sampler, limits, 1, lazy=True)
             loop_of_rounds = compiled(rounds)
             sizes = dict(batch_size=1, context=len(PROMPT), gamma=gamma, bandwidth=Bandwidth(3000.0, None))

@@ -110,6 +110,7 @@ def prefill_temporaries(kind: str, layers: int, *, place, tokens: int = 1 << 14)
         draft="quantspec" if kind == "int8" else "none", cache=kind, num_speculative_tokens=4, group_size=64, max_new_tokens=256
     )
     engine = Engine.for_configs(model, None, [config], prompt_tokens=tokens)
-    call = engine.prefill_call([[0] * tokens], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
+    prefill = engine.prefill_of([[0] * tokens], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config))
+    (call,) = prefill.calls()
     executable, _ = dataclasses.replace(call, args=jax.tree.map(place, call.args)).compile()
     return executable.memory_analysis().temp_size_in_bytes

@@ -20,7 +20,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import begin_call
+from qspec_jax.decoding.prefill import PART, PREFILL
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
@@ -328,13 +328,13 @@ def test_parts_share_their_angles_and_know_their_layers_without_rope():
     engine = Engine.for_configs(model, None, [config], prompt_tokens=60)
     prompt = np.random.default_rng(0).integers(0, 64, 60).tolist()
     args = [prompt], make_sampler(config), prompt_keys(KEY, 1), make_limits(model, config)
-    target, _, tokens, n, *_ = engine.prefill_call(*args).args
-    _, angles, _ = begin_call(target, tokens, n, **engine.static).shapes()
+    prefill = engine.prefill_of(*args, layers=2)
+    _, angles, _ = prefill.first.shapes()
     assert [each.shape for each in jax.tree.leaves(angles)] == [(1, 64, 8)] * 2
-    engine.compile_ahead([(args, 2)])
+    engine.compile_prefills([prefill])
     made = set(engine._executables)
-    assert {shape[-1] for name, shape in made if name == "part"} == {(1,), (0,)}
-    *between, state = engine.prefill_in_parts(*args, layers=2)
+    assert {variant[-1] for program, variant in made if program is PART} == {(1,), (0,)}
+    *between, state = engine.prefill_in_parts(prefill)
     assert len(between) == 1 and set(engine._executables) == made
     whole, looked_at = engine.prefill(*args), lambda state: (state.tokens, state.logprobs, state.cache)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), looked_at(state), looked_at(whole))
@@ -362,8 +362,13 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
     draft = drafts.make_draft(method, model)
     expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
-    begun, prefill = [], Engine.prepare_prefill
-    monkeypatch.setattr(Engine, "prepare_prefill", lambda self, prompts, *args: begun.append(prompts) or prefill(self, prompts, *args))
+    begun, begin_prefill = [], Engine.begin_prefill
+
+    def noted(self, prefill):
+        begun.append([tokens[:n].tolist() for tokens, n in zip(prefill.tokens, prefill.n)])
+        return begin_prefill(self, prefill)
+
+    monkeypatch.setattr(Engine, "begin_prefill", noted)
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "SHORT", 40)
     assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
@@ -372,7 +377,7 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     assert all(len(prompt) <= 40 for prompts in begun if len(prompts) == 2 for prompt in prompts)
     begun.clear()
     monkeypatch.setattr(
-        batch, "MOST_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).static["capacity"] - 1
+        batch, "MOST_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).sizes.capacity - 1
     )
     next(iter(run_batch(model, requests, batch_size=4, draft=draft)))
     assert {len(prompts) for prompts in begun} == {1}
@@ -381,15 +386,15 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
 def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, draft, monkeypatch):
     """Those for all lengths of prompts, each once."""
     requests = [Request([7] * length, dataclasses.replace(CONFIG, max_new_tokens=2), KEY) for length in (3, 70, 5)]
-    made, compile_ahead = [], Engine.compile_ahead
+    made, compile_prefills = [], Engine.compile_prefills
 
     def seen(self, prefills):
-        compile_ahead(self, prefills)
-        made.extend(self._executables)
+        compile_prefills(self, prefills)
+        made.append(list(self._executables))
 
-    monkeypatch.setattr(Engine, "compile_ahead", seen)
+    monkeypatch.setattr(Engine, "compile_prefills", seen)
     outcome(run_batch(model, requests, batch_size=1, draft=draft))
-    assert made == [("prefill", (1, 64)), ("prefill", (1, 128))]
+    assert [(program, shape) for program, (shape, *_) in made[0]] == [(PREFILL, (1, 64)), (PREFILL, (1, 128))]
 
 
 def test_parts_of_a_prompt_are_equal():
@@ -428,9 +433,9 @@ def events(monkeypatch) -> list[str]:
     sees what is new (o)."""
     events = []
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
-    for letter, name in {"a": "prepare_prefill", "p": "replace", "u": "rounds"}.items():
+    for letter, name in {"a": "begin_prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
-    for letter, name in {"e": "prepare_prefill", "o": "begin_look"}.items():
+    for letter, name in {"e": "begin_prefill", "o": "begin_look"}.items():
         prepare = getattr(Engine, name)  # returns what finishes it: that call is noted
         monkeypatch.setattr(Engine, name, lambda *args, letter=letter, prepare=prepare: noted(letter, prepare(*args)))
     return events

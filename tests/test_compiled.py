@@ -23,7 +23,8 @@ from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.programs import DECODE, PREFILL
+from qspec_jax.decoding.prefill import PREFILL
+from qspec_jax.decoding.programs import DECODE
 from qspec_jax.drafts import quantspec
 from qspec_jax.models.prompts import CHUNK_TOKENS, bucket, equal_parts
 
@@ -144,7 +145,7 @@ def test_lists_of_settings_compile_once(compilations):
     assert run(**few) == 0
     assert run(**few | {"top_logprobs": 8, "banned_token_ids": tuple(range(10, 17)), "stop_token_ids": ((7,) * 8,) * 8}) == 0
     engine = Engine.for_configs(model, None, [GenerationConfig(draft="none", top_logprobs=67)], prompt_tokens=1)
-    assert engine.static["logprobs"] == 67  # no more than the vocabulary
+    assert engine.sizes.logprobs == 67  # no more than the vocabulary
 
 
 # What is kept ----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import APART, PARTS_END
+from qspec_jax.decoding.prefill import BEGIN, END
 from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
@@ -317,12 +317,12 @@ def test_a_draft_begins_with_one_layer_at_a_time(cache, draft, resident):
     config = GenerationConfig(cache=f"{cache},resident={resident}", draft=draft, max_new_tokens=8, group_size=32)
     engine = Engine.for_configs(model, make_draft(draft, model), [config], prompt_tokens=256)
     keys = prompt_keys(jax.random.key(0), 1)
-    call = engine.prefill_call(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
-    assert call.program is APART
-    *_, end = APART._calls(*call.args, **call.static)
+    prefill = engine.prefill_of(random_prompts([200]), make_sampler(config), keys, make_limits(model, config))
+    begin, *parts, end = prefill.calls()
+    assert (begin.program, end.program) == (BEGIN, END) and len(parts) == 1
     Compiled.forget()  # so that the one program that is held is the one traced here
     end.shapes()
-    (program,) = PARTS_END.programs.values()
+    (program,) = END.programs.values()
     jaxpr = program.traced.jaxpr.jaxpr
     waits = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier" and in_host(e.invars[0].aval)]
     used = {id(x) for x in (*jaxpr.outvars, *(x for e in jaxpr.eqns for x in e.invars))}
@@ -457,7 +457,7 @@ def test_as_many_rows_as_host_memory_has_room_for(monkeypatch):
     requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     engine = Engine.for_configs(model, None, [config], prompt_tokens=20)
     engine.settle_for(0)
-    row = engine.prefill_call([prompts[0]], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config)).shapes()
+    row = engine.prefill_of([prompts[0]], make_sampler(config), prompt_keys(jax.random.key(0), 1), make_limits(model, config)).shapes()
     in_host = bytes_of(row) - bytes_of(row, on_device=True)
     for room, rows in ((5 * in_host, 3), (100 * in_host, 6)):
         monkeypatch.setattr(host, "free_bytes", lambda room=room: room)

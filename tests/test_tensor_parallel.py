@@ -26,7 +26,8 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import DECODE, PREFILL
+from qspec_jax.decoding.prefill import PREFILL
+from qspec_jax.decoding.programs import DECODE
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import weight_bytes

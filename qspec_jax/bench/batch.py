@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -189,13 +189,12 @@ def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Reque
     by_length = defaultdict(list)
     for request in requests:
         by_length[bucket(len(request.tokens))].append(request)
-    calls = {
-        n: ([first.tokens], strategy(first.config), first.key[None], make_limits(model, first.config))
-        for n, (first, *_) in by_length.items()
-    }
-    layers = {n: layers_at_once(model.config.num_layers, n) for n in calls}
-    engine.compile_ahead((calls[n], layers[n]) for n in calls)
-    prefill = lambda n: jax.block_until_ready(deque(engine.prefill_in_parts(*calls[n], layers=layers[n]), maxlen=1).pop())
+    prefills = {}
+    for n, (first, *_) in by_length.items():
+        settings = strategy(first.config), first.key[None], make_limits(model, first.config)
+        prefills[n] = engine.prefill_of([first.tokens], *settings, layers=layers_at_once(model.config.num_layers, n))
+    engine.compile_prefills(prefills.values())
+    prefill = lambda n: jax.block_until_ready(engine.begin_prefill(prefills[n])())
     total = 0.0
     for n, alike in by_length.items():
         prefill(n)  # to warm up

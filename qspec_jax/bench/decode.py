@@ -29,10 +29,11 @@ from qspec_jax.bench.timing import Bandwidth, copy_bandwidth, loop, read_bandwid
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.host_memory import StreamedCache, to_device, to_host
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.compiled import Call
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.programs import Call
+from qspec_jax.decoding.prefill import Executables
 from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
@@ -316,20 +317,20 @@ class _Measured:
         if batch_size > 1:  # rows that the prompt's is repeated for
             self.engine.settle_for(batch_size)
         self.keys = prompt_keys(jax.random.key(seed), len(prompts))
-        self.calls = [
-            self.engine.prefill_call([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
+        self.prefills = [
+            self.engine.prefill_of([list(prompt)], self.sampler, self.keys[i : i + 1], self.limits) for i, prompt in enumerate(prompts)
         ]
         self.loops = {}
         self._compile(pool, began)
 
     def _compile(self, pool: Executor, began: float) -> None:
         compiled = lambda call: pool.submit(lambda: (call.compile()[0], time.perf_counter() - began))
-        state = self.calls[0].shapes()
+        state = self.prefills[0].shapes()
         fork = self._fork_call(0, state) if self.batch_size > 1 else None
         state = state if fork is None else fork.shapes()
         rounds = self.engine.rounds_call(state, self.sampler, self.limits, 1, lazy=True)
         self.shapes = state, rounds.args[1]
-        self.prepare, self.decode = compiled(self.calls[0]), compiled(rounds)
+        self.prepare, self.decode = compiled(self.prefills[0]), compiled(rounds)
         self.fork: Future | None = fork and compiled(fork)
 
     def _fork_call(self, prompt: int, row: DecodeState) -> Call:
@@ -359,14 +360,14 @@ class _Measured:
         fork, fork_s = (None, 0.0) if self.fork is None else self.fork.result()
         loops = {name: (program.result()[0], trips) for name, (program, trips) in self.loops.items()}
         jax.block_until_ready((self.model, self.engine.draft))
-        state, prefill_s = _timed(functools.partial(prepare, *self.calls[0].args))  # to warm up
+        state, prefill_s = _timed(functools.partial(self.prefills[0].run, prepare))  # to warm up
         draft, cache = self.engine.draft_in_loop, self.shapes[0].cache
         row = DecodeRow(
             self.method.name,
             self.context,
             self.gamma,
             "measured",
-            cache=_with_residence(self.calls[0].static["cache"], self.method.cache),
+            cache=_with_residence(self.prefills[0].sizes.cache, self.method.cache),
             draft_steps=0 if isinstance(self.engine.draft, SpeCacheDraft) else None,
             temperature=self.config.temperature,
             batch_size=self.batch_size,
@@ -379,11 +380,11 @@ class _Measured:
             large_operations=large_operations(decode.as_text(), self._large(cache), streamed=isinstance(cache, StreamedCache)),
         )
         runs = []
-        for i, call in enumerate(self.calls):
+        for i, prefill in enumerate(self.prefills):
             if i or prefill_s < LONG_PREFILL_S:
                 del state  # its cache is gone before the next is made
-                state, prefill_s = _timed(functools.partial(prepare, *call.args))
-            if bandwidth is not None and i == len(self.calls) - 1:
+                state, prefill_s = _timed(functools.partial(prefill.run, prepare))
+            if bandwidth is not None and i == len(self.prefills) - 1:
                 # What the steps are timed from, of one row. It waits in host memory: of 24 GB a draft's own cache takes a fifth.
                 prepared = jax.block_until_ready(jax.tree.map(to_host, (state.cache.lengths, state.draft)))
             if fork is not None:
@@ -408,7 +409,7 @@ class _Measured:
 
     def _peak_bytes(
         self,
-        prepare: jax.stages.Compiled,
+        prepare: Executables,
         fork: jax.stages.Compiled | None,
         decode: jax.stages.Compiled,
         in_decode: Draft | None,
@@ -417,7 +418,10 @@ class _Measured:
         bytes_held = functools.partial(bytes_of, on_device=True)
         held = lambda draft: bytes_held((self.engine.target, draft)) - bytes_held(self.engine.target)
         # Decode is given the whole draft, in which arrays that are the target's would count again. Prefill runs beside the draft.
-        peaks = [_working_bytes(prepare) + held(self.engine.draft), _working_bytes(decode) + held(in_decode) - bytes_held(in_decode)]
+        peaks = [
+            max(map(_working_bytes, prepare.values())) + held(self.engine.draft),
+            _working_bytes(decode) + held(in_decode) - bytes_held(in_decode),
+        ]
         if fork is not None:  # which is given neither target nor draft
             peaks.append(_working_bytes(fork) + bytes_held((self.engine.target, in_decode)))
         return max(peaks)

@@ -19,6 +19,7 @@ from qspec_jax.caches.specache import SpeCache
 from qspec_jax.caches.streaming_llm import StreamingCache
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
 from qspec_jax.settings_text import read_settings, split_text
 
 
@@ -63,6 +64,24 @@ class RegisteredCache(Protocol):
             num_speculative_tokens: the maximum number of drafts in a round.
             dtype: the model's.
         """
+        ...
+
+
+class CacheChoice(Protocol):
+    """What an engine is given as its cache, such as a `CacheConfig`: hashable, since programs are compiled for it.
+
+    Attributes:
+        in_host_memory: whether a part of the cache may be in host memory. Then it is a `CacheConfig`.
+    """
+
+    in_host_memory: bool
+
+    def check_division(self, model: Llama) -> None:
+        """Raises InputError where the cache cannot be divided over devices as the model is."""
+        ...
+
+    def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
+        """A cache without tokens; see `RegisteredCache.make`."""
         ...
 
 
@@ -176,6 +195,13 @@ class CacheConfig:
         """Raises InputError where no model of this shape can have the cache, as `empty` does; only shapes are computed with."""
         sizes = dict(batch=1, capacity=1, num_speculative_tokens=0, dtype=jnp.dtype(jnp.bfloat16))
         jax.eval_shape(lambda: self.empty(model, **sizes))
+
+    def check_division(self, model: Llama) -> None:
+        """Raises InputError where the cache cannot be divided over devices as the model is."""
+        if self.in_host_memory and model.axis is not None:
+            raise InputError(f"cache {self.name} with a part in host memory is for one device, and the model is divided over several")
+        if CACHES[self.kind].chooses_by_head and model.kv_copies > 1:
+            raise InputError(f"cache {self.kind} is for no more devices than there are KV heads")
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> Cache:
         """A cache without tokens; see `RegisteredCache.make`."""

@@ -25,6 +25,7 @@ from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, RowStats, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
+from qspec_jax.decoding.prefill import Prefill
 from qspec_jax.decoding.requests import Request, check_draft_room, check_given, checked_prompts, with_tokenizer
 from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
@@ -236,7 +237,7 @@ class _Slots:
         self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, view=view, on_compile=self._on_compile)
         at_once = TOGETHER.get(jax.default_backend(), 1)
         # How many short prompts are prefilled together.
-        self.most_together = at_once if at_once * self.engine.static["capacity"] <= MOST_ROOM else 1
+        self.most_together = at_once if at_once * self.engine.sizes.capacity <= MOST_ROOM else 1
         for request in requests:
             check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
@@ -280,10 +281,10 @@ class _Slots:
         largest = [by_length[-1:]]  # the prompts of those prefills that take most memory
         if len(short := [index for index in by_length if self._is_short(index)]) >= self.most_together:
             largest.append(short[-self.most_together :])
-        row = self.engine.prefill_call(*self._prefill_args(by_length[-1:])).shapes()
+        row = self._prefill(by_length[-1:]).shapes()
 
         def bytes_of_prefill() -> int:
-            temporaries = (self.engine.prefill_temporaries(*self._prefill_args(each), layers=self._layers(each)) for each in largest)
+            temporaries = (self.engine.prefill_temporaries(self._prefill(each)) for each in largest)
             # While some are put into the batch, the next are prefilled.
             return max(temporaries) + 2 * max(map(len, largest)) * bytes_of(row, on_device=True)
 
@@ -300,10 +301,11 @@ class _Slots:
         """The tokens of requests that are prefilled together, with what pads them."""
         return len(indices) * bucket(max(len(self.requests[index].tokens) for index in indices))
 
-    def _prefill_args(self, indices: Sequence[int]) -> tuple:
+    def _prefill(self, indices: Sequence[int]) -> Prefill:
         sampler, limits = self._settings(indices)
         requests = [self.requests[index] for index in indices]
-        return [request.tokens for request in requests], sampler, jnp.stack([request.key for request in requests]), limits
+        prompts, keys = [request.tokens for request in requests], jnp.stack([request.key for request in requests])
+        return self.engine.prefill_of(prompts, sampler, keys, limits, layers=self._layers(indices))
 
     def _compile_ahead(self) -> None:
         """Makes the programs for prompts of all lengths: side by side that takes a fraction of the time."""
@@ -312,7 +314,7 @@ class _Slots:
         prefills = [[index] for index in of_length(range(len(self.requests)))]
         if 1 < self.most_together <= min(len(self.request_of), len(short)):
             prefills += [[index] * self.most_together for index in of_length(short)]
-        self.engine.compile_ahead((self._prefill_args(indices), self._layers(indices)) for indices in prefills)
+        self.engine.compile_prefills(map(self._prefill, prefills))
 
     def run(self) -> Generator[Result, None, None]:
         try:
@@ -403,7 +405,7 @@ class _Slots:
             if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
                 return
             self.waiting.reserve(indices, self)
-        self.ahead = Ahead(indices, self.engine.prepare_prefill(*self._prefill_args(indices)))
+        self.ahead = Ahead(indices, self.engine.begin_prefill(self._prefill(indices)))
 
     def _begin_ahead(self) -> bool:
         """Takes what was prepared ahead, and lets the device begin with its prefill, unless that is done; returns whether it is. It is not
@@ -438,7 +440,7 @@ class _Slots:
     def _prefilled(self, indices: Sequence[int]) -> Generator[Result, None, DecodeState]:
         """The state of rows, with rounds of the others between the parts."""
         layers = self._layers(indices)
-        for part in self.engine.prefill_in_parts(*self._prefill_args(indices), layers=layers):
+        for part in self.engine.prefill_in_parts(self._prefill(indices)):
             self._check_stopped()
             self.waited += layers * self._padded(indices) if self._running else 0
             if isinstance(part, DecodeState):

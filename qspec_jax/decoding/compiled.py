@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -181,6 +181,41 @@ class Compiled:
 
         options = options | self._jit_options.get("compiler_options", {})  # the caller's own count
         return jax.jit(own, **self._jit_options | more | {"compiler_options": options})
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function of `Compiled` with its arguments, or with their shapes.
+
+    Attributes:
+        program: the function.
+        args: its arguments that are arrays, or trees of arrays.
+        static: its other arguments, by name.
+        variant: what tells the executable from those of an engine's other calls of the function; to find that out from all arguments takes
+            milliseconds.
+    """
+
+    program: Compiled
+    args: tuple
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    variant: Hashable = None
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the executable from those of an engine's other calls."""
+        return self.program, self.variant
+
+    def lowered(self) -> Callable[[], tuple[jax.stages.Compiled, float]]:
+        """See `Compiled.lowered`."""
+        return self.program.lowered(*self.args, **self.static)
+
+    def compile(self) -> tuple[jax.stages.Compiled, float]:
+        """See `Compiled.compile`."""
+        return self.program.compile(*self.args, **self.static)
+
+    def shapes(self) -> Any:
+        """Shapes of what the function returns."""
+        return self.program.shapes(*self.args, **self.static)
 
 
 def _options_of(args: tuple) -> dict[str, str]:

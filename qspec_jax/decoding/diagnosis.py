@@ -96,7 +96,7 @@ def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int)
     engine = Engine.for_configs(model, draft, [settings], prompt_tokens=prompt_tokens)
     sampler, limits = make_sampler(settings), make_limits(model, settings)
     with dispatch.watched() as found:
-        prefill = engine.prefill_call([[0] * prompt_tokens], sampler, prompt_keys(jax.random.key(0), 1), limits)
+        prefill = engine.prefill_of([[0] * prompt_tokens], sampler, prompt_keys(jax.random.key(0), 1), limits)
         engine.rounds_call(prefill.shapes(), sampler, limits, lazy=True).shapes()
     return found
 

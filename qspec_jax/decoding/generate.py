@@ -307,10 +307,11 @@ class _Run:
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
-        self.engine.compile_prefill(self.prompts, self.sampler, self.keys, self.limits)
+        begin = self.engine.begin_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
+        jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):
-            state = jax.block_until_ready(self.engine.prefill(self.prompts, self.sampler, self.keys, self.limits))
+            state = jax.block_until_ready(begin())
         return state, time.perf_counter() - began
 
     def _look(self, state: DecodeState) -> list[tuple[list[int], str]]:

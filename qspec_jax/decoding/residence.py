@@ -8,8 +8,11 @@ import jax
 
 from qspec_jax import host
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.prefill import Prefill
 from qspec_jax.decoding.room import bytes_of_round, free_bytes
-from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.drafts.draft import Draft
+from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
+from qspec_jax.errors import HostMemoryError
 from qspec_jax.models.llama import Llama
 from qspec_jax.planning.memory import prefill_bytes
 
@@ -34,6 +37,40 @@ def refused(name: str, host_bytes: int) -> str | None:
     sizes = f"{host_bytes / 1e9:.1f} GB of host memory for these prompts, of {room / 1e9:.1f} GB that it may take"
     more = f"; or let it take more, by {host.POOL_LIMIT}={(host_bytes >> 30) + 1} before JAX starts" if on_gpu else ""
     return f"cache {name} needs {sizes}: give shorter prompts, or fewer{more}"
+
+
+def none_resident(cache: CacheConfig) -> CacheConfig:
+    """The cache without resident layers, unless its settings say how many are resident."""
+    return cache.with_resident(0.0) if cache.streams and cache.settings.resident is None else cache
+
+
+def settled(prefill: Prefill, draft: Draft | None, batch: int) -> CacheConfig:
+    """The cache of a prefill, a part of which is in host memory, with its share of resident layers.
+
+    Args:
+        prefill: of some of the rows.
+        draft: the draft of the rounds.
+        batch: all rows that are on the device at a time.
+
+    Raises:
+        HostMemoryError: where host memory cannot hold the other layers.
+    """
+    cache, sizes, prompts = prefill.sizes.cache, prefill.sizes, len(prefill.tokens)
+
+    def draft_bytes() -> int:
+        begun = prefill.with_cache(none_resident(cache)).shapes().draft
+        return bytes_of(begun) * batch // prompts + bytes_in_loop(draft)
+
+    found = cache
+    if cache.streams:
+        jax.block_until_ready((prefill.target, draft))  # or their memory may not be counted
+        shape = dict(batch=batch, capacity=sizes.capacity, num_speculative_tokens=sizes.num_speculative_tokens)
+        found = residence(cache, prefill.target.model, **shape, prompts=prompts, draft_bytes=draft_bytes).cache
+    made = prefill.with_cache(found).shapes().cache
+    host_bytes = bytes_of(made) - bytes_of(made, on_device=True)
+    if reason := refused(cache.name, host_bytes * batch // prompts):
+        raise HostMemoryError(reason)
+    return found
 
 
 def residence(

@@ -16,13 +16,12 @@ from rich.table import Table
 
 from qspec_jax import plots
 from qspec_jax.caches.hierarchical import HierarchicalCache
-from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.caches.registry import CacheChoice, CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import Limits, make_limits
-from qspec_jax.decoding.programs import CacheChoice
 from qspec_jax.decoding.requests import check_draft_length, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
@@ -153,7 +152,7 @@ class _Forced:
         self.real = jnp.asarray([list(text[-new:]) + [0] * (gamma + 1) for text in texts], jnp.int32)
         self.engine, settings = _set_up(model, draft, prompts, config, key, cache)
         self.sampler, _, self.limits = settings
-        self.prefill = self.engine.prefill_call(prompts, *settings)
+        self.prefill = self.engine.prefill_of(prompts, *settings)
         self.programs = None
 
     def compile(self) -> None:
@@ -165,7 +164,7 @@ class _Forced:
         if self.programs is None:
             self.compile()
         prefill, walk = self.programs
-        state = prefill(*self.prefill.args)
+        state = self.prefill.run(prefill)
         state = dataclasses.replace(state, pending=self.real[:, 0])
         state, rejected, covered = walk(*self.engine.call(WALK, state, self.sampler, self.limits, self.real).args)
         counts, rejected, covered = jax.device_get((state.counts, rejected, covered))
@@ -188,7 +187,7 @@ class _Forced:
 def check_draft(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
     """Raises InputError where a draft refuses these prompts, as it would in a measurement; only shapes are computed with."""
     engine, settings = _set_up(model, draft, prompts, config, jax.random.key(0), None)
-    engine.prefill_call(prompts, *settings).shapes()
+    engine.prefill_of(prompts, *settings).shapes()
 
 
 def _set_up(

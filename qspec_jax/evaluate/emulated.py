@@ -6,6 +6,7 @@ quantizers (QuantSpec, arXiv 2502.10424, table 5), not to save memory.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.caches.schedule import Schedule
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
+from qspec_jax.models.llama import Llama
 
 AXES = {"channel": -2, "token": -1}
 TRUNCATION = "truncation"
@@ -145,6 +147,10 @@ class EmulatedConfig:
 
     quantizer: Quantizer
     group_size: int | None = None
+    in_host_memory: ClassVar[bool] = False
+
+    def check_division(self, model: Llama) -> None:
+        """Every KV head is quantized by itself, so any division will do."""
 
     def empty(self, model: LlamaConfig, *, batch: int, capacity: int, num_speculative_tokens: int, dtype: jnp.dtype) -> EmulatedCache:
         """A cache without tokens. dtype: the model's, from which that of scales and zeros follows."""

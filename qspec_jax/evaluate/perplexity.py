@@ -26,10 +26,9 @@ from pallas_kernels.formats.views import BOTH_PLANES, FULL_PRECISION, UPPER_PLAN
 from qspec_jax import plots
 from qspec_jax.caches.cache import Cache
 from qspec_jax.caches.prefill import prefill
-from qspec_jax.caches.registry import CACHES, CacheConfig
+from qspec_jax.caches.registry import CACHES, CacheChoice, CacheConfig
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig
-from qspec_jax.decoding.programs import CacheChoice
 from qspec_jax.decoding.requests import check_length, checked_prompts
 from qspec_jax.errors import InputError
 from qspec_jax.evaluate.stream import check_lengths
@@ -233,7 +232,7 @@ def _score(
 ) -> Scores:
     """The columns of the scores behind wanted[b] are scratch. kinds: the cache of each view. guesses: whether it wants them, see
     `CacheView`."""
-    if any(kind.in_host_memory for kind in kinds if isinstance(kind, CacheConfig)):
+    if any(kind.in_host_memory for kind in kinds):
         raise InputError("texts are not scored with a cache in host memory, which scores the same as on the device")
     drafts = width - 1 + any(guesses)
     sizes = dict(batch=tokens.shape[0], capacity=tokens.shape[1] + real.shape[1], num_speculative_tokens=drafts, dtype=model.dtype)

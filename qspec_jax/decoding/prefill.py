@@ -1,0 +1,255 @@
+"""Prefill: its programs, and the order in which they run.
+
+All layers are one program, or a few layers at a time are: other rows can then have rounds between the parts. All programs are called here.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from qspec_jax.caches.cache import Cache
+from qspec_jax.caches.host_memory import in_host
+from qspec_jax.caches.prefill import embedded, last_logits, prefill, through_layers
+from qspec_jax.caches.registry import CacheChoice
+from qspec_jax.decoding.compiled import Call, Compiled
+from qspec_jax.decoding.limits import Limits
+from qspec_jax.decoding.processors import seen_in, seen_since
+from qspec_jax.decoding.round import begin
+from qspec_jax.decoding.sampling import TARGET, Sampler
+from qspec_jax.decoding.state import DecodeState, Logprobs, start
+from qspec_jax.drafts.draft import Draft, Prompt
+from qspec_jax.drafts.step_bytes import bytes_of
+from qspec_jax.models.llama import Llama
+from qspec_jax.models.viewed import ViewedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes that programs are compiled for, and the cache.
+
+    Attributes:
+        cache: which cache is made.
+        capacity: the maximum number of tokens in a row, prompt and new ones, each padded.
+        max_new_tokens: the maximum number of new tokens in a row, padded.
+        gamma: the maximum number of drafts in a round.
+        extra_rows: tokens beyond the drafts of a round that the draft appends to the cache at a time.
+        logprobs: alternatives to each token whose log-probabilities are kept; None: not even the token's own is.
+    """
+
+    cache: CacheChoice
+    capacity: int
+    max_new_tokens: int
+    gamma: int
+    extra_rows: int
+    logprobs: int | None
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens beyond the accepted ones for which the cache has room."""
+        return self.gamma + self.extra_rows
+
+    def empty_cache(self, model: Llama, batch: int) -> Cache:
+        """A cache without tokens."""
+        sizes = dict(batch=batch, capacity=self.capacity, num_speculative_tokens=self.num_speculative_tokens, dtype=model.dtype)
+        return self.cache.empty(model.config, **sizes)
+
+
+def _prefilled(
+    target: ViewedModel,
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    *,
+    sizes: Sizes,
+) -> DecodeState:
+    """The state after prompts."""
+    empty = sizes.empty_cache(target.model, tokens.shape[0])
+    with jax.named_scope("prefill"):
+        found = prefill(target.model, tokens, n, empty, queries=_queries_of(draft))
+    return _started(draft, tokens, n, sampler, keys, limits, *found, sizes=sizes)
+
+
+def _begun(target: ViewedModel, tokens: Int[Array, "B S"], n: Int[Array, "B"], *, sizes: Sizes) -> tuple[Array, tuple[Array, Array], Cache]:
+    """Hidden states before the first layer, the tokens' cosines and sines, and an empty cache."""
+    return *embedded(target.model, tokens, n), sizes.empty_cache(target.model, tokens.shape[0])
+
+
+def _ended(
+    target: ViewedModel,
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    x: Float[Array, "B S D"],
+    cache: Cache,
+    queries: tuple[Array, ...],
+    *,
+    sizes: Sizes,
+) -> DecodeState:
+    """The state after the last layer. x: its hidden states. cache: with all layers, filled."""
+    logits, cache = last_logits(target.model, x, n), cache.filled(cache.layers, n)
+    return _started(draft, tokens, n, sampler, keys, limits, logits, cache, queries, sizes=sizes)
+
+
+def _started(
+    draft: Draft | None,
+    tokens: Int[Array, "B S"],
+    n: Int[Array, "B"],
+    sampler: Sampler,
+    keys: Key[Array, "B"],
+    limits: Limits,
+    logits: Float[Array, "B V"],
+    cache: Cache,
+    queries: tuple[Array, ...] = (),
+    *,
+    sizes: Sizes,
+) -> DecodeState:
+    """The state after a prefill that gave these logits, this cache and these last queries."""
+    # Of one width for every prompt, so that a row fits into the state of others.
+    padding = sizes.capacity - sizes.max_new_tokens - tokens.shape[1]
+    shapes = dict(capacity=sizes.capacity, gamma=sizes.gamma, width=tokens.shape[1])
+    prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, padding))), n, cache, queries, **shapes)
+    seen = seen_in(tokens, n, logits.shape[1]) if limits.asks_what_was_seen else None
+    processed = limits.processed(logits[:, None], jnp.zeros_like(n), None if seen is None else seen_since(seen, tokens[:, :0]))
+    first, _ = sampler.choose(processed[:, 0], keys, n, TARGET)
+    of_first = None if sizes.logprobs is None else Logprobs.of(logits[:, None], first[:, None], sizes.logprobs)
+    new = dict(max_new_tokens=sizes.max_new_tokens, gamma=sizes.gamma)
+    return start(cache, first, keys, limits, **new, draft=begin(draft, prompt), seen=seen, logprobs=of_first)
+
+
+def _queries_of(draft: Draft | None) -> int:
+    return 0 if draft is None else draft.prompt_queries
+
+
+PREFILL = Compiled(_prefilled, static_argnames=("sizes",))
+BEGIN = Compiled(_begun, static_argnames=("sizes",))
+PART = Compiled(through_layers, static_argnames=("nope", "queries"), donate_argnames=("x", "cache"))
+END = Compiled(_ended, static_argnames=("sizes",), donate_argnames=("cache",))
+
+
+Executables = Mapping[Hashable, jax.stages.Compiled]  # by the key of a call
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """Prefill of prompts: one program; or a first one (`begin`), one for each part of the layers (`part`), and a last one (`end`).
+
+    Attributes:
+        target: the model that reads the prompts.
+        draft: the draft that begins with them; None without one, and for a draft that does nothing there.
+        tokens: the prompts, padded on the right.
+        n: the length of each prompt.
+        sampler, keys, limits: by which the first new token of each row is chosen.
+        sizes: what the programs are compiled for.
+        layers: layers in a part; None: one program does everything.
+    """
+
+    target: ViewedModel
+    draft: Draft | None
+    tokens: Int[Array, "B S"]
+    n: Int[Array, "B"]
+    sampler: Sampler
+    keys: Key[Array, "B"]
+    limits: Limits
+    sizes: Sizes
+    layers: int | None = None
+
+    def with_cache(self, cache: CacheChoice) -> Self:
+        """The prefill of another cache."""
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, cache=cache))
+
+    @property
+    def first(self) -> Call:
+        """The call that needs no other's results."""
+        return self._whole() if self.layers is None else self._begin()
+
+    def run(self, executables: Executables) -> DecodeState:
+        """The state after the prompts, whose first tokens are chosen. The device may still be at work on it."""
+        return _last(self.run_in_parts(executables))
+
+    def run_in_parts(self, executables: Executables) -> Iterator[Array | DecodeState]:
+        """Runs the programs. Yields an array that is ready when a part is done, between parts, and the state at the end."""
+        return self._in_turn(lambda call: executables[call.key](*call.args))
+
+    def shapes(self) -> DecodeState:
+        """Shapes of the state."""
+        return _last(self._in_turn(Call.shapes))
+
+    def calls(self) -> list[Call]:
+        """The calls in their order; of several that share a program, the first. Those after the first have shapes as arguments."""
+        calls: dict[Hashable, Call] = {}
+
+        def shapes(call: Call) -> Any:
+            calls.setdefault(call.key, call)
+            return call.shapes()
+
+        _last(self._in_turn(shapes))
+        return list(calls.values())
+
+    def compile(self) -> tuple[Executables, float]:
+        """The executables, and the seconds spent on making them."""
+        made = {call.key: call.compile() for call in self.calls()}
+        return {key: executable for key, (executable, _) in made.items()}, sum(seconds for _, seconds in made.values())
+
+    def temporaries(self, executables: Executables) -> int:
+        """Bytes that the programs take on the device besides weights and the state that they return."""
+        first, *others = self.calls()
+        largest = max(executables[call.key].memory_analysis().temp_size_in_bytes for call in others or [first])
+        *between, _ = first.shapes() if others else [()]
+        return largest + bytes_of(between)
+
+    def _in_turn(self, result: Callable[[Call], Any]) -> Iterator[Any]:
+        """Goes through the calls. result: gives what a call returns, or its shapes. Yields as `run_in_parts`."""
+        if self.layers is None:
+            yield result(self._whole())
+            return
+        x, angles, cache = result(self._begin())
+        filled, queries = (), ()
+        for at in range(0, self.target.model.config.num_layers, self.layers):
+            if at:
+                yield x
+            x, of_cache, of_queries = result(self._part(slice(at, at + self.layers), angles, x, cache))
+            filled, queries = filled + of_cache, queries + of_queries
+        yield result(self._end(x, dataclasses.replace(cache, layers=filled), queries))
+
+    @property
+    def _prompts(self) -> tuple:
+        return self.draft, self.tokens, self.n, self.sampler, self.keys, self.limits
+
+    @property
+    def _variant(self) -> Hashable:
+        return self.tokens.shape, self.sizes.cache, self.layers
+
+    def _whole(self) -> Call:
+        return Call(PREFILL, (self.target, *self._prompts), dict(sizes=self.sizes), self._variant)
+
+    def _begin(self) -> Call:
+        return Call(BEGIN, (self.target, self.tokens, self.n), dict(sizes=self.sizes), self._variant)
+
+    def _part(self, part: slice, angles: tuple, x: Array, cache: Cache) -> Call:
+        """Takes the hidden states x through some of the layers. angles, x, cache (of all layers): as `_begin` returns them."""
+        config, blocks = self.target.model.config, list(self.target.model.layers)
+        nope = tuple(i for i, layer in enumerate(range(len(blocks))[part]) if layer in config.nope_layers)
+        layers = cache.layers[part]
+        # What tells parts apart: how many layers, which of their caches are in host memory, and which are without RoPE.
+        variant = x.shape[:2], tuple(any(map(in_host, jax.tree.leaves(layer))) for layer in layers), nope
+        args = blocks[part], angles, x, self.n, dataclasses.replace(cache, layers=layers)
+        return Call(PART, args, dict(nope=nope, queries=_queries_of(self.draft)), variant)
+
+    def _end(self, x: Array, cache: Cache, queries: tuple) -> Call:
+        return Call(END, (self.target, *self._prompts, x, cache, queries), dict(sizes=self.sizes), self._variant)
+
+
+def _last(results: Iterator[Any]) -> Any:
+    """The last of the results, of which no other is kept."""
+    return collections.deque(results, maxlen=1).pop()
