@@ -20,7 +20,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.prefill import PART, PREFILL
+from qspec_jax.decoding.prefill import PART, PREFILL, Prefill
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.decoding.state import RUNNING
 from qspec_jax.decoding.text import first_stop
@@ -362,13 +362,13 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
     draft = drafts.make_draft(method, model)
     expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
-    begun, begin_prefill = [], Engine.begin_prefill
+    begun, run_in_parts = [], Prefill.run_in_parts
 
-    def noted(self, prefill):
-        begun.append([tokens[:n].tolist() for tokens, n in zip(prefill.tokens, prefill.n)])
-        return begin_prefill(self, prefill)
+    def noted(self, executables):
+        begun.append([tokens[:n].tolist() for tokens, n in zip(self.tokens, self.n)])
+        return run_in_parts(self, executables)
 
-    monkeypatch.setattr(Engine, "begin_prefill", noted)
+    monkeypatch.setattr(Prefill, "run_in_parts", noted)
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "SHORT", 40)
     assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
@@ -429,15 +429,15 @@ def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypat
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """What is done, a letter each: a prefill is prepared (a) and begins (e), a row is put into its slot (p), rounds run (u), and the host
-    sees what is new (o)."""
+    """What is done, a letter each: a prefill is prepared ahead (a) or begins (e), a row is put into its slot (p), rounds run (u), and the
+    host sees the new tokens (o)."""
     events = []
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
     for letter, name in {"a": "begin_prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
-    for letter, name in {"e": "begin_prefill", "o": "begin_look"}.items():
-        prepare = getattr(Engine, name)  # returns what finishes it: that call is noted
-        monkeypatch.setattr(Engine, name, lambda *args, letter=letter, prepare=prepare: noted(letter, prepare(*args)))
+    monkeypatch.setattr(Prefill, "run_in_parts", noted("e", Prefill.run_in_parts))
+    start_poll = Engine.start_poll  # returns the function that fetches: that call is noted
+    monkeypatch.setattr(Engine, "start_poll", lambda *args: noted("o", start_poll(*args)))
     return events
 
 
@@ -447,7 +447,7 @@ def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model,
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
     outcome(run_batch(model, requests, batch_size=2, draft=draft))
     # Where two rows end at once, a second prompt follows.
-    assert re.fullmatch("(aep){2}(aueop(aep)?)+(uo)+", "".join(events)), events
+    assert re.fullmatch("(ep){2}(aueop(ep)?)+(uo)+", "".join(events)), events
     assert events.count("e") == 9
 
 
@@ -459,7 +459,7 @@ def test_what_was_prepared_ahead_is_left_where_too_few_rows_have_ended(model, ev
     requests = [Request([1 + i], dataclasses.replace(config, max_new_tokens=n), KEY) for i, n in enumerate((5, 100, 120, 120, 7, 8, 9))]
     found = outcome(run_batch(model, requests, batch_size=4))
     # The first alone takes the place of the one that ended; then two others are prepared, and begin before the look.
-    assert re.match("(aep){2}auo(aep)+aueop", "".join(events)), events
+    assert re.match("(ep){2}auo(ep)+aueop", "".join(events)), events
     assert found == outcome(run_batch(model, requests, batch_size=4, refill=False))
 
 

@@ -100,10 +100,10 @@ def test_what_is_traced_may_come_to_a_program_that_another_thread_compiles():
 
 def test_few_traces_are_kept():
     program = Compiled(lambda x: x + 1)
-    for n in range(compiled.FEWEST_PROGRAMS + 3):
+    for n in range(compiled.MIN_PROGRAMS + 3):
         program.shapes(jnp.ones(n))
     kept = [one for one in program.programs.values() if one.traced is not None]
-    assert len(kept) == compiled.FEWEST_PROGRAMS and program.shapes(jnp.ones(0)).shape == (0,)
+    assert len(kept) == compiled.MIN_PROGRAMS and program.shapes(jnp.ones(0)).shape == (0,)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_lists_of_settings_compile_once(compilations):
 
 
 def test_the_programs_used_longest_ago_are_dropped(monkeypatch, caplog):
-    monkeypatch.setattr(compiled, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(compiled, "MAX_PROGRAMS", 3)
     monkeypatch.setattr(compiled, "_too_many_maps", lambda: False)
     Compiled.forget()
     one, two = Compiled(lambda x: x + 1), Compiled(lambda x: x * 2)
@@ -168,7 +168,7 @@ def test_the_programs_used_longest_ago_are_dropped(monkeypatch, caplog):
     assert "is dropped, 3 are kept; it is compiled again when it is needed" in caplog.text
     assert live() == before + 3 and seconds(one, 1) > 0 and seconds(two, 1) == 0.0
     assert np.array_equal(running(x), [2.0])
-    monkeypatch.setattr(compiled, "FEWEST_PROGRAMS", 1)
+    monkeypatch.setattr(compiled, "MIN_PROGRAMS", 1)
     monkeypatch.setattr(compiled, "_too_many_maps", lambda: True)
     del running
     assert seconds(two, 2) and (len(one.programs), len(two.programs)) == (0, 1) and live() == before + 1
@@ -187,7 +187,7 @@ def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
         (tmp_path / "maps").write_text("x\n" * lines)
         (tmp_path / "most").write_text(f"{most}\n")
         monkeypatch.setattr(compiled, "_MAPS", tmp_path / "maps")
-        monkeypatch.setattr(compiled, "_MOST_MAPS", tmp_path / "most")
+        monkeypatch.setattr(compiled, "_MAX_MAPS", tmp_path / "most")
         assert compiled._too_many_maps() == expected
     (tmp_path / "maps").unlink()
     assert not compiled._too_many_maps()  # nobody tells

@@ -114,9 +114,9 @@ def test_a_state_that_was_used_up_is_refused(how):
     calls = {
         "rounds": lambda: engine.rounds(state, sampler, limits, 1),
         "replace": lambda: engine.replace(state, after, [0]),
-        "look": lambda: engine.look(state, [0]),
+        "poll": lambda: engine.poll(state, [0]),
     }
-    with pytest.raises(InputError, match="this state was used up when it was given to `rounds` or `replace`"):
+    with pytest.raises(InputError, match="this state was consumed by `rounds` or `replace`"):
         calls[how]()
     assert np.asarray(engine.rounds(after, sampler, limits).emitted) == 8
 

@@ -22,16 +22,15 @@ from qspec_jax.caches.offloaded import OffloadedCache
 from qspec_jax.caches.prefill import embedded, through_layers
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import batch, capacity
-from qspec_jax.decoding import residence as residence_module
+from qspec_jax.decoding import batch, capacity, host_residence
 from qspec_jax.decoding.batch import Request, run_batch
 from qspec_jax.decoding.compiled import Compiled
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.host_residence import Residence, refused, residence
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import BEGIN, END
-from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
@@ -146,7 +145,7 @@ def test_as_many_layers_are_resident_as_fit(monkeypatch):
     for name, drafts in (("full:host=all", (("none", [False, True] * 2), own_cache)), ("int8:host=lower", (own_cache,))):
 
         def of(free: int, name: str = name) -> Residence:
-            monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
+            monkeypatch.setattr(host_residence, "free_bytes", lambda: free)
             return residence(CacheConfig.parse(name, group_size=8), model, **sizes)
 
         least, found = of(0), of(1 << 40)
@@ -433,7 +432,7 @@ def test_rows_that_fit_settle_what_is_resident(lengths, free, resident, monkeypa
     the first program was compiled."""
     monkeypatch.setattr(batch, "PART", 128)
     monkeypatch.setattr(batch, "PAGED", ("cpu",))
-    monkeypatch.setattr(residence_module, "free_bytes", lambda: free)
+    monkeypatch.setattr(host_residence, "free_bytes", lambda: free)
     monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 1 << 40)
     far, replace = [], Engine.replace
 

@@ -32,9 +32,9 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Call
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.host_residence import Residence, refused, residence
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Executables
-from qspec_jax.decoding.residence import Residence, refused, residence
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState

@@ -14,7 +14,7 @@ from pallas_kernels.formats.kv_cache import Lengths
 from qspec_jax.bench.decode_rows import DecodeRow, StepTiming
 from qspec_jax.bench.timing import Bandwidth, loop, loop_trips, time_loop
 from qspec_jax.caches.offloaded import OffloadedFullCache
-from qspec_jax.decoding.residence import Residence
+from qspec_jax.decoding.host_residence import Residence
 from qspec_jax.models.llama import Llama
 
 SHARE_OF_HOST = 0.5  # of the memory that is free, for the arrays

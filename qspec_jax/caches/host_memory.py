@@ -37,8 +37,8 @@ class HostSettings:
     """The settings that caches share of which each pass copies a part from host memory. A subclass has the setting `host` with its parts.
 
     Layers whose cache is entirely on the device are called resident. They are spread evenly among the others, so that the others are
-    copied while resident ones are computed. A `resident` of None, "auto" in a text, leaves their number to `qspec_jax.decoding.residence`:
-    as many as fit the device's free memory. In a cache that is made without it no layer is resident.
+    copied while resident ones are computed. A `resident` of None, "auto" in a text, leaves their number to
+    `qspec_jax.decoding.host_residence`: as many as fit the device's free memory. In a cache that is made without it no layer is resident.
     """
 
     host: str = NONE

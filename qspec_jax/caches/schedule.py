@@ -60,7 +60,7 @@ class Schedule:
         specache perhaps several."""
         return max(0, capacity // self.flush_size - 1)
 
-    def most_drafts(self, gamma: int) -> int:
+    def max_drafts(self, gamma: int) -> int:
         """The most drafts, of gamma asked for, that any round of any row may use."""
         return gamma if self.flush_size is None else min(gamma, 2 * self.flush_size - 1)
 

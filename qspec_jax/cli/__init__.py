@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger(f"qspec_jax.{place}").setLevel(logging.INFO)  # which draft was chosen
     logging.getLogger("qspec_jax.decoding.skip_search").setLevel(logging.INFO)  # which layers it skips
     logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit
-    logging.getLogger("qspec_jax.decoding.residence").setLevel(logging.INFO)  # how many layers of a cache in host memory do
+    logging.getLogger("qspec_jax.decoding.host_residence").setLevel(logging.INFO)  # how many layers of a cache in host memory do
     logging.getLogger("qspec_jax.evaluate.harness").setLevel(logging.INFO)  # which settings of sampling a task has
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # which warns of what a task leaves to defaults
     for benchmark in ("batch", "decode", "end_to_end"):

@@ -499,7 +499,7 @@ class _Slots:
         to_end = max(1, int(self._running * REFILL_SHARE))
         if full:
             self._prepare_ahead(to_end)
-        least_running = self._running - to_end + 1 if refills else 1
+        min_running = self._running - to_end + 1 if refills else 1
         empty = np.array([index is None for index in self.request_of])
         if (empty & ~self.freed).any():
             self.state = self.engine.free(self.state, empty)
@@ -510,7 +510,7 @@ class _Slots:
         prefilled = []
         clock = threading.Thread(target=lambda: prefilled.append(self._wait_for_prefill()))
         clock.start()
-        self.state = self.engine.rounds(self.state, sampler, limits, rounds, least_running)
+        self.state = self.engine.rounds(self.state, sampler, limits, rounds, min_running)
         worked = np.asarray(self.state.counts.rounds) - self.rounds
         clock.join()
         self._lap("prefill_s", *prefilled)
@@ -549,28 +549,28 @@ class _Slots:
         at_least: how many rows have surely ended. If any have, the device begins with the prefill that was prepared ahead, while the host
         finds out which rows they are.
         """
-        looked = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
-        news = self.engine.begin_look(self.state, looked)
+        seen = [0 if index is None else len(row.token_ids) for index, row in zip(self.request_of, self.rows)]
+        fetch = self.engine.start_poll(self.state, seen)
         if at_least and self.ahead:
             self._begin_ahead()
-        news = news()
-        counts = news.counts
+        new = fetch()
+        counts = new.counts
         ended = []
         for slot, index in enumerate(self.request_of):
             if index is None:
                 continue
             row = self.rows[slot]
-            row.update(news.tokens[slot], news.logprobs and news.logprobs[slot], news.status[slot])
+            row.update(new.tokens[slot], new.logprobs and new.logprobs[slot], new.status[slot])
             if row.finish_reason is None:
                 continue
             self.request_of[slot] = None
             if self.pool:  # no round runs before the slot is freed, or has another row
                 self.pool.release(self.pages_of[slot])
             of_row = (counts.rounds, counts.drafted, counts.accepted, counts.histogram, counts.flushes)
-            new, prompt = len(row.token_ids), len(self.requests[index].tokens)
-            stats = summary(prompt, new, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
+            new_tokens, prompt = len(row.token_ids), len(self.requests[index].tokens)
+            stats = summary(prompt, new_tokens, *(x[slot] for x in of_row), speculative=self.engine.gamma > 0)
             self.stats.prompts += 1
-            self.stats.new_tokens += new
+            self.stats.new_tokens += new_tokens
             self.stats.num_draft_tokens += stats.num_draft_tokens
             self.stats.num_accepted_draft_tokens += stats.num_accepted_draft_tokens
             ended.append(Result(index, row.token_ids, row.text, row.finish_reason, stats, *row.logprobs()))

@@ -1,4 +1,4 @@
-"""Functions compiled ahead of time, and how many programs a process keeps of them."""
+"""Functions compiled ahead of time, and how many of their programs a process keeps."""
 
 import contextlib
 import dataclasses
@@ -21,25 +21,34 @@ from qspec_jax.models.sharding import mesh_of, on_each_device, shardings_of
 
 log = logging.getLogger(__name__)
 
-MOST_PROGRAMS = 256
-FEWEST_PROGRAMS = 8  # that are kept however much memory is mapped: what else maps it is not ours
-# Linux ends a process, within XLA, that maps more pieces of memory than this file says. On a CPU each layer of a program maps some 75.
-_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+MAX_PROGRAMS = 256
+MIN_PROGRAMS = 8  # kept even if many pieces of memory are mapped: other code may have mapped them
+# Linux ends a process, within XLA, that maps more pieces of memory than the second file says. A layer of a program maps some 75 on a CPU.
+_MAPS, _MAX_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 _lock = threading.Lock()
-# Traced and lowered one program at a time. Side by side, threads that share one interpreter would all be late, and XLA idle until then.
+# Held to trace and lower. Threads that did so side by side, in one interpreter, would all end late, and XLA would be idle until then.
 _in_python = threading.RLock()
 _clock = itertools.count()
 
 
 def rounded_up(count: int) -> int:
-    """The next power of two, at least 8: the size of a list that is padded, so that few sizes are compiled. 0 stays 0."""
+    """The next power of two, at least 8; 0 for 0. Lists are padded to it, so that few sizes are compiled."""
     return max(8, 1 << (count - 1).bit_length()) if count else 0
 
 
 @dataclasses.dataclass(eq=False)
 class _Program:
-    """Traced and lowered by whoever holds `_in_python`, and then compiled by whoever holds the lock. shapes: of what it returns, once
-    traced. seconds: what making it took so far. used: when it was asked for last."""
+    """A function for arguments of certain shapes. Callers hold `_in_python` while tracing and lowering, `lock` while compiling.
+
+    Attributes:
+        lock: see above.
+        traced: the traced function, until it is lowered.
+        lowered: the lowered function, until it is compiled.
+        shapes: shapes of its results, once traced.
+        executable: the compiled function.
+        seconds: the time spent on making it.
+        used: when it was last asked for, by `_clock`.
+    """
 
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     traced: jax.stages.Traced | None = None
@@ -51,7 +60,7 @@ class _Program:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Adds to `seconds` what is done within."""
+        """Adds the time spent in the context to `seconds`."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
@@ -62,15 +71,20 @@ class Compiled:
 
     Where a model among the arguments is divided over a mesh, the function runs on each of its devices (`models.sharding`).
 
-    Of all such functions together a process keeps the programs used last: `MOST_PROGRAMS`, and on Linux no more than map half of the
-    pieces of memory that a process may. What is dropped is compiled again when it is needed.
+    A process keeps the most recently used programs of all such functions together: up to `MAX_PROGRAMS`, and on Linux only while at most
+    half of the pieces of memory that a process may map are mapped. A dropped program is compiled again when it is needed.
     """
 
     _all: ClassVar[WeakSet["Compiled"]] = WeakSet()
 
     def __init__(self, function: Callable, *, passes: bool = False, **jit_options):
-        """passes: whether the function runs passes of a model over a cache among its arguments. Then the cache adds options of XLA, see
-        `AppendedCache.compiler_options`."""
+        """
+        Args:
+            function: its positional arguments are arrays or trees of arrays; the others, by name, are static.
+            passes: whether the function runs passes of a model over a cache among its arguments. Then the cache adds options of XLA, see
+                `AppendedCache.compiler_options`.
+            jit_options: of `jax.jit`.
+        """
         self._function, self._passes, self._jit_options = function, passes, jit_options
         self.programs: dict[Any, _Program] = {}
         with _lock:
@@ -79,21 +93,21 @@ class Compiled:
     def compile(self, *args, **static) -> tuple[jax.stages.Compiled, float]:
         """The executable for these arguments, or shapes, and the seconds spent on making it: 0 the second time.
 
-        Threads may compile side by side.
+        Several threads may compile at a time.
         """
         return self.lowered(*args, **static)()
 
     def lowered(self, *args, **static) -> Callable[[], tuple[jax.stages.Compiled, float]]:
-        """Does what `compile` has to do in Python, which goes by this thread's settings of JAX (`jax.enable_x64`, for one), and returns the
-        rest of it, which any thread may do."""
-        # One lock after the other: what is traced may come to another program, whose lock a thread may hold that waits for this one.
+        """Does the part of `compile` that depends on this thread's settings of JAX, such as `jax.enable_x64`, and returns the rest of it,
+        which any thread may call."""
+        # One lock after the other: tracing may need another program, whose lock may be held by a thread that waits for this one.
         with self._program(args, static) as program, _in_python:
             if program.executable is None and program.lowered is None:
                 with program.timed():
                     program.lowered = (program.traced or self._trace(program, args, static)).lower()
                 program.traced = None
 
-        def compile() -> tuple[jax.stages.Compiled, float]:
+        def compile_lowered() -> tuple[jax.stages.Compiled, float]:
             with self._kept_unless_it_fails(program), program.lock:
                 if program.executable is not None:
                     return program.executable, 0.0
@@ -103,10 +117,10 @@ class Compiled:
             _drop_oldest()
             return program.executable, program.seconds
 
-        return compile
+        return compile_lowered
 
     def shapes(self, *args, **static) -> Any:
-        """Shapes of what the function returns. What is traced for them is what `compile` goes on from."""
+        """Shapes of the function's results. `compile` continues from the trace that this makes."""
         with self._program(args, static) as program:
             if program.shapes is None:
                 with _in_python:
@@ -117,14 +131,14 @@ class Compiled:
 
     @classmethod
     def forget(cls) -> None:
-        """Drops the programs of all such functions, and frees those that nobody runs."""
+        """Drops the programs of all such functions. Called by tests."""
         with _lock:
             for compiled in cls._all:
                 compiled.programs.clear()
 
     @contextlib.contextmanager
     def _program(self, args: tuple, static: dict[str, Any]) -> Iterator[_Program]:
-        """The program for these arguments, which is dropped where making it fails."""
+        """The program for these arguments, which is dropped if making it fails."""
         leaves, tree = jax.tree.flatten(args)
         key = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), tuple(sorted(static.items())))
         with _lock:
@@ -157,24 +171,31 @@ class Compiled:
         return program.traced
 
     def _traced_with_host_memory(self, args: tuple, static: dict[str, Any], options: dict[str, str]) -> jax.stages.Traced | None:
-        """The function traced for arguments among which are shapes of arrays in host memory; None where there are none.
+        """The function traced for arguments that contain shapes of arrays in host memory; None if there are none.
 
-        JAX does not look at the memory kind of a `ShapeDtypeStruct` (jax 0.11), so that it is told twice: as a memory space for tracing,
-        and as a sharding for compiling.
+        JAX ignores the memory kind of a `ShapeDtypeStruct` (jax 0.11), so it is given twice: as a memory space for tracing, and as a
+        sharding for compiling.
         """
-        far = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
-        if not any(map(far, jax.tree.leaves(args))):
+        if not any(map(_is_host_shape, jax.tree.leaves(args))):
             return None
-        in_space = lambda leaf: jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=jax.memory.Space.Host) if far(leaf) else leaf
-        of_leaf = lambda leaf: leaf.sharding if far(leaf) else None
-        # None for a whole argument without any: trees of nnx modules are not equal once their leaves are other than arrays.
-        shardings = tuple(jax.tree.map(of_leaf, arg) if any(map(far, jax.tree.leaves(arg))) else None for arg in args)
+
+        def in_space(leaf: Any) -> Any:
+            host = jax.memory.Space.Host
+            return jax.core.ShapedArray(leaf.shape, leaf.dtype, memory_space=host) if _is_host_shape(leaf) else leaf
+
+        def shardings(arg: Any) -> Any:
+            # None for a whole argument without any: trees of nnx modules are not equal once their leaves are other than arrays.
+            if not any(map(_is_host_shape, jax.tree.leaves(arg))):
+                return None
+            return jax.tree.map(lambda leaf: leaf.sharding if _is_host_shape(leaf) else None, arg)
+
         # With shardings JAX takes no arguments by name.
-        jitted = self._jitted(functools.partial(self._function, **static), options, in_shardings=shardings, static_argnames=())
+        function, in_shardings = functools.partial(self._function, **static), tuple(map(shardings, args))
+        jitted = self._jitted(function, options, in_shardings=in_shardings, static_argnames=())
         return jitted.trace(*jax.tree.map(in_space, args))
 
     def _jitted(self, function: Callable, options: dict[str, str], **more: Any):
-        # Jits a function of its own: JAX keeps every program of a function for as long as the function is there.
+        # Jits a new function: JAX keeps every program of a function for as long as the function exists.
         @functools.wraps(self._function)
         def own(*args, **static):
             return function(*args, **static)
@@ -218,17 +239,21 @@ class Call:
         return self.program.shapes(*self.args, **self.static)
 
 
+def _is_host_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+
+
 def _options_of(args: tuple) -> dict[str, str]:
     """The options of XLA that caches among the arguments ask for."""
     options: dict[str, str] = {}
-    is_cache = lambda node: isinstance(node, AppendedCache)
-    for node in filter(is_cache, jax.tree.leaves(args, is_leaf=is_cache)):
-        options |= node.compiler_options
+    for node in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, AppendedCache)):
+        if isinstance(node, AppendedCache):
+            options |= node.compiler_options
     return options
 
 
 def _with_memory_kinds(traced: jax.stages.Traced) -> Any:
-    """Shapes of what a function returns; those of arrays in host memory have a sharding that says so."""
+    """Shapes of a function's results; those of arrays in host memory have a sharding that says so."""
     leaves, tree = jax.tree.flatten(traced.out_info)
     spaces = [aval.memory_space for aval in traced.jaxpr.out_avals]
     if jax.memory.Space.Host not in spaces:
@@ -236,20 +261,20 @@ def _with_memory_kinds(traced: jax.stages.Traced) -> Any:
     default = jax.config.jax_default_device  # which may be a platform's name
     device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
-    there = lambda x, space: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) if space == jax.memory.Space.Host else x
-    return jax.tree.unflatten(tree, map(there, leaves, spaces))
+    in_host = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) for x in leaves)
+    return jax.tree.unflatten(tree, (far if space == jax.memory.Space.Host else x for x, far, space in zip(leaves, in_host, spaces)))
 
 
 def _drop_traces() -> None:
-    """But those of the few programs asked for last: what is traced for its shapes alone is never compiled."""
+    """Drops all traces but the `MIN_PROGRAMS` most recently used: a function that is traced for its shapes alone is never compiled."""
     with _lock:
         traced = [program for compiled in Compiled._all for program in compiled.programs.values() if program.traced is not None]
-        for program in sorted(traced, key=lambda program: program.used)[:-FEWEST_PROGRAMS]:
+        for program in sorted(traced, key=lambda program: program.used)[:-MIN_PROGRAMS]:
             program.traced = None
 
 
 def _drop_oldest() -> None:
-    """Until few enough programs are kept."""
+    """Evicts the least recently used programs until the rest are within the limits that `Compiled` describes."""
     while True:
         with _lock:
             kept = [
@@ -258,21 +283,21 @@ def _drop_oldest() -> None:
                 for key, program in compiled.programs.items()
                 if program.executable is not None
             ]
-            if len(kept) <= (FEWEST_PROGRAMS if _too_many_maps() else MOST_PROGRAMS):
+            if len(kept) <= (MIN_PROGRAMS if _too_many_maps() else MAX_PROGRAMS):
                 return
             _, compiled, key = min(kept, key=lambda one: one[0])
             del compiled.programs[key]
         log.warning(
-            "the compiled program of %s that was used longest ago is dropped, %d are kept; it is compiled again when it is needed",
+            "the least recently used compiled program, of %s, is dropped and %d are kept; it is compiled again when it is needed",
             compiled._function.__name__,
             len(kept) - 1,
         )
 
 
 def _too_many_maps() -> bool:
-    """Whether more than half of the pieces of memory are mapped that may be; nobody counts them but Linux."""
+    """Whether more than half of the pieces of memory that a process may map are mapped; False where /proc does not say."""
     try:
         with _MAPS.open("rb") as maps:
-            return 2 * sum(1 for _ in maps) > int(_MOST_MAPS.read_text())
+            return 2 * sum(1 for _ in maps) > int(_MAX_MAPS.read_text())
     except OSError:
         return False

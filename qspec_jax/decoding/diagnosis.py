@@ -11,7 +11,7 @@ import jax
 
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Engine, most_drafts
+from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
 from qspec_jax.drafts.registry import make_draft, parse_draft
@@ -129,7 +129,7 @@ def fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, 
     if settings.speculative:
         with contextlib.suppress(InputError):  # of skipped layers and oracles
             drafts = outlined(parse_draft(settings.draft), model, lambda: outline(config, int4=True)) or ()
-    new, gamma = bucket(settings.max_new_tokens), most_drafts(model, settings)
+    new, gamma = bucket(settings.max_new_tokens), max_drafts(model, settings)
 
     def memory(tokens: int) -> Memory:
         return memory_of(config, settings.cache_config, drafts, batch=rows, context=bucket(tokens), new_tokens=new, gamma=gamma)

@@ -1,6 +1,6 @@
-"""The engine: it assembles the arguments of the programs of decoding (`prefill`, `programs`), which is done nowhere else.
+"""The engine: it alone assembles the arguments of the programs of decoding (`prefill`, `programs`).
 
-`generate`, `stream`, batches, evaluations and benchmarks prefill, run rounds and look at what is new through it.
+`generate`, `stream`, batches, evaluations and benchmarks prefill, run rounds and fetch new tokens with it.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.compiled import Call, Compiled, rounded_up
 from qspec_jax.decoding.config import SPECACHE, GenerationConfig, beside_draft
+from qspec_jax.decoding.host_residence import none_resident, settled
 from qspec_jax.decoding.limits import Limits
 from qspec_jax.decoding.prefill import CacheChoice, Prefill, Sizes
 from qspec_jax.decoding.programs import DECODE, FORK, REPEAT, REPLACE, WINDOW
-from qspec_jax.decoding.residence import none_resident, settled
 from qspec_jax.decoding.sampling import Sampler
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState, Logprobs, freed, stopped
 from qspec_jax.drafts.draft import Draft, check_made_for
@@ -36,10 +36,14 @@ from qspec_jax.models.viewed import ViewedModel
 
 
 @dataclasses.dataclass(frozen=True)
-class News:
-    """What came of the rows since the last look, on the host: new token ids, and with them log-probabilities where they are asked for.
+class NewTokens:
+    """New tokens of the rows, on the host.
 
-    counts: since each row began.
+    Attributes:
+        tokens: the new token ids of each row.
+        logprobs: the log-probabilities of each row's new tokens, if they are kept.
+        status: see `DecodeState`.
+        counts: statistics of each row since it began.
     """
 
     tokens: list[list[int]]
@@ -51,11 +55,20 @@ class News:
 class Engine:
     """Decodes with a model and a draft; its programs are compiled for the sizes given here.
 
-    draft: None for one token at a time; gamma 0 says the same. prompt_tokens: the most of any prompt. max_new_tokens: the most of any row.
-    logprobs: how many alternatives to each token have their log-probabilities kept; None: not even the token's own. view: what the target
-    reads of its cache, anything but all of it for measurements alone. on_compile: called with None when a program is needed that the engine
-    does not hold, and then with the seconds that it took to make, 0 where another engine has made it before. Raises InputError for a cache
-    that does not go with the draft, or with how the model is divided over devices.
+    Args:
+        model: the target.
+        draft: None decodes one token at a time, as does gamma 0.
+        cache: the target's cache.
+        gamma: the maximum number of drafts in a round.
+        prompt_tokens: the length of the longest prompt.
+        max_new_tokens: the maximum number of new tokens of a row.
+        logprobs: alternatives to each token whose log-probabilities are kept; None keeps none, not even the token's own.
+        view: the part of its cache that the target reads; all of it, except for measurements.
+        on_compile: called with None when programs have to be made, and with the seconds that this took afterwards: 0 if another engine had
+            made them.
+
+    Raises:
+        InputError: for a cache that is incompatible with the draft, or with the division of the model over devices.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class Engine:
     ):
         cache.check_division(model)
         if isinstance(cache, CacheConfig) and cache.kind == SPECACHE and gamma and not isinstance(draft, SpeCacheDraft | None):
-            raise InputError(f"cache {SPECACHE} goes with draft {SPECACHE}, or with none")
+            raise InputError(f"cache {SPECACHE} is compatible with draft {SPECACHE}, or none")
         self.target = ViewedModel(model, view)
         self.draft = draft if gamma else None
         if self.draft is not None:
@@ -87,22 +100,22 @@ class Engine:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
         self._caches: dict[int, CacheChoice] = {}
         self._rows: int | None = None
-        self._unseen = 0  # the most new tokens of any row since the last look
+        self._unseen = 0  # the maximum number of new tokens of a row since the last `start_poll`
 
     @classmethod
     def for_configs(
         cls, model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], *, prompt_tokens: int, **settings: Any
     ) -> Self:
-        """An engine with room for what any of these configs asks for; they share draft and cache. settings: see the class."""
+        """An engine for rows with any of these configs, which share draft and cache. settings: see the class."""
         configs = list(map(beside_draft, configs))
-        most = lambda name: max(getattr(config, name) for config in configs)
-        longest = dataclasses.replace(configs[0], **{name: most(name) for name in ("max_new_tokens", "num_speculative_tokens")})
+        largest = {name: max(getattr(config, name) for config in configs) for name in ("max_new_tokens", "num_speculative_tokens")}
+        longest = dataclasses.replace(configs[0], **largest)
         alternatives = [config.logprobs for config in configs if config.logprobs is not None]
         return cls(
             model,
             draft,
             cache=longest.cache_config,
-            gamma=most_drafts(model, longest),
+            gamma=max_drafts(model, longest),
             prompt_tokens=prompt_tokens,
             max_new_tokens=longest.max_new_tokens,
             logprobs=min(rounded_up(max(alternatives)), model.config.vocab_size) if alternatives else None,
@@ -111,13 +124,13 @@ class Engine:
 
     @functools.cached_property
     def draft_in_loop(self) -> Draft | None:
-        """The draft as rounds run it. To be asked for after prefill, during which memory peaks."""
+        """The draft as rounds run it. Use it after prefill, during which memory peaks."""
         return None if self.draft is None else self.draft.in_loop()
 
-    # Calls, for those who compile and time them themselves --------------------------------------------------------------
+    # Programs with their arguments, for callers that compile and time them ----------------------------------------------
 
     def settle_for(self, rows: int) -> None:
-        """Sets the batch size for which resident layers are chosen; 0 keeps none on the device until it is known."""
+        """Sets the batch size for which resident layers are chosen; with 0, while it is unknown, none are resident."""
         self._rows = rows
 
     def prefill_of(
@@ -128,41 +141,41 @@ class Engine:
         Args:
             prompts: token ids of each row.
             sampler, keys, limits: of each row.
-            layers: layers in a part; None: one part. Rounds of other rows can come between parts.
+            layers: layers in a part; None: all. Rounds of other rows can come between parts.
 
         Raises:
-            HostMemoryError: where host memory cannot hold what the cache keeps there.
+            HostMemoryError: where host memory cannot hold the part of the cache that belongs there.
         """
         in_host_memory = self.sizes.cache.in_host_memory
-        # A draft that does nothing there is left out: drafts then share the program.
+        # A draft that does nothing in prefill is left out, so that such drafts share the program.
         begins = self.draft is not None and (self.draft.prompt_queries or type(self.draft).begin is not Draft.begin)
         if layers is None or layers >= self.target.model.config.num_layers:
-            # In one program, XLA (jax 0.11) takes memory as if what goes to host memory, and what a draft then looks up there, were on the
-            # device for all layers at once: for six layers of a 7B model and 64k tokens 5.9 GB, where prefill without the draft takes 2.4.
+            # In one program, XLA (jax 0.11) takes memory as if the parts of all layers that go to host memory, and that a draft then reads
+            # there, were on the device at once: for six layers of a 7B model and 64k tokens 5.9 GB, and without the draft 2.4 GB.
             layers = self.target.model.config.num_layers if in_host_memory and begins else None
         draft = self.draft.in_prefill() if begins else None
         prefill = Prefill(self.target, draft, *padded(prompts), sampler, keys, limits, self.sizes, layers)
         return self._with_residence(prefill) if in_host_memory else prefill
 
     def _with_residence(self, prefill: Prefill) -> Prefill:
-        """The prefill with the share of resident layers that its rows had when they were first asked for."""
+        """The prefill with the share of resident layers that was chosen at the first prefill of a batch of this size."""
         prompts = len(prefill.tokens)
-        # The rows of a batch have the same layers on the device, however many are prefilled together.
+        # All rows of a batch have the same layers on the device.
         if (rows := prompts if self._rows is None else self._rows) not in self._caches:
-            # In a batch, besides its rows, those that are prefilled, and those put into it meanwhile.
+            # In a batch, besides its rows, those that are prefilled, and those that are put into it at the same time.
             batch = prompts if self._rows is None else self._rows + 2 * prompts
             self._caches[rows] = settled(prefill, self.draft, batch) if rows else none_resident(prefill.sizes.cache)
         return prefill.with_cache(self._caches[rows])
 
     def fork_call(self, row: DecodeState, keys: Key[Array, "B"]) -> Call:
-        """Makes a batch of rows that go on from this one, each with a key of its own; returns a `DecodeState`."""
+        """Makes a batch of rows that continue this one, each with its own key; returns a `DecodeState`."""
         return Call(FORK, (row, keys))
 
     def rounds_call(
-        self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1, *, lazy: bool = False
+        self, state: DecodeState, sampler: Sampler, limits: Limits, max_rounds: int = UNLIMITED, min_running: int = 1, *, lazy: bool = False
     ) -> Call:
-        """Runs rounds; returns a `DecodeState`, and takes the one given. lazy: compile for the draft's shapes, before it is made."""
-        return self.call(DECODE, state, sampler, limits, jnp.int32(most), jnp.int32(least_running), lazy=lazy)
+        """Runs rounds; returns a `DecodeState`, and consumes the one given. lazy: compile for the draft's shapes, before it is made."""
+        return self.call(DECODE, state, sampler, limits, jnp.int32(max_rounds), jnp.int32(min_running), lazy=lazy)
 
     def call(self, program: Compiled, state: DecodeState, sampler: Sampler, limits: Limits, *more: Array, lazy: bool = False) -> Call:
         """A loop over rounds, a function of target, draft, sampler, state, limits and more. lazy: see `rounds_call`."""
@@ -171,14 +184,14 @@ class Engine:
         draft = jax.eval_shape(lambda draft: draft and draft.in_loop(), self.draft) if lazy else self.draft_in_loop
         return Call(program, (self.target, draft, sampler, state, limits, *more))
 
-    # What they come to --------------------------------------------------------------------------------------------------
+    # Running them -------------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
-        """The state after prompts, whose first tokens are chosen. The device may still be at work on it."""
+        """The state after prompts, with the first new token of each row. The device may still be computing it."""
         return self.begin_prefill(self.prefill_of(prompts, sampler, keys, limits))()
 
     def begin_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
-        """The host's part of a prefill, done in advance. Calling what is returned does the rest; the device hardly waits for that."""
+        """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
         self.compile_prefills([prefill])
 
         def begin() -> DecodeState:
@@ -188,13 +201,13 @@ class Engine:
         return begin
 
     def prefill_in_parts(self, prefill: Prefill) -> Iterator[Array | DecodeState]:
-        """Runs a prefill. Yields an array that is ready when a part is done, between parts, and the state at the end."""
+        """Runs a prefill. Yields between parts, each time an array that is ready when the part is done; at the end the state."""
         self.compile_prefills([prefill])
         self._unseen += 1
         yield from prefill.run_in_parts(self._executables)
 
     def compile_prefills(self, prefills: Iterable[Prefill]) -> None:
-        """Makes the programs of these prefills, where they have not been made, side by side; so compiling is timed apart from running."""
+        """Compiles the programs of these prefills that the engine does not have, in parallel."""
         missing = [prefill for prefill in prefills if prefill.first.key not in self._executables]
         if not missing:
             return
@@ -204,7 +217,7 @@ class Engine:
         try:
             for call in itertools.chain.from_iterable(prefill.calls() for prefill in missing):
                 if call.key not in self._executables and call.key not in making:
-                    # Traced in this thread, whose settings of JAX others do not have.
+                    # Traced in this thread: other threads do not have its settings of JAX.
                     making[call.key] = pool.submit(call.lowered())
             made = {key: future.result() for key, future in making.items()}
         finally:
@@ -219,25 +232,29 @@ class Engine:
         self.compile_prefills([prefill])
         return prefill.temporaries(self._executables)
 
-    def rounds(self, state: DecodeState, sampler: Sampler, limits: Limits, most: int = UNLIMITED, least_running: int = 1) -> DecodeState:
-        """The state after rounds: at most so many, and until fewer than `least_running` rows run. The state given is used up."""
+    def rounds(
+        self, state: DecodeState, sampler: Sampler, limits: Limits, max_rounds: int = UNLIMITED, min_running: int = 1
+    ) -> DecodeState:
+        """The state after at most `max_rounds` rounds, or when fewer than `min_running` rows run. The state given is consumed."""
         _check_unused(state)
-        self._unseen += most * (self.gamma + 1)
-        return self._run(self.rounds_call(state, sampler, limits, most, least_running))
+        self._unseen += max_rounds * (self.gamma + 1)
+        return self._run(self.rounds_call(state, sampler, limits, max_rounds, min_running))
 
     def compile_rounds(self, state: DecodeState, sampler: Sampler, limits: Limits) -> None:
-        """Makes what `rounds` needs, where it has not been made, so that compiling is timed apart from running."""
+        """Compiles the program of `rounds`, so that compiling is timed apart from running."""
         if (DECODE, None) not in self._executables:
             self._executable(self.rounds_call(state, sampler, limits))
             jax.block_until_ready(self.draft_in_loop)
 
     def batch_of(self, rows: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
-        """A batch whose rows have all ended, to put rows like these in. pages: of the pool that they share; None: each row has room of its
-        own, as where the cache does not share pages."""
+        """A batch whose rows have all ended, to be replaced by rows like these.
+
+        pages: the size of the pool that they share; None for a cache that is not shared.
+        """
         return self._run(self._repeat_call(rows, batch, pages))
 
     def batch_shapes(self, row: DecodeState, batch: int, pages: int | None = None) -> DecodeState:
-        """Shapes of what `batch_of` returns; those of the row are enough."""
+        """Shapes of the result of `batch_of`. row: a state, or its shapes."""
         return self._repeat_call(row, batch, pages).shapes()
 
     def _repeat_call(self, rows: DecodeState, batch: int, pages: int | None) -> Call:
@@ -246,7 +263,14 @@ class Engine:
     def replace(
         self, state: DecodeState, rows: DecodeState, slots: Sequence[int], pages: Sequence[Sequence[int]] | None = None
     ) -> DecodeState:
-        """The batch with others in place of some of its rows. The state given is used up. pages: of each row, where there is a pool."""
+        """The batch with some of its rows replaced. The state given is consumed.
+
+        Args:
+            state: the batch.
+            rows: the new rows.
+            slots: the index in the batch of each.
+            pages: the pages of each, if the batch has a pool.
+        """
         table = None
         if pages is not None:
             table = np.zeros((len(slots), state.cache.groups), np.int32)
@@ -254,44 +278,43 @@ class Engine:
                 of_row[: len(own)] = own
             table = jnp.asarray(table)
         _check_unused(state)
-        self._unseen = max(self._unseen, 1)  # their first tokens, whenever they were prefilled
+        self._unseen = max(self._unseen, 1)  # their first tokens
         return self._run(Call(REPLACE, (state, rows, jnp.array(slots), table), variant=len(slots)))
 
     def stop(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
-        """The state in which these rows run no more."""
+        """The state in which these rows have ended."""
         return stopped(state, jnp.asarray(rows))
 
     def free(self, state: DecodeState, rows: Sequence[bool]) -> DecodeState:
-        """The state in which these rows run no more, and cost the others next to nothing."""
+        """The state in which these rows have ended, and cost rounds of the others next to nothing."""
         return freed(state, jnp.asarray(rows))
 
-    def look(self, state: DecodeState, looked: Sequence[int]) -> News:
-        """What is new behind the first looked[b] new tokens of each row; nothing else is fetched.
+    def poll(self, state: DecodeState, seen: Sequence[int]) -> NewTokens:
+        """Fetches the new tokens of each row after the first seen[b], and nothing else.
 
-        A row that has ended may be looked at again and again; what more of it is returned then has no meaning.
+        A row that has ended may be polled again; its further tokens then have no meaning.
         """
-        return self.begin_look(state, looked)()
+        return self.start_poll(state, seen)()
 
-    def begin_look(self, state: DecodeState, looked: Sequence[int]) -> Callable[[], News]:
-        """Lets the device begin with what `look` needs, before other work that it may be given; calling what is returned waits for it."""
+    def start_poll(self, state: DecodeState, seen: Sequence[int]) -> Callable[[], NewTokens]:
+        """Starts `poll` on the device, before other work that it may be given, and returns the function that waits for the result."""
         _check_unused(state)
         columns = state.tokens.shape[1]
         width = min(columns, rounded_up(min(self._unseen, columns)))
-        starts = np.minimum(looked, columns - width)
+        starts = np.minimum(seen, columns - width)
         found = (state.tokens, state.logprobs)
         if width < columns:
             found = self._run(Call(WINDOW, (*found, jnp.asarray(starts, jnp.int32)), dict(width=width), width))
         self._unseen = 0
 
-        def news() -> News:
+        def fetch() -> NewTokens:
             (tokens, logprobs), emitted, status, counts = jax.device_get((found, state.emitted, state.status, state.counts))
-            new = [slice(begin - at, end - at) for begin, at, end in zip(looked, starts, emitted)]
-            rows = lambda x: [row[columns] for row, columns in zip(x, new)]
+            new = [slice(begin - at, end - at) for begin, at, end in zip(seen, starts, emitted)]
             if logprobs is not None:
-                logprobs = [Logprobs(*parts) for parts in zip(*map(rows, (logprobs.tokens, logprobs.top, logprobs.top_ids)))]
-            return News([row.tolist() for row in rows(tokens)], logprobs, status, counts)
+                logprobs = [Logprobs(*(x[b][columns] for x in vars(logprobs).values())) for b, columns in enumerate(new)]
+            return NewTokens([row[columns].tolist() for row, columns in zip(tokens, new)], logprobs, status, counts)
 
-        return news
+        return fetch
 
     def _run(self, call: Call) -> Any:
         return self._executable(call)(*call.args)
@@ -307,12 +330,12 @@ class Engine:
 
 def _check_unused(state: DecodeState) -> None:
     if state.tokens.is_deleted():
-        raise InputError("this state was used up when it was given to `rounds` or `replace`; go on from the one that was returned")
+        raise InputError("this state was consumed by `rounds` or `replace`; continue with the state that was returned")
 
 
-def most_drafts(model: Llama, config: GenerationConfig) -> int:
-    """How many drafts a round is compiled for: no more than could ever be eligible."""
+def max_drafts(model: Llama, config: GenerationConfig) -> int:
+    """The number of drafts that a round is compiled for: the most that can be eligible."""
     if not config.speculative:
         return 0
     gamma = min(beside_draft(config).num_speculative_tokens, bucket(config.max_new_tokens))
-    return config.cache_config.schedule_for(model.config.head_dim).most_drafts(gamma)
+    return config.cache_config.schedule_for(model.config.head_dim).max_drafts(gamma)

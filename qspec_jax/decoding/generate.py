@@ -315,10 +315,10 @@ class _Run:
         return state, time.perf_counter() - began
 
     def _look(self, state: DecodeState) -> list[tuple[list[int], str]]:
-        news = self.engine.look(state, [len(row.token_ids) for row in self.rows])
-        self.counts = news.counts
-        logprobs = news.logprobs or [None] * len(self.rows)
-        return [row.update(*of_row) for row, *of_row in zip(self.rows, news.tokens, logprobs, news.status)]
+        new = self.engine.poll(state, [len(row.token_ids) for row in self.rows])
+        self.counts = new.counts
+        logprobs = new.logprobs or [None] * len(self.rows)
+        return [row.update(*of_row) for row, *of_row in zip(self.rows, new.tokens, logprobs, new.status)]
 
     def generation(self) -> Generation:
         """What came of the batch, when all rows have ended."""

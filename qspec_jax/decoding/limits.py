@@ -26,7 +26,7 @@ class Limits:
 
     stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
     padding_from: the first id that is padding of the vocabulary, of which nothing is drafted or generated; None: there is none.
-    least_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
+    min_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
     adaptive.py. None stands where no row has such a setting.
     """
 
@@ -35,7 +35,7 @@ class Limits:
     eos_token_ids: Int[Array, "E"]
     stop: Int[Array, "B K L"] | None = None
     processors: Processors | None = None
-    least_confidence: Float[Array, "B"] | None = None
+    min_confidence: Float[Array, "B"] | None = None
     draft_cost: Float[Array, "B"] | None = None
     padding_from: int | None = dataclasses.field(default=None, metadata={"static": True})
 

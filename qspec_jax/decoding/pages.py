@@ -1,8 +1,8 @@
-"""The pages of a pool of groups that rows of a batch share, and which of them are free. The device has the tables (`HierarchicalCache`)."""
+"""The free pages of a pool of groups that the rows of a batch share. The tables are on the device (`HierarchicalCache`)."""
 
 
 class PagePool:
-    """Pages 1 to `size` - 1 are handed out; page 0 is nobody's, and stands in tables for what a row will never have."""
+    """Pages 1 to `size` - 1, of which rows reserve some. Page 0 is a dummy: table entries of unused groups point to it."""
 
     def __init__(self, size: int):
         self.size = size
@@ -10,21 +10,21 @@ class PagePool:
 
     @property
     def taken(self) -> int:
-        """How many pages are handed out."""
+        """The number of reserved pages."""
         return self.size - 1 - self.free
 
     @property
     def free(self) -> int:
-        """How many pages are left to hand out."""
+        """The number of free pages."""
         return len(self._free)
 
     def reserve(self, count: int) -> list[int] | None:
-        """So many free pages, or None where there are not as many."""
+        """Reserves `count` pages; None if fewer are free."""
         if count > self.free:
             return None
         return [self._free.pop() for _ in range(count)]
 
     def release(self, pages: list[int]) -> None:
-        """Gives pages back, which the list that is given has no more."""
+        """Frees pages, and empties the list."""
         self._free += reversed(pages)
         pages.clear()

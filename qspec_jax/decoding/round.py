@@ -31,13 +31,13 @@ def decode(
     state: DecodeState,
     limits: Limits,
     max_rounds: Int[Array, ""],
-    least_running: Int[Array, ""] | int = 1,
+    min_running: Int[Array, ""] | int = 1,
 ) -> DecodeState:
-    """Rounds until fewer than `least_running` rows run (1: until every row has ended), or `max_rounds` of them."""
+    """Rounds until fewer than `min_running` rows run (1: until every row has ended), or `max_rounds` of them."""
 
     def unfinished(carry):
         done, state = carry
-        return (done < max_rounds) & ((state.status == RUNNING).sum() >= least_running)
+        return (done < max_rounds) & ((state.status == RUNNING).sum() >= min_running)
 
     def step(carry):
         done, state = carry
@@ -82,9 +82,9 @@ class CurrentRound:
         if self.seen is not None:
             since = seen_since(self.seen, drafts) - i  # the drafts of columns before i are seen in this one
         logits = self.limits.processed(logits[:, None], self.emitted + i, since)[:, 0]
-        if self.limits.least_confidence is not None:
+        if self.limits.min_confidence is not None:
             # By the distribution, not by the token drawn from it: to drop some of its tokens would change what is emitted.
-            sure = jax.nn.softmax(logits, -1).max(-1) >= self.limits.least_confidence
+            sure = jax.nn.softmax(logits, -1).max(-1) >= self.limits.min_confidence
             eligible = jnp.where(sure, eligible, jnp.minimum(eligible, i + 1))
         return *self.sampler.choose(logits, self.keys, self.position + i + 1, DRAFT), eligible
 
@@ -131,7 +131,7 @@ def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running:
     eligible = eligible_drafts(most, state.cache.draft_room, limits.max_new_tokens - state.emitted)
     eligible = jnp.where(running, eligible, 0)
     lengths = state.cache.lengths
-    varies = state.adaptive is not None or limits.least_confidence is not None
+    varies = state.adaptive is not None or limits.min_confidence is not None
     return CurrentRound(
         lengths, state.pending, lengths.total, eligible, state.keys, state.emitted, state.seen, sampler, limits, state.gamma, varies
     )

@@ -13,7 +13,7 @@ import jax
 
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig, beside_draft
-from qspec_jax.decoding.engine import most_drafts
+from qspec_jax.decoding.engine import max_drafts
 from qspec_jax.decoding.limits import DRAFT_COST
 from qspec_jax.decoding.skip_search import layers_to_skip
 from qspec_jax.drafts.draft import Draft
@@ -55,7 +55,7 @@ def with_draft(
     given = {config.num_speculative_tokens for config in configs}
     gamma = given.pop() if len(given) == 1 else None
     if gamma:  # as many as rounds are made for, whatever is asked
-        gamma = max(most_drafts(model, beside_draft(config)) for config in configs)
+        gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
     found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
     log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
 
@@ -84,7 +84,7 @@ def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationC
     """The draft with what it leaves to be chosen by the prompts, such as `skip=auto`. configs: that it is used with, all of one cache. If
     none of them has drafts, the draft comes back as it is.
     """
-    gamma = max((most_drafts(model, config) for config in configs), default=0)
+    gamma = max((max_drafts(model, config) for config in configs), default=0)
     if draft is None or not gamma:
         return draft
     return draft.with_choice(functools.partial(layers_to_skip, model, prompts, configs[0].cache_config, gamma))
@@ -110,7 +110,7 @@ def with_costs(
     def costed(config: GenerationConfig, tokens: int) -> GenerationConfig:
         if not config.adaptive or config.draft_cost is not None:
             return config
-        return dataclasses.replace(config, draft_cost=cost(tokens + config.max_new_tokens, most_drafts(model, config)))
+        return dataclasses.replace(config, draft_cost=cost(tokens + config.max_new_tokens, max_drafts(model, config)))
 
     return list(map(costed, configs, prompt_tokens))
 

@@ -75,7 +75,7 @@ def expected_rounds(schedule: Schedule, gamma: int, *drafts: Asked, batch: int =
     # A row buffers G tokens after a flush, and its rounds end at exactly 2G: none has more drafts than there is room for.
     visits = np.zeros(2 * G + 1)
     visits[G] = 1.0
-    eligible = np.minimum(schedule.most_drafts(gamma), schedule.draft_room(Lengths(0, np.arange(2 * G))))
+    eligible = np.minimum(schedule.max_drafts(gamma), schedule.draft_room(Lengths(0, np.arange(2 * G))))
     for buffered in range(G, 2 * G):
         most = int(eligible[buffered])
         visits[buffered + 1 : buffered + most + 2] += visits[buffered] * emitted(most)

@@ -1,4 +1,4 @@
-"""How many layers of a cache in host memory are resident, that is, on the device: where its settings leave it open, as many as fit."""
+"""How many layers of a cache in host memory are resident, that is, entirely on the device: by default all that fit."""
 
 import dataclasses
 import logging
@@ -8,8 +8,8 @@ import jax
 
 from qspec_jax import host
 from qspec_jax.caches.registry import CacheConfig
+from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
 from qspec_jax.decoding.prefill import Prefill
-from qspec_jax.decoding.room import bytes_of_round, free_bytes
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import HostMemoryError
@@ -21,7 +21,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Residence:
-    """cache: with a share of resident layers. host_bytes: of the other layers, in host memory. layer_bytes: of each of them."""
+    """A cache whose share of resident layers is chosen.
+
+    Attributes:
+        cache: the cache.
+        host_bytes: bytes in host memory of all layers that are not resident.
+        layer_bytes: bytes in host memory of one such layer.
+    """
 
     cache: CacheConfig
     host_bytes: int
@@ -29,7 +35,7 @@ class Residence:
 
 
 def refused(name: str, host_bytes: int) -> str | None:
-    """Why host memory cannot hold so many bytes of a cache, whose `CacheConfig.name` is given; or None."""
+    """Why host memory cannot hold `host_bytes` of a cache, by its `CacheConfig.name`; None if it can."""
     on_gpu = jax.default_backend() == "gpu"
     room = host.room_bytes(pooled=on_gpu)
     if room is None or host_bytes <= room:
@@ -48,9 +54,9 @@ def settled(prefill: Prefill, draft: Draft | None, batch: int) -> CacheConfig:
     """The cache of a prefill, a part of which is in host memory, with its share of resident layers.
 
     Args:
-        prefill: of some of the rows.
+        prefill: the prefill of some of the rows.
         draft: the draft of the rounds.
-        batch: all rows that are on the device at a time.
+        batch: the rows that are on the device at a time.
 
     Raises:
         HostMemoryError: where host memory cannot hold the other layers.
@@ -83,11 +89,18 @@ def residence(
     prompts: int | None = None,
     draft_bytes: Callable[[], int] = lambda: 0,
 ) -> Residence:
-    """The cache with as many resident layers as fit what is free on the device now, model and draft being there; with none where the device
-    does not say what is free. A cache whose settings say how many are resident keeps those.
+    """The cache with the resident layers that its settings ask for; by default all that fit beside model and draft into the free memory.
 
-    prompts: how many rows are prefilled together; None: all. draft_bytes: gives what else the draft will take on the device; called only
-    where it matters. Sizes as of `CacheConfig.empty`.
+    Where the device does not say how much memory is free, the default is none.
+
+    Args:
+        cache: a cache that `streams`.
+        model: the target, whose weights are on the device.
+        batch: rows.
+        capacity: the maximum number of cached tokens of a row.
+        num_speculative_tokens: the maximum number of drafts in a round.
+        prompts: rows that are prefilled together; None: all.
+        draft_bytes: returns the bytes that the draft will take on the device in addition; called only where they matter.
     """
     config, resident = model.config, cache.settings.resident
     sizes = dict(batch=batch, capacity=capacity, num_speculative_tokens=num_speculative_tokens, dtype=model.dtype)
@@ -103,5 +116,5 @@ def residence(
             fitting = min(layers, max(0, int(room // of_layer)))
             log.info("cache %s: %d of %d layers stay on the device", cache.name, fitting, layers)
         resident = fitting / layers
-    settled = cache.with_resident(resident)
-    return Residence(settled, sum(settled.settings.streamed(layers)) * of_layer, of_layer)
+    chosen = cache.with_resident(resident)
+    return Residence(chosen, sum(chosen.settings.streamed(layers)) * of_layer, of_layer)
