@@ -11,7 +11,7 @@ from test_batch import outcome, some_requests
 
 from qspec_jax import drafts
 from qspec_jax.checkpoints.loading import load_model
-from qspec_jax.decoding import capacity, room
+from qspec_jax.decoding import capacity, device_memory
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.capacity import Capacity, divided, enough_for
 from qspec_jax.decoding.engine import Engine
@@ -96,7 +96,7 @@ def test_of_the_command(run, fails, directory, tmp_path, caplog):
 
 
 def test_a_cpu_does_not_say(monkeypatch):
-    assert jax.default_backend() != "cpu" or room.free_bytes() is None
+    assert jax.default_backend() != "cpu" or device_memory.free_bytes() is None
     says = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 1000, "bytes_in_use": 300}})
     monkeypatch.setattr(jax, "local_devices", lambda: [says()])
-    assert room.free_bytes() == 670
+    assert device_memory.free_bytes() == 670

@@ -1,7 +1,7 @@
-"""The keys of random draws: threefry, whatever generator JAX is set to.
+"""The keys of random draws: threefry's, whichever generator JAX is set to.
 
-A row's draws depend on (seed, prompt index, position, purpose) alone. That holds for threefry; with the generators rbg and unsafe_rbg a
-batch of draws (`jax.vmap` over keys) comes from the first row's key, so neighbours would decide.
+A row's draws depend only on (seed, prompt index, position, purpose). That is true of threefry; with the generators rbg and unsafe_rbg a
+batch of draws (`jax.vmap` over keys) comes from the first row's key, so they would depend on other rows.
 """
 
 import functools
@@ -14,19 +14,19 @@ from jaxtyping import Array, Key
 from qspec_jax.errors import InputError
 
 IMPLEMENTATION = "threefry2x32"
-WORDS = 2  # of 32 bits in a key of it
+WORDS = 2  # words of 32 bits in a threefry key
 
 
 def key_of(seed: int) -> Key[Array, ""]:
-    """The key of a seed: `jax.random.key(seed)`, where JAX's own generator is threefry."""
+    """The key of a seed: `jax.random.key(seed)` if JAX's own generator is threefry."""
     return jax.random.key(seed, impl=IMPLEMENTATION)
 
 
 def as_threefry(key: Key[Array, ""]) -> Key[Array, ""]:
-    """A key of any generator as one of threefry; a key that was made of a seed becomes `key_of` that seed.
+    """A threefry key for a key of any generator; `key_of(seed)` for a key that was made from a seed.
 
     Args:
-        key: `jax.random.key(seed)` or `jax.random.PRNGKey(seed)`, or what fold_in or split made of it; one key, not several.
+        key: `jax.random.key(seed)` or `jax.random.PRNGKey(seed)`, or a key that fold_in or split made from it; one key, not several.
 
     Raises:
         InputError: for anything else.

@@ -1,7 +1,7 @@
 """From logits to tokens: greedy or sampled, and the acceptance of drafts that keeps the target's distribution.
 
-Random draws depend on (seed, prompt index, position, purpose) alone (`qspec_jax.decoding.keys`), so a row's tokens do not change with its
-neighbours.
+Random draws depend only on (seed, prompt index, position, purpose) (`qspec_jax.decoding.keys`), so a row's tokens do not depend on other
+rows.
 """
 
 import dataclasses
@@ -15,38 +15,42 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import IMPLEMENTATION, as_threefry
 from qspec_jax.errors import InputError
 
-DRAFT, ACCEPT, TARGET = range(3)  # the purpose of a draw
+DRAFT, ACCEPT, TARGET = range(3)  # purposes of a draw
 
 
 def prompt_keys(key: Key[Array, ""], prompts: int) -> Key[Array, "B"]:
-    """A key per prompt index, of threefry. Raises InputError as `as_threefry`."""
+    """A threefry key for each prompt index. Raises InputError as `as_threefry`."""
     key = as_threefry(key)
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(prompts))
 
 
 def draw_keys(keys: Key[Array, "B"], positions: Int[Array, "*B"], purpose: int) -> Key[Array, "*B"]:
-    """The key of each row's draw for the token at a position [B] or [B, T]. Raises InputError for keys of another generator."""
+    """The key of each row's draw for the tokens at these positions, [B] or [B, T]. Raises InputError for keys that are not threefry's."""
     if jax.random.key_impl(keys) != IMPLEMENTATION:
         raise InputError(f"row keys should be of {IMPLEMENTATION}, as prompt_keys makes them, not of {jax.random.key_impl(keys)}")
-    fold = lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose)
-    if positions.ndim == 2:
-        fold = jax.vmap(fold, (None, 0))
-    return jax.vmap(fold)(keys, positions)
+
+    def fold(key: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, position), purpose)
+
+    return jax.vmap(fold if positions.ndim == 1 else jax.vmap(fold, (None, 0)))(keys, positions)
 
 
 class Sampler(Protocol):
-    """A decoding strategy. `choose` and `verify` are given the row keys and the positions of the tokens that they choose."""
+    """A decoding strategy. A distribution is an array of any width W that `verify` understands.
+
+    keys are those of the rows; positions are those of the tokens that are chosen.
+    """
 
     def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
-        """A token per row, and what `verify` must know of the distribution it came from, [B, W]."""
+        """A token per row, and the distribution that it came from, [B, W]."""
         ...
 
     def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
-        """What `verify` must know of the distributions that these logits stand for."""
+        """The distributions by these logits."""
         ...
 
     def certain(self, tokens: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T W"]:
-        """What `verify` must know of tokens that were not drawn but given: all probability is theirs."""
+        """The distributions in which these tokens have all probability, for tokens that were not drawn but given."""
         ...
 
     def verify(
@@ -58,18 +62,30 @@ class Sampler(Protocol):
         keys: Key[Array, "B"],
         positions: Int[Array, "B T"],
     ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        """How many of the first `eligible` drafts are accepted, and the target's own token after them."""
+        """Accepts some of the drafts.
+
+        Args:
+            logits: the target's, after the pending token and after each draft.
+            drafts: the proposed tokens.
+            proposals: the distributions that they came from.
+            eligible: the number of drafts that may be accepted in each row.
+            keys: of the rows.
+            positions: of the tokens after the pending one.
+
+        Returns:
+            How many of the first `eligible` drafts are accepted, and the target's own token after them.
+        """
         ...
 
     def below(self) -> "Sampler":
-        """The strategy one level deeper, in a draft that itself proposes and verifies: the same, unless acceptance is simulated."""
+        """The strategy of a draft that itself proposes and verifies, one level deeper: the same, unless acceptance is simulated."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """The most likely token; of equals, the one of lowest id."""
+    """The most likely token; of several, the one with the lowest id."""
 
     def choose(self, logits, keys, positions, purpose):
         return jnp.argmax(logits, -1).astype(jnp.int32), self.distributions(logits)
@@ -94,7 +110,15 @@ class Greedy:
 class Sampling:
     """Temperature, then top-k, top-p and min-p, in Hugging Face's order; speculative sampling (arXiv 2211.17192, algorithm 1).
 
-    Settings are of every row, [1], or of each, [B]. A row of temperature 0 is greedy: all of its probability is the likeliest token's.
+    Each setting is that of all rows, [1], or of each, [B]. A row of temperature 0 is greedy: its most likely token has all probability.
+
+    Attributes:
+        temperature: divides the logits.
+        top_k: how many of the most likely tokens are kept; 0 keeps all.
+        top_p: the most likely tokens are kept until they have this probability together; 1 keeps all.
+        min_p: the probability, relative to the most likely token's, from which a token is kept; 0 keeps all.
+        use_top_k, use_top_p, use_min_p: whether any row has the setting.
+        some_greedy: whether any row has temperature 0.
     """
 
     temperature: Float[Array, "B"]
@@ -111,12 +135,12 @@ class Sampling:
         p = self._sampled(logits)
         if not self.some_greedy:
             return p
-        likeliest = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=p.dtype)
-        return jnp.where(_by_row(self.temperature, logits) == 0, likeliest, p)
+        greedy = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1], dtype=p.dtype)
+        return jnp.where(_by_row(self.temperature, logits) == 0, greedy, p)
 
     def _sampled(self, logits: Float[Array, "B *T V"]) -> Float[Array, "B *T V"]:
         temperature = jnp.maximum(self.temperature, jnp.finfo(jnp.float32).tiny).astype(logits.dtype)
-        # The largest first taken off: a tiny temperature then gives -inf, never inf - inf.
+        # The largest is subtracted first: a tiny temperature then gives -inf, never inf - inf.
         logits = (logits - logits.max(-1, keepdims=True)) / _by_row(temperature, logits)
         kept = logits
         if self.use_top_k or self.use_top_p:
@@ -153,10 +177,10 @@ class Sampling:
         if drafts.shape[1] == 0:
             accepted = jnp.zeros_like(eligible)
             return accepted, _draw(p[:, 0], draw_keys(keys, positions[:, 0], TARGET))
-        of_draft = lambda x: jnp.take_along_axis(x, drafts[..., None], -1)[..., 0]
-        chances = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, dtype=p.dtype)))(draw_keys(keys, positions[:, :-1], ACCEPT))
-        accepted = _leading(chances * of_draft(proposals) < of_draft(p[:, :-1]), eligible)
-        # Where drafts ran out rather than failed, the next token is the target's own and not the residual's.
+        q_of_drafts, p_of_drafts = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (proposals, p[:, :-1]))
+        uniform = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, dtype=p.dtype)))(draw_keys(keys, positions[:, :-1], ACCEPT))
+        accepted = _leading(uniform * q_of_drafts < p_of_drafts, eligible)
+        # If all eligible drafts are accepted, the next token is drawn from the target's distribution and not from the residual.
         q = _pick(proposals, jnp.minimum(accepted, drafts.shape[1] - 1))
         q = jnp.where((accepted < eligible)[:, None], q, 0)
         return accepted, _draw(residual(_pick(p, accepted), q), draw_keys(keys, _pick(positions, accepted), TARGET))
@@ -166,25 +190,25 @@ class Sampling:
 
 
 def residual(p: Float[Array, "B V"], q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """What to draw from after a rejection, max(p - q, 0), not normalized; p itself where rounding leaves nothing."""
+    """The weights to draw from after a rejection: max(p - q, 0), not normalized; p where rounding leaves none."""
     rest = jnp.maximum(p - q, 0)
     return jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p)
 
 
 def make_sampler(*configs: GenerationConfig) -> Sampler:
-    """The sampler of one config for all rows, or of one for each. Greedy where all have temperature 0, otherwise sampling."""
-    hot = [config for config in configs if config.temperature > 0]
-    if not hot:
+    """The sampler of rows with these configs: one for all rows, or one for each. Greedy if all have temperature 0."""
+    sampled = [config for config in configs if config.temperature > 0]
+    if not sampled:
         return Greedy()
     return Sampling(
         jnp.array([config.temperature for config in configs], jnp.float32),
         jnp.array([config.top_k for config in configs], jnp.int32),
         jnp.array([config.top_p for config in configs], jnp.float32),
         jnp.array([config.min_p for config in configs], jnp.float32),
-        any(config.top_k > 0 for config in hot),
-        any(config.top_p < 1 for config in hot),
-        any(config.min_p > 0 for config in hot),
-        len(hot) < len(configs),
+        use_top_k=any(config.top_k > 0 for config in sampled),
+        use_top_p=any(config.top_p < 1 for config in sampled),
+        use_min_p=any(config.min_p > 0 for config in sampled),
+        some_greedy=len(sampled) < len(configs),
     )
 
 

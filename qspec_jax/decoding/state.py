@@ -1,4 +1,4 @@
-"""Where each row of a batch stands while it is decoded, and what ends it."""
+"""The state of a batch while it is decoded, and what ends a row."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,15 @@ UNLIMITED = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Statistics per row. histogram[b, a]: rounds that accepted a drafts."""
+    """Statistics of each row.
+
+    Attributes:
+        rounds: rounds that the row ran in.
+        drafted: drafts that were verified.
+        accepted: drafts that were accepted.
+        flushes: flushes of the row's cache.
+        histogram: histogram[b, a] is the number of rounds that accepted a drafts.
+    """
 
     rounds: Int[Array, "B"]
     drafted: Int[Array, "B"]
@@ -29,13 +37,13 @@ class Counts:
 
     @classmethod
     def zeros(cls, batch: int, gamma: int) -> "Counts":
-        count = lambda: jnp.zeros(batch, jnp.int32)
-        return cls(count(), count(), count(), count(), jnp.zeros((batch, gamma + 1), jnp.int32))
+        counts = (jnp.zeros(batch, jnp.int32) for _ in range(4))
+        return cls(*counts, jnp.zeros((batch, gamma + 1), jnp.int32))
 
     def with_round(
         self, took_part: Bool[Array, "B"], drafted: Int[Array, "B"], accepted: Int[Array, "B"], flushed: Int[Array, "B"]
     ) -> "Counts":
-        """The counts with those of one more round."""
+        """The counts after one more round."""
         in_column = took_part[:, None] & (jnp.arange(self.histogram.shape[1]) == accepted[:, None])
         return Counts(
             self.rounds + took_part,
@@ -49,7 +57,13 @@ class Counts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logprobs:
-    """The target's log-probabilities of N tokens, and those of the k likeliest in each place, likeliest first, with their ids."""
+    """The target's log-probabilities of N tokens, and those of the k most likely tokens at each position, in descending order.
+
+    Attributes:
+        tokens: of the tokens.
+        top: of the most likely tokens.
+        top_ids: the ids of the most likely tokens.
+    """
 
     tokens: Float[Array, "B N"]
     top: Float[Array, "B N k"]
@@ -57,18 +71,28 @@ class Logprobs:
 
     @classmethod
     def of(cls, logits: Float[Array, "B N V"], tokens: Int[Array, "B N"], alternatives: int) -> "Logprobs":
-        """Log-probabilities by the target's logits as they are, before processors, temperature and filters."""
-        all = jax.nn.log_softmax(logits, -1)
-        return cls(jnp.take_along_axis(all, tokens[..., None], -1)[..., 0], *lax.top_k(all, alternatives))
+        """Log-probabilities by the target's own logits, before processors, temperature and filters."""
+        of_vocabulary = jax.nn.log_softmax(logits, -1)
+        return cls(jnp.take_along_axis(of_vocabulary, tokens[..., None], -1)[..., 0], *lax.top_k(of_vocabulary, alternatives))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Where each row stands. The last emitted token is pending: its keys and values are not cached yet.
+    """The state of B rows. The last emitted token of each is pending: its keys and values are not cached yet.
 
-    tokens[b, :emitted[b]] are the new tokens; the columns behind them, and those of logprobs, are scratch. status: RUNNING, EOS, LENGTH
-    or STOP. draft: the draft's own state. seen: the ids in prompt and new tokens, where a processor asks for them.
+    Attributes:
+        cache: the target's cache.
+        keys: the key of each row's random draws.
+        tokens: tokens[b, :emitted[b]] are the new tokens; later columns are scratch, as are those of `logprobs`.
+        emitted: the number of new tokens.
+        pending: the last emitted token.
+        status: RUNNING, EOS, LENGTH or STOP.
+        counts: statistics.
+        draft: the draft's own state.
+        seen: the ids in prompt and new tokens, if a processor needs them.
+        logprobs: of the new tokens, if they are kept.
+        adaptive: the history of acceptance, if any row's number of drafts adapts to it.
     """
 
     cache: Cache
@@ -85,7 +109,7 @@ class DecodeState:
 
     @property
     def gamma(self) -> int:
-        """The most drafts of a round."""
+        """The maximum number of drafts in a round."""
         return self.counts.histogram.shape[1] - 1
 
 
@@ -101,12 +125,23 @@ def start(
     seen: Bool[Array, "B V"] | None = None,
     logprobs: Logprobs | None = None,
 ) -> DecodeState:
-    """The state after prefill, with the first token of each row; at most `max_new_tokens` of any row.
+    """The state after prefill.
 
-    seen: the ids of the prompts, where a processor asks for them. logprobs: of the first token, where they are wanted.
+    Args:
+        cache: filled with the prompts.
+        first: the first new token of each row.
+        keys, limits: of each row.
+        max_new_tokens: the maximum number of new tokens of a row.
+        gamma: the maximum number of drafts in a round.
+        draft: the draft's own state.
+        seen: the ids in the prompts, if a processor needs them.
+        logprobs: of the first tokens, if they are kept.
     """
     B, N = first.shape[0], max_new_tokens + gamma + 1
-    first_of = lambda new: jnp.zeros((B, N, *new.shape[2:]), new.dtype).at[:, :1].set(new)
+
+    def first_of(new: Array) -> Array:
+        return jnp.zeros((B, N, *new.shape[2:]), new.dtype).at[:, :1].set(new)
+
     tokens = first_of(first[:, None])
     one = jnp.ones(B, jnp.int32)
     status = status_after(first[:, None], tokens, 0 * one, one, limits)[1]
@@ -119,30 +154,29 @@ def start(
 
 
 def stopped(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
-    """The state in which these rows run no more."""
+    """The state in which these rows have ended."""
     return dataclasses.replace(state, status=jnp.where(rows & (state.status == RUNNING), STOP, state.status))
 
 
 def freed(state: DecodeState, rows: Bool[Array, "B"]) -> DecodeState:
-    """The state in which these rows run no more and hold nothing, so that rounds of the others read nothing for them."""
+    """The state in which these rows have ended and have no cached tokens, so that rounds of the others read nothing for them."""
     lengths = jax.tree.map(lambda n: jnp.where(rows, 0, n), state.cache.lengths)
     return dataclasses.replace(stopped(state, rows), cache=state.cache.rollback(lengths))
 
 
 def replace_rows(state: DecodeState, rows: DecodeState, slots: Int[Array, "k"], pages: Int[Array, "k C"] | None = None) -> DecodeState:
-    """The state with others in place of k of its rows. pages: see `Cache.with_rows`."""
+    """The state with k of its rows replaced. pages: see `Cache.with_rows`."""
     cache = state.cache.with_rows(rows.cache, slots, pages)
-    without = lambda state: dataclasses.replace(state, cache=None)
-    replaced = jax.tree.map(lambda all, new: all.at[slots].set(new), without(state), without(rows))
-    return dataclasses.replace(replaced, cache=cache)
+    state, rows = (dataclasses.replace(each, cache=None) for each in (state, rows))
+    return dataclasses.replace(jax.tree.map(lambda old, new: old.at[slots].set(new), state, rows), cache=cache)
 
 
 def status_after(
     block: Int[Array, "B T"], tokens: Int[Array, "B N"], emitted: Int[Array, "B"], count: Int[Array, "B"], limits: Limits
 ) -> tuple[Array, Array]:
-    """How many of the first `count` tokens of a block to emit, and the row's status thereafter; tokens[b, :emitted[b]] came before.
+    """How many of the first `count` tokens of a block to emit, and each row's status after them.
 
-    Up to an EOS, or the end of a stop sequence, whichever is first.
+    A row ends at the first EOS or end of a stop sequence. tokens[b, :emitted[b]] precede the block.
     """
     ends = jnp.where((block[..., None] == limits.eos_token_ids).any(-1), EOS, RUNNING)
     if limits.stop is not None:
@@ -157,7 +191,7 @@ def status_after(
 def _stops(block: Int[Array, "B T"], tokens: Int[Array, "B N"], emitted: Int[Array, "B"], stop: Int[Array, "B K L"]) -> Array:
     """Whether a stop sequence ends at each token of the block [B, T]."""
     T, L = block.shape[1], stop.shape[2]
-    padded = jnp.pad(tokens, ((0, 0), (L - 1, 0)), constant_values=-2)  # which is no token: nothing matches what is before the first
+    padded = jnp.pad(tokens, ((0, 0), (L - 1, 0)), constant_values=-2)  # no token: nothing matches before the first one
     before = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, L - 1))(padded, emitted)
     text = jnp.concatenate([before, block], 1)
     windows = text[:, jnp.arange(T)[:, None] + jnp.arange(L)]  # [B, T, L]
