@@ -1,4 +1,4 @@
-"""What bounds each row of a batch, on the device."""
+"""The limits of each row of a batch, on the device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,12 +22,17 @@ DRAFT_COST = 0.35
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds each row: new tokens [B], drafts a round [B], and the ids that end it, [E] (-1 matches none).
+    """The limits of B rows. None where no row has a setting.
 
-    stop: sequences of new tokens that end a row, each at the right end of L columns, the others -1; one of -1 alone matches none.
-    padding_from: the first id that is padding of the vocabulary, of which nothing is drafted or generated; None: there is none.
-    min_confidence: where the draft's likeliest token has less probability, it is the row's last draft of the round. draft_cost: see
-    adaptive.py. None stands where no row has such a setting.
+    Attributes:
+        max_new_tokens: the maximum number of new tokens.
+        num_speculative_tokens: the maximum number of drafts in a round.
+        eos_token_ids: the ids that end every row; -1 matches none.
+        stop: sequences of new tokens that end a row, each right-aligned in L columns, and padded with -1; one of -1 alone matches none.
+        processors: changes of the logits.
+        min_confidence: a draft whose most likely token has less probability is the row's last in the round.
+        draft_cost: see adaptive.py.
+        padding_from: the first id that is padding of the vocabulary, and never drafted or generated; None if there is none.
     """
 
     max_new_tokens: Int[Array, "B"]
@@ -44,7 +49,7 @@ class Limits:
         return self.processors is not None and self.processors.repetition_penalty is not None
 
     def processed(self, logits: Float[Array, "B T V"], new: Int[Array, "B"], since: Int[Array, "B V"] | None) -> Float[Array, "B T V"]:
-        """Logits as tokens are chosen from them: without padding of the vocabulary, EOS ids apart; and see `Processors`."""
+        """The logits that tokens are chosen from: without padding of the vocabulary, except EOS ids; and see `Processors`."""
         if self.padding_from is not None:
             ids = jnp.arange(logits.shape[-1])
             logits = jnp.where((ids < self.padding_from) | (ids[:, None] == self.eos_token_ids).any(1), logits, -jnp.inf)
@@ -52,11 +57,19 @@ class Limits:
 
 
 def make_limits(model: Llama, *configs: GenerationConfig, tokenizer: Any = None) -> Limits:
-    """The limits of rows with these configs, one for each row. EOS ids are taken from the first config, which all share. A draft's
-    cost is `DRAFT_COST` where it is not given. tokenizer: whose ids alone are generated; None: any of the vocabulary."""
-    configs = tuple(map(beside_draft, configs))  # one that is open yet is as for a draft that is given
+    """The limits of rows with these configs, one for each row.
+
+    Args:
+        model: the target.
+        configs: they share their EOS ids. A `draft_cost` that is not given is `DRAFT_COST`.
+        tokenizer: only its ids are generated; None: all of the vocabulary are.
+    """
+    configs = tuple(map(beside_draft, configs))  # an open setting is as for a draft that is given
     eos = () if configs[0].ignore_eos else eos_ids(model, configs[0])
-    column = lambda name, dtype: jnp.array([getattr(config, name) for config in configs], dtype)
+
+    def column(name: str, dtype: Any) -> Array:
+        return jnp.array([getattr(config, name) for config in configs], dtype)
+
     costs = [(DRAFT_COST if config.draft_cost is None else config.draft_cost) if config.adaptive else 0.0 for config in configs]
     return Limits(
         column("max_new_tokens", jnp.int32),
@@ -76,7 +89,7 @@ def eos_ids(model: Llama, config: GenerationConfig) -> tuple[int, ...]:
 
 
 def _stop_sequences(configs: Sequence[GenerationConfig]) -> Int[Array, "B K L"] | None:
-    """Stop sequences as `Limits` wants them; None where no row has any."""
+    """Stop sequences in the form of `Limits.stop`; None if no row has any."""
     sequences = [config.stop_token_ids for config in configs]
     lengths = [len(sequence) for of_row in sequences for sequence in of_row]
     if not lengths:

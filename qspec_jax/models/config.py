@@ -11,7 +11,7 @@ from qspec_jax.errors import InputError, flat, warn_once
 from qspec_jax.files import read_json
 
 log = logging.getLogger(__name__)
-# What each type has among the rope settings, besides its name, rope_theta and partial_rotary_factor.
+# The rope settings of each type, besides its name, rope_theta and partial_rotary_factor.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -28,18 +28,18 @@ ROPE_TYPES = tuple(_ROPE_KEYS)
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How an architecture differs from Llama, and what Hugging Face assumes where its config.json is silent.
+    """How an architecture differs from Llama, and the defaults that Hugging Face assumes for keys that config.json lacks.
 
     Attributes:
-        qkv_bias: whether there is one, or the key that says so.
-        output_bias: the same of attention's last projection.
-        mlp_bias: the same of the MLP.
+        qkv_bias: whether queries, keys and values have a bias, or the key of config.json that says so.
+        output_bias: the same for attention's output projection.
+        mlp_bias: the same for the MLP.
         qk_norm: whether queries and keys are normalized.
-        windowed: whether `sliding_window` counts by itself, without another key that switches it on.
+        windowed: whether `sliding_window` is in effect by itself, without another key that switches it on.
         nope: whether some layers have no RoPE (`no_rope_layers`).
-        whole_heads: whether transformers refuses heads that do not divide hidden_size, even beside a head_dim.
-        only_longrope: whether longrope, by whatever name, is the only rope type besides the default.
-        defaults: what a key is where config.json lacks it.
+        whole_heads: whether transformers refuses heads that do not divide hidden_size, even if head_dim is given.
+        only_longrope: whether longrope, under any of its names, is the only rope type besides the default.
+        defaults: the values of keys that config.json lacks.
     """
 
     qkv_bias: bool | str = False
@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the union of what the types need, with Hugging Face's names."""
+    """Rotary position embedding: the settings of all types together, with Hugging Face's names."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -114,7 +114,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """A Llama-family model, from its Hugging Face config.json."""
+    """The configuration of a Llama-family model, with Hugging Face's names where they are the same."""
 
     architecture: str
     vocab_size: int
@@ -137,37 +137,38 @@ class LlamaConfig:
     nope_layers: tuple[int, ...] = ()  # the layers without RoPE
 
     def with_heads(self, num_heads: int, num_kv_heads: int) -> Self:
-        """This configuration with so many heads of queries, and of keys and values."""
+        """The configuration with other numbers of query heads and KV heads."""
         return dataclasses.replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, in tokens: linear, dynamic and YaRN scaling stretch what the checkpoint was trained for."""
+        """The longest sequence, in tokens: linear, dynamic and YaRN scaling extend the length that the checkpoint was trained for."""
         match self.rope.rope_type:
             case "linear" | "dynamic":
                 return int(self.max_position_embeddings * self.rope.factor)
-            case "yarn":  # its users change rope_scaling and may leave max_position_embeddings as it was
+            case "yarn":  # users who add rope_scaling may leave max_position_embeddings as it was
                 return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * self.rope.factor))
         return self.max_position_embeddings
 
     @property
     def short_length(self) -> int | None:
-        """The longest sequence with Phi-3's short RoPE factors; with one token more transformers computes the whole cache anew with the
-        long ones. None: nothing is computed anew at any length."""
+        """The longest sequence with Phi-3's short RoPE factors; one token more, and transformers computes the whole cache again with the
+        long ones. None for a model that never does."""
         recomputed = ARCHITECTURES[self.architecture].only_longrope and self.rope.rope_type == "longrope"
         return self.rope.original_max_position_embeddings if recomputed else None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | Path, *, source: str = "config.json", dtype: str = "float32") -> "LlamaConfig":
-        """Reads a config.json (its path, or its contents).
-
-        Raises InputError for an architecture, rope type, activation, sliding window or quantization that is not supported,
-        naming it, and for a missing or senseless value.
+        """Reads a config.json.
 
         Args:
-            config: the path, or what the file holds.
-            source: what messages call the contents.
-            dtype: the weights' dtype where the config has none.
+            config: its path, or its contents.
+            source: the name of the contents in messages.
+            dtype: the dtype of the weights if the config names none.
+
+        Raises:
+            InputError: for an architecture, rope type, activation, sliding window or quantization that is not supported, and for a value
+                that is missing or impossible.
         """
         if isinstance(config, (str, Path)):
             source = str(config)
@@ -189,12 +190,11 @@ class _Reader:
         if self.name not in ARCHITECTURES:
             raise self.error(f"architecture {self.name} is not supported; supported are {', '.join(ARCHITECTURES)}")
         self.architecture = ARCHITECTURES[self.name]
-        # A null hides the architecture's default, and then reads as an absent key.
+        # A null hides the architecture's default, and then counts as an absent key.
         self.raw = {k: v for k, v in (dict(self.architecture.defaults) | dict(raw)).items() if v is not None}
 
     def architecture_of(self, raw: Mapping[str, Any]) -> str:
-        """The architecture's name: that of the model type, which transformers goes by, unless `architectures` names what is no model of it
-        that predicts tokens."""
+        """The architecture's name: that of the model type, as in transformers, unless `architectures` names a model of another kind."""
         names, model_type = raw.get("architectures"), raw.get("model_type")
         given = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "(none)"
         by_type = next((name for name in ARCHITECTURES if _family(name).lower() == model_type), None)
@@ -216,7 +216,7 @@ class _Reader:
         if value is None:
             raise self.error(f"{name} is missing")
         try:
-            # A whole number written as 48.0 is none to transformers, which reads the file for the tokenizer.
+            # transformers, which reads the file for the tokenizer, does not take 48.0 for a whole number.
             good = isinstance(value, (int, kind)) and not isinstance(value, bool) and math.isfinite(value) and kind(value) == value
         except OverflowError:
             good = False
@@ -251,7 +251,6 @@ class _Reader:
         if self.architecture.whole_heads and hidden % heads:
             raise self.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, as {self.name} needs it")
         positions = self.number("max_position_embeddings")
-        bias = lambda which: self.flag(which) if isinstance(which, str) else which
         layers, vocab_size = self.number("num_hidden_layers", most=1000), self.number("vocab_size")
         config = LlamaConfig(
             architecture=self.name,
@@ -266,9 +265,9 @@ class _Reader:
             rope=self.rope(head_dim, positions),
             max_position_embeddings=positions,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
-            qkv_bias=bias(self.architecture.qkv_bias),
-            output_bias=bias(self.architecture.output_bias),
-            mlp_bias=bias(self.architecture.mlp_bias),
+            qkv_bias=self.bias(self.architecture.qkv_bias),
+            output_bias=self.bias(self.architecture.output_bias),
+            mlp_bias=self.bias(self.architecture.mlp_bias),
             qk_norm=self.architecture.qk_norm,
             eos_token_ids=self.eos_token_ids(vocab_size),
             dtype=self.dtype(),
@@ -277,9 +276,12 @@ class _Reader:
         self.refuse_sliding_window(config)
         return config
 
+    def bias(self, setting: bool | str) -> bool:
+        return self.flag(setting) if isinstance(setting, str) else setting
+
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         ids = self.raw.get("eos_token_id")
-        # What is assumed for the architecture's own vocabulary is no mistake in a file that has a smaller one.
+        # The default for the architecture's own vocabulary is no mistake in a file with a smaller one.
         assumed = ids is not None and ids == dict(self.architecture.defaults).get("eos_token_id")
         return (ids,) if assumed else eos_token_ids(ids, self.source, vocab_size)
 
@@ -306,7 +308,7 @@ class _Reader:
             active = True
         elif types is not None:
             active = "sliding_attention" in types
-        elif self.architecture.nope:  # the layers without RoPE are those with the window
+        elif self.architecture.nope:  # the layers without RoPE have the window
             active = self.flag("use_sliding_window") and bool(config.nope_layers)
         else:
             active = self.flag("use_sliding_window") and self.number("max_window_layers", above=-1) < config.num_layers
@@ -317,14 +319,14 @@ class _Reader:
             )
 
     def rope(self, head_dim: int, positions: int) -> RopeConfig:
-        # transformers 4 spells it rope_theta and rope_scaling, transformers 5 rope_parameters; it too prefers the older one.
+        # transformers 4 calls it rope_theta and rope_scaling, transformers 5 rope_parameters; both prefer the older key.
         given = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
             raise self.error(f"rope settings {given!r} should be one flat object")
         key = "rope_type" if "rope_type" in given else "type"
         rope_type = given.get(key, "default")
         if rope_type is None:
-            raise self.error(f"{key} of the rope settings is null, which is no rope type; supported are {', '.join(ROPE_TYPES)}")
+            raise self.error(f"{key} of the rope settings is null; supported rope types are {', '.join(ROPE_TYPES)}")
         given = {k: v for k, v in given.items() if v is not None}
         if self.architecture.only_longrope and rope_type != "default":
             if rope_type not in ("longrope", "su", "yarn"):  # the last two are old names of the first
@@ -335,7 +337,7 @@ class _Reader:
         if given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0)) != 1.0:
             raise self.error("partial_rotary_factor is not supported; the whole head must be rotated")
         if unused := sorted(map(str, given.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS[rope_type]})):
-            # As transformers; `finetuned` and the like are found in many files.
+            # As transformers does; many files have keys such as `finetuned`.
             warn_once(log, f"{self.source}: rope type {rope_type} does not use {flat(', '.join(unused))} of the rope settings")
         theta = self.number("rope_theta", self.raw.get("rope_theta", 10000.0), of=given, kind=float, above=1)
         if rope_type == "default":
@@ -370,7 +372,9 @@ class _Reader:
         return rope
 
     def yarn_attention_factor(self, given: Mapping[str, Any], factor: float) -> float:
-        mscale = lambda m: 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+        def mscale(m: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
         default = mscale(1.0)
         if given.get("mscale") and given.get("mscale_all_dim"):
             part, whole = (self.number(name, of=given, kind=float) for name in ("mscale", "mscale_all_dim"))
@@ -385,29 +389,28 @@ class _Reader:
 
 
 def stated_dtype(raw: Mapping[str, Any]) -> str | None:
-    """The dtype that a config.json names, by its new key or its old one; None where it names none."""
+    """The dtype that a config.json names, under its new key or its old one; None if it names none."""
     found = next((raw[key] for key in ("dtype", "torch_dtype") if raw.get(key) is not None), None)
     return None if found is None else str(found).removeprefix("torch.")
 
 
 def quantized_already(sign: str) -> str:
-    """The message that a checkpoint is quantized. sign: by what that is seen."""
-    return f"the checkpoint is quantized already ({sign}); bring the unquantized one, of which the draft is made here"
+    """The message that a checkpoint is quantized. sign: the evidence for that."""
+    return f"the checkpoint is quantized already ({sign}); give the unquantized one, which the draft is made from"
 
 
 def _family(architecture: str) -> str:
-    """What the names of an architecture's models begin with; in lower case it is the model type."""
+    """The prefix of the names of an architecture's models; in lower case it is the model type."""
     return architecture.removesuffix("ForCausalLM")
 
 
 def _whole(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with whole numbers as such, be they written with a point or not: transformers computes with what it finds among a rope's
-    settings, and takes none but whole ones elsewhere."""
+    """The settings with floats such as 4096.0 as whole numbers: transformers takes them among the rope settings, but not elsewhere."""
     return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in settings.items()}
 
 
 def eos_token_ids(value: Any, source: str, vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids of a config, one or a list of them, as a tuple. Raises InputError where one is not in the vocabulary."""
+    """The end-of-sequence ids of a config's value, one id or a list. Raises InputError for one that is not in the vocabulary."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
         raise InputError(f"{source}: eos_token_id should be a token id or a list of them, not {value!r}")

@@ -1,7 +1,7 @@
 """Rotary position embedding: default, linear, dynamic NTK, YaRN, LongRoPE and Llama 3 frequencies.
 
-Dynamic and longrope frequencies depend on the length of the sequence that a token is part of. Here that length is given per
-token: its own position + 1 when decoding, the whole prompt's length in prefill, as transformers has it.
+Dynamic and longrope frequencies depend on the length of a token's sequence. Here that length is given for each token: its position + 1
+while decoding, the whole prompt's length in prefill, as in transformers.
 """
 
 import math
@@ -18,14 +18,14 @@ def cos_sin(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """Cosine and sine, float32, of each token's angles (half: head_dim / 2), times the type's attention factor.
 
-    lengths: how long the sequence is that each token is part of, for the types whose frequencies depend on it.
+    lengths: the length of each token's sequence, for the types whose frequencies depend on it.
     """
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope, head_dim, max_positions, lengths)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def unrotated(cos: Float[Array, "*b half"], sin: Float[Array, "*b half"]) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """The cosines and sines, of as many tokens, that rotate nothing: for a layer without RoPE."""
+    """The cosines and sines, of the same shape, that rotate nothing: for a layer without RoPE."""
     return jnp.ones_like(cos), jnp.zeros_like(sin)
 
 
@@ -45,7 +45,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
         case "yarn":
             return _yarn(rope, head_dim, plain)
         case "longrope":
-            # Multiplied and rounded in transformers' order: at 100,000 tokens a last bit is a hundredth of a radian.
+            # Multiplied and rounded in transformers' order: at 100,000 tokens the last bit is a hundredth of a radian.
             short, long = (1.0 / (np.asarray(f, np.float32) * periods) for f in (rope.short_factor, rope.long_factor))
             return jnp.where(lengths[..., None] > rope.original_max_position_embeddings, long, short)
         case "llama3":
@@ -54,7 +54,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int, le
 
 
 def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
-    """YaRN frequencies (arXiv 2309.00071, section 3.2): interpolated for channels that turn seldom, kept for those that turn often."""
+    """YaRN frequencies (arXiv 2309.00071, section 3.2): interpolated for slow channels, unchanged for fast ones."""
 
     def channel(rotations: float) -> float:
         turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -64,13 +64,13 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: np.ndarray) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # 0.001 for an empty range only; a reversed one, of extreme settings, is left as transformers leaves it.
+    # 0.001 for an empty range only; a reversed one, from extreme settings, remains as in transformers.
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001), 0, 1)
     return (plain / np.float32(rope.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Llama 3.1's frequencies: low ones are divided by the factor, high ones kept, those between blended."""
+    """Llama 3.1's frequencies: low ones are divided by the factor, high ones unchanged, those between blended."""
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)

@@ -1,8 +1,8 @@
 """Tensor parallelism: how weights are divided over the devices of a mesh, and functions that run on all of them at once.
 
-A function runs whole on every device, with the weights and the cache that lie there: some attention heads, some columns of an MLP, some of
-the vocabulary. What the devices have to tell each other stands where the model needs it (`Linear`, `Block.until`, `Llama.embed`,
-`Llama.logits`) and nowhere else, so nothing is gathered that is not meant to be. Source: Megatron-LM (arXiv 1909.08053), section 3.
+A function runs on every device, with the weights and the part of the cache there: some attention heads, some columns of an MLP, a part of
+the vocabulary. Communication is explicit, at the places where the model needs it (`Linear`, `Block.until`, `Llama.embed`, `Llama.logits`),
+so nothing is gathered by accident. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 import functools
@@ -19,7 +19,7 @@ from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
 
 MODEL = "model"  # the axis of a mesh over which a model is divided
-# Names of the axes of each weight [out, in], by the part of its path that says which; norms are whole on every device.
+# Names of the axes of each weight [out, in], by the part of its path that identifies it; norms are whole on every device.
 AXES: dict[str, tuple[str | None, str | None]] = {
     "embedding": ("vocab", None),
     "head": ("vocab", None),
@@ -39,14 +39,14 @@ def model_mesh(devices: list[jax.Device]) -> Mesh:
 
 
 def normal(mesh: Mesh) -> Mesh:
-    """The mesh as `model_mesh` makes it, whatever kind of axis it has; with other axes than `MODEL`, itself."""
+    """The mesh with the kind of axis that `model_mesh` gives it; a mesh with other axes than `MODEL` as it is."""
     return model_mesh(list(mesh.devices.flat)) if mesh.axis_names == (MODEL,) else mesh
 
 
 def kv_copies(config: LlamaConfig, mesh: Mesh) -> int:
-    """On how many devices of a mesh each KV head is: more than one where there are fewer heads than devices.
+    """The number of devices of a mesh that have a copy of the same KV head: more than one if there are fewer heads than devices.
 
-    Raises InputError for a mesh with another axis than `MODEL`, and for heads or columns of the MLP that it does not divide.
+    Raises InputError for a mesh with another axis than `MODEL`, and if its size does not divide the heads or the columns of the MLP.
     """
     if mesh.axis_names != (MODEL,):
         axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -62,9 +62,12 @@ def kv_copies(config: LlamaConfig, mesh: Mesh) -> int:
 
 
 def _numbers_of_devices(config: LlamaConfig) -> str:
-    """What a model can be divided over, as a text."""
-    divides = lambda n: config.num_heads % n == 0 and config.intermediate_size % n == 0
-    fits = lambda n: divides(n) and (config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0)
+    """The numbers of devices that a model can be divided over, as a text."""
+
+    def fits(n: int) -> bool:
+        divides = config.num_heads % n == 0 and config.intermediate_size % n == 0
+        return divides and (config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0)
+
     return ", ".join(str(n) for n in range(1, min(config.num_heads, 64) + 1) if fits(n))
 
 
