@@ -2,21 +2,29 @@ PYTHON ?= python3
 NEWEST ?= python3.12
 BIN := .venv/bin
 
-.PHONY: demo test test-fast test-newest package docs lint clean
+PYTEST := python -m pytest -q -n 2 --dist worksteal
+
+.PHONY: demo test test-all test-rest test-system test-newest package docs lint clean
 
 demo: .venv/installed  ## The embedded model continues a real source file.
 	$(BIN)/qspec demo
 
-test: .venv/installed-test  ## Everything but test-newest, which CI runs too.
-	$(MAKE) -j2 lint docs package
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10
+test: lint  ## The library and its commands: under 10 minutes on 2 cores, less the second time.
+	$(BIN)/$(PYTEST) -m "not system" --durations=10
+
+test-all: test test-rest  ## Everything; .ci/run does the same.
+
+test-rest: test-system docs package test-newest
+
+test-system: .venv/installed-test  ## Ray, several processes and devices, conversions that are killed, notebooks.
+	$(BIN)/$(PYTEST) -m system --durations=10
 
 # What depends most on JAX, with the newest that Python 3.12 finds; the rest runs with the oldest, on Python 3.11.
 NEWEST_TESTS := $(addsuffix .py,$(addprefix tests/test_,attention batch checkpoint convert decode dispatch exactness flush flush_gpu jsonl launch \
 	matmul_gpu model pages processors sampling simulated_fused_layer simulated_kernels skinny_matmul_gpu skipping weights))
 
 test-newest: .venv-newest/installed  ## make test-newest NEWEST=python3.12
-	.venv-newest/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(NEWEST_TESTS)
+	.venv-newest/bin/$(PYTEST) $(NEWEST_TESTS)
 
 docs: .venv/installed-test  ## The site, in docs/_build/html; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -26,9 +34,6 @@ package: .venv/installed-test  ## sdist and wheel, checked, and the wheel tried 
 	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/try_wheel.py dist
-
-test-fast: .venv/installed-test  ## Without the tests that take most of the time: under 5 minutes.
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

@@ -23,7 +23,6 @@ FIXED, MOST = (1, 2, 3, 4, 6), 6
 TEXTS, PROMPT, NEW = 1, 64, 96
 
 
-@pytest.mark.slow
 def test_near_the_best_fixed_number_of_drafts():
     """Every text is walked by every policy, each in a row of one batch: what is drafted and accepted, along the real tokens."""
     model, tokenizer = load(demo.MODEL, dtype="float32")

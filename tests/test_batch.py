@@ -82,7 +82,6 @@ def with_close_logprobs(result: Result) -> Result:
     return dataclasses.replace(result, logprobs=list(map(Close, result.logprobs)), top_logprobs=top)
 
 
-@pytest.mark.slow
 def test_rows_are_as_alone(model, tokenizer, draft):
     requests = some_requests(11)
     whole = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
@@ -97,7 +96,6 @@ def test_rows_are_as_alone(model, tokenizer, draft):
 
 
 @pytest.mark.parametrize("name", ["quantspec", "none"])
-@pytest.mark.slow
 def test_rows_are_those_of_generate(name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, max_new_tokens=30, temperature=0.8), None if name == "none" else draft
     requests = [dataclasses.replace(request, config=config) for request in some_requests(3)]
@@ -128,7 +126,6 @@ def outcome_of(requests, model, draft):
     return outcome(run_batch(model, requests, batch_size=1, draft=draft))
 
 
-@pytest.mark.slow
 def test_stop_strings_and_sequences(model, tokenizer, draft):
     requests = some_requests(8)
     plain = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
@@ -157,7 +154,6 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
     assert outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer, refill=False)) == results
 
 
-@pytest.mark.slow
 def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, draft):
     config = dataclasses.replace(CONFIG, max_new_tokens=30)
     request = Request([7, 8, 9], config, KEY)
@@ -191,7 +187,6 @@ def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
 
 
-@pytest.mark.slow
 def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
     run = run_batch(model, iter(some_requests(6)), batch_size=2, draft=draft)
     next(iter(run))
@@ -247,7 +242,6 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     assert len(rows) == 6 and any(rows[-1].made < at < rows[-1].ready for at in called) == (not stop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("refill", [True, False])
 def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model, tokenizer, draft, paged, monkeypatch):
     """The host alone knows that it is over: the device must run it no further, for its pages are another row's then."""
@@ -287,7 +281,6 @@ def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
             assert (held[status == RUNNING] > 0).all() and not held[status != RUNNING].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["quantspec", "sparse", "streaming-llm:budget=24,sinks=2", "none"])
 def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     """A layer at a time, with rounds of the other rows between, after as many parts as they may have to wait for: the same results."""

@@ -390,7 +390,6 @@ def test_bytes_of_a_flush():
     assert flush.bytes_moved(SHAPES["tiny-int4-T1-256"]) == 2 * (2 * (136 + 72) * 64 * 2 + 2 * 64 * 64 + 4 * 2 * 64)
 
 
-@pytest.mark.slow
 def test_flush(run):
     code, out, err = run("bench", "flush", "--shape", "tiny-int8", "--repeats", 2, "--gamma", 3, "--layers", 2, "--json")
     assert (code, err) == (0, "")

@@ -17,7 +17,6 @@ from qspec_jax.errors import InputError
 SIZES = ["--prompts", 5, "--batch-size", 2, "--prompt-tokens", "4-9", "--new-tokens", "3-12"]
 
 
-@pytest.mark.slow
 def test_json(run, one_layer, monkeypatch):
     waited_for, wait = [], jax.block_until_ready
     monkeypatch.setattr(batch.jax, "block_until_ready", lambda tree: waited_for.append(tree) or wait(tree))

@@ -200,7 +200,6 @@ ENTRY %main (x: f32[1024]) -> (f32[1024]) {
     assert large_operations(fusion, 4097) == []
 
 
-@pytest.mark.slow
 def test_json(run):
     names = ["autoregressive", "quantspec", "quantspec-weights-only"]
     flags = ["--layers", 1, "--simulate-ratio", 0.8, "--methods", ",".join(names)]
@@ -255,7 +254,6 @@ def decoded_batches(small_model):
         return list(zip(decode_rows.compared(list(rows)), states, strict=True))
 
 
-@pytest.mark.slow
 def test_batches_are_measured_at_each_size(decoded_batches):
     rows = [row for row, _ in decoded_batches]
     assert [(row.batch_size, row.method, row.status, row.note) for row in rows] == [
@@ -273,7 +271,6 @@ def test_batches_are_measured_at_each_size(decoded_batches):
         assert row.speedup == pytest.approx(row.tokens_per_second / baseline.tokens_per_second)
 
 
-@pytest.mark.slow
 def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     (_, _), (_, _), (_, (emitted, one_by_one, _)), (_, (ended, counts, lengths)) = decoded_batches
     assert len(set(counts.accepted.tolist())) > 1 and len(set(lengths.tolist())) > 1
@@ -282,7 +279,6 @@ def test_rows_of_a_batch_accept_independently_and_all_run(decoded_batches):
     assert len(set(counts.rounds.tolist())) == 1 and ended.max() == 100 > ended.min()
 
 
-@pytest.mark.slow
 def test_floors_of_batches_count_weights_once_and_every_rows_cache(decoded_batches, small_model):
     weights, layers = weight_bytes(small_model), small_model.config.num_layers
     one, four = ({row.method: row for row, _ in decoded_batches if row.batch_size == size} for size in (1, 4))
@@ -440,7 +436,6 @@ def test_what_a_draft_reads_is_counted_in_its_own_cache(model):
     assert full == weights + layers * decode_steps.layer_bytes_read(model, 401, 1, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["streaming-llm", "snapkv:cache=int8,generated=1"])
 def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     code, out, _ = run(*FAST, "--draft", draft, "--simulate-ratio", 0.8, "--json")
@@ -452,7 +447,6 @@ def test_a_draft_with_a_cache_of_its_own_is_timed(run, one_layer, draft):
     assert row["byte_limit"] > 0
 
 
-@pytest.mark.slow
 def test_a_step_that_cannot_be_compiled_is_one_row_and_keeps_nothing(one_layer, monkeypatch):
     model = random_model(architecture("tiny"))
 
@@ -624,7 +618,6 @@ def test_random_weights_need_no_more_than_a_config(run, one_layer, tmp_path):
     assert (code, err, row["status"]) == (0, "", "measured")
 
 
-@pytest.mark.slow
 def test_table_of_real_acceptance(run, one_layer, tmp_path, caplog):
     path = tmp_path / "decode.png"
     plot = ["--plot", path] if importlib.util.find_spec("matplotlib") else []

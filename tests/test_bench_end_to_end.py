@@ -70,7 +70,6 @@ def test_texts_are_spread_and_do_not_overlap():
         cut(range(35), 36, 2)
 
 
-@pytest.mark.slow
 def test_rows(report):
     assert named(report.rows) == ROWS
     assert {(row.status, row.note) for row in report.rows} == {("measured", "")}
@@ -214,7 +213,6 @@ def test_without_a_draft_the_baseline_is_measured(monkeypatch, run, directory, f
     assert [row["status"] for row in report["rows"] + report["teacher_forced"]] == ["measured", "failed", "failed"]
 
 
-@pytest.mark.slow
 def test_a_trained_model(run, shallow):
     # Of one text and 64 tokens, since the walk's prefill is then the one that is compiled for the decode.
     flags = ["--context", 300, "--temperature", 0, "--gamma", 3, "--max-new-tokens", 64, "--texts", 1]

@@ -128,7 +128,6 @@ def small_corpus(monkeypatch):
     monkeypatch.setattr(corpus, "held_out_by_name", lambda: {paths[0].stem: paths[:1]})
 
 
-@pytest.mark.slow
 def test_the_command_leaves_a_checkpoint(run, fails, small_corpus, tmp_path):
     directory = tmp_path / "model"
     command = ["bench", "pretrain", "--output", directory, "--smoke", "--steps", 2, "--segment-minutes", 0]
@@ -257,7 +256,6 @@ for devices in (jax.devices()[:1], jax.devices()):
 """
 
 
-@pytest.mark.slow
 def test_devices_share_the_rows_of_a_step():
     environment = simulated_devices.environment(2) | sharing.environment()
     command = [sys.executable, "-c", SHARING]

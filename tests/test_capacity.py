@@ -56,7 +56,6 @@ def test_rows_without_pages():
     assert divided(29, 30, 0, None, 2) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "full"])
 def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     """The batch and two rows beside it take no more than was free, and the results are the same."""

@@ -135,7 +135,6 @@ def test_generate_json_has_the_promised_fields(run, directory, tmp_path):
         assert stats[name] == sum(row[name] for row in stats["rows"])
 
 
-@pytest.mark.slow
 def test_methods_and_streaming_agree(run, directory):
     """Greedy: quantspec, its INT8 target one token at a time, and the streamed text are the same."""
     base = ["generate", "--model", directory, "--prompt", "class Reader:", *SETTINGS, "--dtype", "float32"]
@@ -147,14 +146,12 @@ def test_methods_and_streaming_agree(run, directory):
     assert run(*base, "--calibrate")[1] == text
 
 
-@pytest.mark.slow
 def test_sampling_follows_the_seed(run, directory):
     base = ["generate", "--model", directory, "--prompt", "a", *SETTINGS, "--temperature", "1", "--top-k", "50", "--top-p", "0.9"]
     texts = [run(*base, "--seed", seed)[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.slow
 def test_float64_runs_in_a_process_of_its_own(directory):
     """The flag turns on 64-bit JAX for the whole process, so it is tried in another one."""
     command = [
@@ -203,7 +200,6 @@ def test_info(run, tmp_path):
     assert "INT4 draft" in out
 
 
-@pytest.mark.slow
 def test_demo(run):
     command = ["demo", "--prompt-tokens", 60, "--max-new-tokens", 8, "--no-calibrate", "--temperature", 0]
     code, out, _ = run(*command, "--json")
@@ -276,7 +272,6 @@ def test_bad_flags_and_prompts(fails, directory, flags, word):
     fails([*GENERATE, directory, *flags], word)
 
 
-@pytest.mark.slow
 def test_settings_reach_the_loop(run, directory):
     """Each changes what comes out as its name says; what there is without any, is banned, favoured, stopped at."""
     result = lambda *flags: json.loads(run(*GENERATE, directory, "--json", *flags)[1])

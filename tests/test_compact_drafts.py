@@ -47,7 +47,6 @@ def test_a_draft_that_reads_everything_is_always_accepted(model, text):
     assert accepted(model, make_draft(text, model)) == 1.0
 
 
-@pytest.mark.slow
 def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
     """Planted: the last draft's keys and values are not taken in, as the draft itself never had them."""
     draft = make_draft(EVERYTHING[0], model)
@@ -61,7 +60,6 @@ def test_what_is_missing_behind_a_full_acceptance_is_seen(model, monkeypatch):
 
 @pytest.mark.parametrize("text", EVERYTHING[1:])
 @pytest.mark.parametrize("gamma", [3, 2 * G])
-@pytest.mark.slow
 def test_what_a_round_left_in_an_int8_cache_is_taken_in(shallow, text, gamma):
     """Also what the flush at the round's end has quantized already, where a short prompt is followed by more than a group."""
     lengths = [3, 2 * G + 1, 43]
@@ -205,7 +203,6 @@ def test_a_share_is_of_each_rows_own_prompt(shallow, text):
     assert own.layers[0].keys.shape[2] < (401 if text == "streaming-llm" else 401 + 64)
 
 
-@pytest.mark.slow
 def test_a_row_that_has_ended_does_not_change(model):
     draft = make_draft("streaming-llm:budget=20,sinks=3", model)
     state, step, _ = prepared(model, random_prompts([30, 30, 5]), dataclasses.replace(CONFIG, max_new_tokens=9), draft=draft)
@@ -217,7 +214,6 @@ def test_a_row_that_has_ended_does_not_change(model):
     assert state.draft.cache.taken[0] > 30
 
 
-@pytest.mark.slow
 def test_more_of_the_context_is_more_accepted(shallow):
     rates = [accepted(shallow, make_draft(f"streaming-llm:budget={budget},sinks=2", shallow)) for budget in (6, 30, 128)]
     assert rates[0] < rates[1] < rates[2] == 1

@@ -106,7 +106,6 @@ def test_few_traces_are_kept():
     assert len(kept) == compiled.MIN_PROGRAMS and program.shapes(jnp.ones(0)).shape == (0,)
 
 
-@pytest.mark.slow
 def test_prompts_of_a_bucket_compile_once(compilations):
     model = random_model(jnp.float32, vocab_size=61, num_hidden_layers=1)  # shapes that no other test has
     drafts = {"quantspec": quantspec(model)}
@@ -199,12 +198,10 @@ def test_pieces_of_mapped_memory_are_counted(monkeypatch, tmp_path):
 @pytest.mark.parametrize("gamma", [0, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["int8", "full"])
-@pytest.mark.slow
 def test_the_loop_makes_nothing_of_cache_size(kind, batch, gamma):
     assert faults(kind, batch, gamma) == []
 
 
-@pytest.mark.slow
 def test_nor_does_it_when_it_samples():
     assert faults("int8", 1, 4, temperature=1.0) == []
 
@@ -215,7 +212,6 @@ def test_nor_does_it_when_it_observes():
 
 
 @pytest.mark.parametrize("draft", ["snapkv:budget=32768", "streaming-llm:budget=32768,cache=int8"])
-@pytest.mark.slow
 def test_nor_of_a_drafts_own_cache(draft):
     """Half as many tokens as the target's cache has room for; smaller arrays count as large here, and are none of the cache's."""
     assert [fault for fault in faults("int8", 2, 3, draft=draft) if re.search(r",327\d\d,64]|bytes", fault)] == []
@@ -252,7 +248,6 @@ def test_a_loop_that_asks_before_each_draft_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("int8", HierarchicalCache), ("full", FullCache)])
-@pytest.mark.slow
 def test_a_cache_that_is_moved_is_seen(monkeypatch, kind, cache):
     """Planted: every round moves all that is cached by one place."""
     flush = cache.flush

@@ -41,7 +41,6 @@ FAMILIES = ["llama-biases", "qwen3-biases", "mistral-default", "phi3-longrope", 
 @pytest.mark.parametrize(
     ("case", "dtype"), [*((case, "float32") for case in FAMILIES), ("llama-biases", "bfloat16"), ("phi3-longrope", "bfloat16")]
 )
-@pytest.mark.slow
 def test_a_converted_model_is_the_one_that_is_loaded_directly(case, dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):
         monkeypatch.setattr(converted, name, 30_000)
@@ -68,7 +67,6 @@ def test_dtypes(stored, converted, loaded, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
 def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeypatch):
     for name in ("BATCH_BYTES", "LOADED_BYTES"):
         monkeypatch.setattr(converted, name, 30_000)
@@ -99,7 +97,6 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch):
     np.testing.assert_allclose(error(parts), error(whole), rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_over_a_mesh(tmp_path):
     source = write_checkpoint(tmp_path / "hf", hf_config(num_key_value_heads=4, num_hidden_layers=1, head_dim=128, intermediate_size=512))
     convert(source, tmp_path / "out", draft_bits=4)
@@ -182,7 +179,6 @@ def test_an_export_has_the_dtype_of_the_conversion(source, tmp_path):
     assert bits(load_model(tmp_path / "back")) == bits(load_model(source, dtype="bfloat16"))
 
 
-@pytest.mark.slow
 def test_verify(source, tmp_path, monkeypatch):
     monkeypatch.setattr(converted, "BATCH_BYTES", 30_000)
     out = tmp_path / "out"

@@ -23,6 +23,8 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.errors import InputError
 from qspec_jax.files import unfinished_prefix
 
+pytestmark = pytest.mark.system
+
 
 def test_one_that_is_being_written_is_left_alone(source, tmp_path):
     def check():
@@ -212,7 +214,6 @@ def _convert_in_a_process(source: Path, out: Path) -> None:
     convert(source, out, draft_bits=4, overwrite=True, progress=False)
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """Twenty times: the destination is absent, or what it was; what is left over is refused; and converting again succeeds."""
     source = write_checkpoint(tmp_path / "hf", hf_config(num_hidden_layers=1))

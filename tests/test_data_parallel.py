@@ -46,7 +46,7 @@ def two_devices(request):
     return simulated_devices.devices(request, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_with_simulated_devices(request):
     simulated_devices.run_those_of(request, 2)
 

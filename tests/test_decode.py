@@ -70,7 +70,6 @@ def check_lengths(prompts, run) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8_first", "paper", "one_bit"])
-@pytest.mark.slow
 def test_one_by_one_decoding_is_the_int8_target(float64, scheme):
     model, _ = model_and_draft("float64")
     prompts = prompts_of(LENGTHS)
@@ -87,7 +86,6 @@ def test_with_a_full_cache_it_is_the_model_itself(float64):
 
 
 @pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.slow
 def test_quantspec_on_a_coarse_target(float64, gamma):
     """Every prompt length in one batch, twice; a wrong schedule reads other codes, which one bit does not forgive."""
     model, draft = model_and_draft("float64")
@@ -104,7 +102,6 @@ def test_quantspec_on_a_coarse_target(float64, gamma):
 
 # Batches of three with the other gammas: test_exactness.py. One layer compiles in half the time. Every gamma: the test above.
 @pytest.mark.parametrize("batch, gamma, layers", [(1, min(GAMMAS), 1), (1, 4, 1), (1, max(GAMMAS), 1), (3, 4, 2)])
-@pytest.mark.slow
 def test_float32_against_a_baseline_padded_to_as_many_rows(batch, gamma, layers):
     model, draft = model_and_draft("float32", layers)
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=gamma)
@@ -149,7 +146,6 @@ def test_sampled_pairs_on_a_coarse_target():
 # Where rows end --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_eos_at_every_place_of_a_block(float64):
     """An EOS accepted as any of four drafts or emitted after them, and at every place relative to the length cap."""
     model, _ = model_and_draft("float64")

@@ -14,6 +14,8 @@ import simulated_devices
 
 from qspec_jax.decoding import processes
 
+pytestmark = pytest.mark.system
+
 
 def start(number: int, port: int, *arguments, **environment) -> subprocess.Popen:
     """The command as one of two processes."""

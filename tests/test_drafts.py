@@ -55,7 +55,6 @@ NO_STATE = ((), ())
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize(("middle", "small"), [("another table", "uniform"), ("the target", "another table"), ("uniform", "the target")])
-@pytest.mark.slow
 def test_two_levels_have_the_targets_distribution(options, middle, small):
     p = filtered(TABLE, **options)
     sampler = make_sampler(GenerationConfig(**options))
@@ -129,7 +128,6 @@ class Adversary(Draft):
 
 
 @pytest.mark.parametrize(("options", "masked"), [*((options, True) for options in SAMPLERS), (SAMPLERS[1], False)], ids=str)
-@pytest.mark.slow
 def test_observations_of_rejected_drafts_are_hidden(options, masked, monkeypatch):
     if not masked:
         monkeypatch.setattr(rounds, "seen_by_accepted", lambda masses, kept: masses)
@@ -185,7 +183,6 @@ def test_observing_changes_nothing(model):
     assert masses[0].shape[3] == 15 and (np.asarray(masses[0]).sum(-1) < 2).all() and np.asarray(masses[0]).sum(-1).max() > 0.5
 
 
-@pytest.mark.slow
 def test_more_of_the_cache_is_more_accepted(float64):
     """A draft of the target's own weights: with the budget alone it differs from the target's reading, with everything in nothing."""
     model = random_model(jnp.float64, num_hidden_layers=1, spread=0.4)
@@ -239,7 +236,6 @@ def small(tmp_path_factory):
     ],
     ids=str,
 )
-@pytest.mark.slow
 def test_rows_replaced_in_a_running_batch_are_as_alone(text, settings, model, small):
     config = dataclasses.replace(CONFIG, **settings)
     draft = make_draft(text.format(directory=small), model)

@@ -32,7 +32,6 @@ def file(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_gammas_in_one_run_are_as_alone(run, directory, file):
     base = ["eval", "acceptance", "--model", directory, "--file", file, *SIZES, "--temperature", 0, "--json"]
     code, out, err = run(*base, "--gamma", "1,3")
@@ -58,7 +57,6 @@ def test_gammas_in_one_run_are_as_alone(run, directory, file):
     assert 0 < rejected < three["drafted"] - three["accepted"] <= 3 * rejected
 
 
-@pytest.mark.slow
 def test_drafts_side_by_side(run, directory, file):
     """Each by its name, and the old options for quantspec alone."""
     drafts = ["quantspec:weight_bits=16,cache=int8", "sparse:budget=0.5,weight_bits=16"]
@@ -77,7 +75,6 @@ def test_drafts_side_by_side(run, directory, file):
     assert [lines.count(part) for part in parts] == [2, 2, 2, 2]
 
 
-@pytest.mark.slow
 def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
     """A draft with a budget once for each, others once; more of a budget reads and covers more, and the plot has a panel for a context."""
     drafts = ["--draft", "quantspec:weight_bits=16", "--draft", "exact-topk:unit=token,weight_bits=16"]
@@ -98,7 +95,6 @@ def test_budgets_contexts_and_what_they_read(run, directory, file, tmp_path):
     assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_what_drafts_with_caches_of_their_own_cover():
     """All of the attention where they hold everything; and sinks count where the text has them, wherever the draft numbers them."""
     model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])
@@ -206,7 +202,6 @@ def test_texts_are_cut_from_joined_files(run, fails, directory, file, monkeypatc
     fails([*base[:4], "--joined", "--needles", "names"], "--joined")
 
 
-@pytest.mark.slow
 def test_measurements_compiled_together_are_as_alone():
     """More of them than are compiled together, of several drafts and temperatures."""
     model, texts = random_model(jnp.float32, num_hidden_layers=1), random_prompts([60, 48])

@@ -172,7 +172,6 @@ def shallow():
 
 
 @pytest.mark.parametrize("kind", [*OTHERS, "two levels", "triforce", "small model", "a lookup or a window", "a lookup or sparse"])
-@pytest.mark.slow
 def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
     """What the targets emit alone; these drafts alone are here and in test_drafts.py."""
     model, targets, drafts = shallow
@@ -183,7 +182,6 @@ def test_greedy_tokens_of_other_drafts_are_the_targets(shallow, kind):
 
 
 @pytest.mark.parametrize("kind", [*OTHERS[4:6], OTHERS[-2], "small model", "two levels"])
-@pytest.mark.slow
 def test_greedy_tokens_of_other_drafts_alone(shallow, kind):
     model, targets, drafts = shallow
     config = dataclasses.replace(QUANTSPEC, num_speculative_tokens=4)
@@ -293,7 +291,6 @@ def test_a_cap_one_larger_is_seen(shallow, one_bit, monkeypatch):
     assert wrong_schedule == len(LENGTHS)
 
 
-@pytest.mark.slow
 def test_groups_of_128_and_600_new_tokens(shallow):
     model, *_ = shallow
     config = GenerationConfig(draft="quantspec", max_new_tokens=600, group_size=128, ignore_eos=True)
@@ -338,7 +335,6 @@ def test_drafting_and_rollback_leave_the_valid_cache_bitwise(model):
     assert touched  # it did draft
 
 
-@pytest.mark.slow
 def test_a_sampled_rows_tokens_depend_on_that_row_alone(shallow):
     """Greedy ones are compared in test_greedy_quantspec_is_its_target: alone and in batches they are the target's, made alone."""
     model, *_ = shallow
@@ -426,7 +422,6 @@ def test_streaming_gives_the_same_tokens(model, rounds):
     assert seen == out.token_ids == whole.token_ids
 
 
-@pytest.mark.slow
 def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     """384 tokens: four chunks, and a prompt that fills its bucket; against all tokens in one call. A KV head at a time is quantized."""
     for name in ("models.prompts.CHUNK_TOKENS", "models.prompts.CHUNK_QUERIES", "caches.prefill.CHUNK_TOKENS"):

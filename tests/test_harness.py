@@ -51,7 +51,6 @@ def asked(*args) -> SimpleNamespace:
     return SimpleNamespace(args=args)
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_transformers(loaded):
     """make_harness_golden.py has them, with torch."""
     expected, found = json.loads(GOLDEN.read_text()), answers(of(loaded, cache="full"), None, str(demo.MODEL))
@@ -306,7 +305,6 @@ def test_settings_that_are_refused(first_layer, settings, words):
         of(first_layer, **settings)
 
 
-@pytest.mark.slow
 def test_command(run, fails, tmp_path, monkeypatch):
     broken, wrong = tmp_path / "broken", tmp_path / "wrong"
     broken.mkdir()

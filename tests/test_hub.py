@@ -80,7 +80,6 @@ def qspec(tmp_path: Path, *arguments, **environment) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, env=settings, cwd=tmp_path, timeout=120)
 
 
-@pytest.mark.slow
 def test_a_name_is_converted_and_verified(server, tmp_path):
     here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
     ran = qspec(tmp_path, "convert", "org/name@v1", "out", "--json", **here)
@@ -101,7 +100,6 @@ def test_a_name_is_converted_and_verified(server, tmp_path):
     assert qspec(tmp_path, "convert", "org/other", "again", **here).returncode == 0
 
 
-@pytest.mark.slow
 def test_weights_that_the_index_has_in_a_folder_are_fetched(server, tmp_path):
     shard, index = "model-00002-of-00002.safetensors", server.folder / "model.safetensors.index.json"
     (server.folder / "weights").mkdir()

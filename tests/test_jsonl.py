@@ -83,7 +83,6 @@ def command(directory, source, output, *more) -> list[str]:
     return ["batch", str(source), str(output), *map(str, flags), *map(str, more)]
 
 
-@pytest.mark.slow
 def test_a_file_of_prompts(run, directory, model, tokenizer, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     # With a byte order mark, and blank lines at its end.

@@ -66,7 +66,6 @@ def one_pass(model: Llama, tokens: np.ndarray, length: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.slow
 def test_logits_equal_transformers(name, tmp_path):
     # The goldens were made from the other spelling; three shards for every second case.
     config, shards = old_spelling(CASES[name]), 1 + 2 * (list(CASES).index(name) % 2)
@@ -154,7 +153,6 @@ def test_a_layer_gets_the_carry_of_the_layer_before(monkeypatch):
         assert given[0] is None and given[1:] == [1, 2]
 
 
-@pytest.mark.slow
 def test_layers_without_rope_in_prefill_and_calibration(monkeypatch):
     model = random_model(jnp.float32, architecture="SmolLM3ForCausalLM", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0])
     tokens = np.random.default_rng(0).integers(0, 64, (1, 64))
@@ -191,7 +189,6 @@ def test_keys_are_quantized_some_heads_at_a_time(heads, at_once, parts, monkeypa
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (6, 3), (4, 1)])
-@pytest.mark.slow
 def test_prompts_are_attended_some_heads_at_a_time(heads, kv_heads, monkeypatch):
     """What a GPU does with cuDNN, by way of XLA."""
     r = np.random.default_rng(0)

@@ -137,7 +137,6 @@ def embedded():
     return load_model(demo.MODEL, dtype="float32")
 
 
-@pytest.mark.slow
 def test_the_embedded_model_finds_some(embedded, tokenizer):
     """With each cache one token at a time: what quantspec emits over int8 is the same (test_exactness.py), and its program takes far longer
     to compile."""
@@ -154,7 +153,6 @@ def test_the_embedded_model_finds_some(embedded, tokenizer):
     assert 3 <= agreement.same_tokens <= agreement.same_score <= agreement.prompts == 4
 
 
-@pytest.mark.slow
 def test_who_reads_the_needle_drafts_the_answer(embedded, tokenizer):
     """The model itself finds 9 of 10 needles, or nothing would be shown; StreamingLLM, which has left them behind, drafts few answers.
 

@@ -8,6 +8,8 @@ import pytest
 import sharing
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.system
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
@@ -19,7 +21,6 @@ def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == ["convert", "paper", "quality", "quickstart", "research"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # Of the kernel's connection, not of ours.
 @pytest.mark.filterwarnings("ignore")

@@ -137,7 +137,6 @@ def model(directory):
     return load_model(directory)
 
 
-@pytest.mark.slow
 def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypatch):
     order = np.random.default_rng(2).permutation(9)
     alike = lambda results, places: [dataclasses.replace(result, index=0) for result in (results[i] for i in places)]

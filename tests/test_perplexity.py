@@ -169,7 +169,6 @@ def files(tmp_path_factory):
     return paths
 
 
-@pytest.mark.slow
 def test_eval_perplexity(run, directory, files, tmp_path, monkeypatch):
     """Its figures are those of one full pass, and of a second batch as of the first; its JSON, its plot, its table."""
     monkeypatch.setattr(perplexity, "ROWS", 2)

@@ -42,7 +42,6 @@ def test_standard_input_that_is_closed_is_so_by_every_name(name):
 
 
 @pytest.mark.parametrize("output", ["/dev/stdout", "-"])
-@pytest.mark.slow
 def test_no_result_is_lost_in_silence(output, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "def"}')

@@ -64,7 +64,6 @@ def joint(config: GenerationConfig):
 
 
 @pytest.mark.parametrize("options", [*PROCESSORS.values(), EVERYTHING | SCHEDULES["both"]], ids=str)
-@pytest.mark.slow
 def test_tokens_have_the_targets_distribution(options):
     config = GenerationConfig(temperature=1.0, **options)
     counts = counted(TABLE, DRAFTS["zero where the target is likely"], make_sampler(config), settings=config)
@@ -110,7 +109,6 @@ def draft(model):
 
 @pytest.mark.parametrize("name", ["quantspec", "none"])
 @pytest.mark.parametrize("options", [OF_MODEL, SCHEDULES["both"] | {"repetition_penalty": 1.4}], ids=["processors", "schedules"])
-@pytest.mark.slow
 def test_greedy_tokens_are_the_targets(options, name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, cache="int8", **options), None if name == "none" else draft
     if config.min_new_tokens:
@@ -127,7 +125,6 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.9, "repetition_penalty": 1.4, "top_k": 9}, {"draft": "none"}])
-@pytest.mark.slow
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
     draft = draft if config.speculative else None
@@ -144,7 +141,6 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
 
 
 @pytest.mark.parametrize("group_size", [4, 16])
-@pytest.mark.slow
 def test_logprobs_in_float32_are_those_of_a_teacher_forced_pass(group_size):
     """That prefills the prompts and decodes through the INT8 cache, in blocks of as many tokens as a round verifies."""
     model = random_model(jnp.float32)
@@ -172,7 +168,6 @@ def test_as_many_drafts_as_pay():
     assert (np.asarray(adaptive.drafts(jnp.zeros(41), most)) == most).all()
 
 
-@pytest.mark.slow
 def test_a_draft_that_is_always_wrong_is_left_alone(model):
     """After some rounds it drafts one token now and then, and no more."""
     config = dataclasses.replace(CONFIG, max_new_tokens=80, adaptive=True)
@@ -194,7 +189,6 @@ def test_a_draft_that_is_always_right_is_followed(model):
     assert (drafted[3:-2] == 6).all() and (run.rounds[-1].accepted == run.rounds[-1].drafted).all()
 
 
-@pytest.mark.slow
 def test_an_unsure_draft_drafts_no_further(model, draft):
     runs = {}
     for least in (0.0, 0.1, 1.0):
@@ -204,7 +198,6 @@ def test_an_unsure_draft_drafts_no_further(model, draft):
     assert max(runs[1.0][0]) == 1 and max(runs[0.0][0]) == 3 and sum(runs[1.0][0]) < sum(runs[0.1][0]) < sum(runs[0.0][0])
 
 
-@pytest.mark.slow
 def test_sensitive_layers(float64):
     model = random_model(jnp.float64, num_hidden_layers=3)
     config = dataclasses.replace(CONFIG, num_speculative_tokens=4)

@@ -102,7 +102,6 @@ COMBINED = {
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 @pytest.mark.parametrize(("kind", "confidence"), [*((kind, 0.0) for kind in COMBINED), ("a lookup of two tokens, or draws", 0.4)])
-@pytest.mark.slow
 def test_three_tokens_have_the_targets_distribution(kind, options, confidence):
     draft, state = COMBINED[kind]()
     p, settings = filtered(TABLE, **options), GenerationConfig(ignore_eos=True, min_draft_confidence=confidence, **options)

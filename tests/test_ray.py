@@ -24,6 +24,8 @@ from qspec_jax.decoding.jsonl import Columns, as_line, read_lines
 from qspec_jax.errors import InputError
 from qspec_jax.files import to_json
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -77,7 +79,6 @@ def _within(seconds: float, holds: Callable[[], object]) -> bool:
     return held
 
 
-@pytest.mark.slow
 def test_an_actor_that_is_killed(lines, directory, tmp_path):
     """The output is, byte for byte, that of one process without Ray."""
     alone, ours = tmp_path / "alone.jsonl", tmp_path / "ours.jsonl"
@@ -231,7 +232,6 @@ def test_where_no_cluster_is(address, words):
         ray_data.connect(address)
 
 
-@pytest.mark.slow
 def test_no_cluster(directory, lines, tmp_path):
     asked = command(lines, tmp_path / "out.jsonl", directory, "--ray", "auto")
     done = subprocess.run(asked, env=environment(), capture_output=True, text=True, timeout=120)

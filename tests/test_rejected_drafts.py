@@ -97,20 +97,17 @@ def p_values(kind, confidence, *, batches):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("confidence", LANGUAGES)
 def test_a_draft_that_uses_all_that_it_knows_is_lossless(confidence):
     assert min(p_values(UsesEverything, confidence, batches=15)) > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.3, 0.6])
 def test_how_many_were_drafted_after_a_rejection_would_show(monkeypatch, confidence):
     monkeypatch.setattr(rounds, "RoundResult", with_all_drafted)
     assert min(p_values(UsesEverything, confidence, batches=15)) < 1e-6
 
 
-@pytest.mark.slow
 def test_what_follows_a_rejected_draft_would_show():
     assert min(p_values(UsesGuesses, 0.0, batches=5)) < 1e-6
 

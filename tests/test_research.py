@@ -68,7 +68,6 @@ def test_rows_over_devices(loop):
     assert len(ours.tokens.sharding.device_set) == 2
 
 
-@pytest.mark.slow
 def test_profile(run, fails, directory, tmp_path, caplog):
     arguments = ["generate", "--model", directory, "--prompt", "def main():", "--max-new-tokens", "8", "--profile"]
     code, out, _ = run(*arguments, tmp_path / "profile")

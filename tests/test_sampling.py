@@ -100,7 +100,6 @@ def tiny():
         "triforce with a window of a second model",
     ],
 )
-@pytest.mark.slow
 def test_the_whole_path_on_a_real_cache(draft, tiny):
     """So many rows of one prompt for each of two ways to sample, side by side; probabilities enumerated with the INT8 target."""
     model, prompt, logits = tiny

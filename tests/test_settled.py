@@ -253,7 +253,6 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
 # Whole decodes
 
 
-@pytest.mark.slow
 def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))

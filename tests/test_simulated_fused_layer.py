@@ -32,7 +32,6 @@ def simulated(monkeypatch):
     [((256, 256, 256, ()), 3, 2, 2), ((256, 512, 256, (32, 16, 16)), 1, 3, 1)],
     ids=["three stages", "four stages, fewer blocks fit than there are"],
 )
-@pytest.mark.slow
 def test_between_attentions(monkeypatch, shape, rows, blocks, resident):
     monkeypatch.setattr(fused_layer, "launch", functools.partial(launch, resident=resident))
     x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)
@@ -57,7 +56,6 @@ def part_of(weight: Int4Weight, device: int, devices: int, *, inputs: bool) -> I
     [(2, (256, 256, 768, (32, 32, 32)), 2, 2, 2, 1), (4, (256, 512, 512, (64,)), 1, 1, 4, 1), (2, (256, 256, 256, ()), 1, 2, 3, 4)],
     ids=["an odd number of groups on each, one block at a time", "four devices", "three stages, all places and the first again"],
 )
-@pytest.mark.slow
 def test_between_attentions_on_several_devices(monkeypatch, devices, shape, rows, blocks, resident, launches):
     """One simulated launch runs the blocks of all devices."""
     x, attended, o, weight, gate, up, down, following_weight, following = problem = test_fused_layer_gpu.problem(*shape, rows)

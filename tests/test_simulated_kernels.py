@@ -194,7 +194,6 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
         (3, 2432, (32, 16), 2, None, True),  # an odd number of groups: every other row of scales begins in the middle of a word
     ],
 )
-@pytest.mark.slow
 def test_int4_matmul(rows, inputs, outputs, blocks, room, outliers):
     weights = [matmul_problems.random_weight(out, inputs, i) for i, out in enumerate(outputs)]
     x = matmul_problems.activations(rows, inputs, outliers)
@@ -527,8 +526,8 @@ def test_append_and_attend_is_the_one_after_the_other(case, config, planes, buff
         # So many blocks that their division among the rows differs between the KV heads.
         (Case(1, 4, 2, 64, group_size=64, capacity=9, groups=(9, 8)), Config(7), "gaussian"),
         (Case(7, 4, 1, 128, group_size=128, capacity=3, groups=(3,)), Config(1, team=4), "gaussian"),
-        pytest.param(Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers", marks=pytest.mark.slow),
-        pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(1), "gaussian", marks=pytest.mark.slow),
+        (Case(7, 8, 2, 64, group_size=64, capacity=5, groups=(5,)), Config(1, team=2), "outliers"),
+        (Case(16, 7, 1, 64, group_size=64, capacity=2, groups=(2,)), Config(1), "gaussian"),
     ],
     ids=["T1-MHA", "T1-GQA2", "T7-GQA4-warpgroup", "T7-GQA4", "T16-GQA7"],
 )
@@ -554,7 +553,7 @@ def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
     np.testing.assert_array_equal(np.asarray(attend(q, layer, lengths, view, config)[0]), np.asarray(kept))
 
 
-@pytest.mark.parametrize("name", ["T1-rows", pytest.param("T7-GQA4-steps", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["T1-rows", "T7-GQA4-steps"])
 def test_all_groups_in_a_list_are_the_dense_view(name):
     case, config = TEAMS[name]
     q, layer, lengths = attention_problem(case, "gaussian")
@@ -616,16 +615,11 @@ def test_several_copies_of_the_same_wait_for_what_was_read_before_the_first(hear
         (*TEAMS["T7-GQA4-warpgroup"], 2, "outliers"),
         # Rows of one block, and of several.
         (Case(1, 2, 1, 64, group_size=64, capacity=9, groups=(9, 0, 3)), Config(7), 1, "gaussian"),
-        pytest.param(
-            *(Case(7, 4, 2, 64, group_size=64, capacity=3, groups=(3, 0, 1)), Config(3, team=2), 2, "gaussian"), marks=pytest.mark.slow
-        ),
+        (Case(7, 4, 2, 64, group_size=64, capacity=3, groups=(3, 0, 1)), Config(3, team=2), 2, "gaussian"),
         # Two blocks of rows, of which the last is not full.
-        pytest.param(Case(16, 7, 1, 64, group_size=64, capacity=1, groups=(1,)), Config(1), 1, "gaussian", marks=pytest.mark.slow),
+        (Case(16, 7, 1, 64, group_size=64, capacity=1, groups=(1,)), Config(1), 1, "gaussian"),
         # Four teams, whose rings have two slots each.
-        pytest.param(
-            *(Case(7, 4, 1, 128, group_size=128, capacity=7, groups=(7,)), Config(1, warpgroups=4, team=4), 2, "outliers"),
-            marks=pytest.mark.slow,
-        ),
+        (Case(7, 4, 1, 128, group_size=128, capacity=7, groups=(7,)), Config(1, warpgroups=4, team=4), 2, "outliers"),
     ],
     ids=["T1-rows", "T7-GQA4-warpgroup", "T1-GQA2-rows", "T7-GQA2-rows", "T16-GQA7", "T7-GQA4-two-slots"],
 )

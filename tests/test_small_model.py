@@ -67,7 +67,6 @@ def test_a_model_that_is_the_target_is_always_accepted(model, kind, gamma):
     assert run.tokens == run_rounds(model, random_prompts(LENGTHS), dataclasses.replace(config, draft="none")).tokens
 
 
-@pytest.mark.slow
 def test_along_a_real_text(model):
     """Whose tokens are not those that were emitted: random ones, and the draft model's own, which the target may have rejected."""
     small, new = quantize_linears(model), CONFIG.max_new_tokens
@@ -96,7 +95,6 @@ def full_cache(model, batch, capacity):
 @pytest.mark.parametrize(
     "settings", [{}, {"adaptive": True, "draft_cost": 0.6}, {"min_draft_confidence": 0.05, "num_speculative_tokens": 6}], ids=str
 )
-@pytest.mark.slow
 def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):
     """After every round, across three flushes of the target's cache, rounds without a draft, and rounds that stop early."""
     draft = drafting(quantize_linears(model))
@@ -124,7 +122,6 @@ def test_its_cache_holds_what_a_prefill_of_the_text_gives(model, settings):
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.slow
 def test_a_window_of_the_text_is_read_as_if_it_were_all(model, sinks):
     """By a model of one layer, in which a token's keys and values depend on no other token: what it drafts in each round is what it says
     after the first tokens, the window, and what came since: for the first draft the tokens that the cache lacked, then drafts."""
@@ -244,7 +241,6 @@ def test_tokens_of_other_ids(model, small, tmp_path):
         make_draft(f"small-model:model={draft}", model, directory=target)
 
 
-@pytest.mark.slow
 def test_command_lines(run, fails, directory, tmp_path):
     """Directory: a model of 128 positions with the embedded model's tokenizer."""
     generate = ["generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", "12", "--group-size", "8", "--ignore-eos", "--json"]

@@ -241,7 +241,6 @@ def draft(model):
     return quantspec(model)
 
 
-@pytest.mark.slow
 def test_pieces_are_what_comes_at_once(model, draft):
     whole = generate(model, [PROMPT], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
     counts = lambda pieces: [sum(getattr(piece, name) for piece in pieces) for name in ("drafted", "accepted", "flushes")]
@@ -259,7 +258,6 @@ def test_pieces_are_what_comes_at_once(model, draft):
     assert [token for piece in silent for token in piece.token_ids] == whole.token_ids[0] and not any(piece.text for piece in silent)
 
 
-@pytest.mark.slow
 def test_stop_strings_in_generate_and_stream(model, draft):
     whole = generate(model, [PROMPT, "import"], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
     stop = whole.text[0][20:22]

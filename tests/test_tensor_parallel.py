@@ -82,7 +82,7 @@ def eight(request):
     return simulated_devices.devices(request, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_with_simulated_devices(request):
     simulated_devices.run_those_of(request, 8)
 

@@ -170,7 +170,6 @@ def test_matmul(dtype, in_features):
     "formats", [("full",), ("int4",), ("int8",), ("int4", "int4"), ("int8", "full"), ("full", "int4", "int8")], ids="-".join
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.slow
 def test_linear_layers_of_any_format(dtype, formats, biased):
     with jax.enable_x64(dtype == "float64"):
         r = np.random.default_rng(2)
@@ -212,7 +211,6 @@ def output_error(weight: np.ndarray, stored: np.ndarray, moments: np.ndarray) ->
 
 
 @pytest.mark.parametrize("dtype, in_features", [("float32", 256), ("bfloat16", 256), ("float32", 80), ("float64", 96)])
-@pytest.mark.slow
 def test_moments_reduce_the_error_of_outputs(dtype, in_features):
     x, unseen = correlated_inputs(in_features, 2048), correlated_inputs(in_features, 2048, seed=1)
     with jax.enable_x64(dtype == "float64"):
@@ -283,7 +281,6 @@ def singular_moments() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.slow
 def test_singular_moments(dtype):
     weight = weights(256)["gaussian"].astype(BFLOAT16 if dtype == "bfloat16" else dtype)
     plain = read(quantize_weight(jnp.asarray(weight)))
