@@ -1,15 +1,18 @@
 """QuantSpec in JAX: self-speculative decoding over one hierarchical quantized KV cache.
 
-What is public, and each submodule, is imported when it is first asked for: importing the package alone is quick, which the command line
-needs.
+Public names and submodules are imported when they are first used: importing the package alone is quick, which the command line needs.
 """
 
-TYPE_CHECKING = False  # of its own name type checkers know what is meant; `typing` has it too, and takes time to import
-if TYPE_CHECKING:  # what `_MODULES` says, for those who read types
+TYPE_CHECKING = False  # type checkers know this name; the one of `typing` takes time to import
+if TYPE_CHECKING:  # the same as `_MODULES`, for type checkers
     from qspec_jax.caches.registry import CacheConfig
     from qspec_jax.checkpoints.loading import load
+    from qspec_jax.decoding.batch import run_batch
     from qspec_jax.decoding.config import GenerationConfig
     from qspec_jax.decoding.generate import Generation, Piece, Stats, Stream, generate, stream
+    from qspec_jax.decoding.prepare import Prepared, prepare
+    from qspec_jax.decoding.requests import Request
+    from qspec_jax.drafts.registry import make_draft
     from qspec_jax.errors import InputError
     from qspec_jax.models.config import LlamaConfig
 
@@ -17,6 +20,10 @@ _MODULES = {
     "qspec_jax.caches.registry": ("CacheConfig",),
     "qspec_jax.checkpoints.loading": ("load",),
     "qspec_jax.decoding.config": ("GenerationConfig",),
+    "qspec_jax.decoding.batch": ("run_batch",),
+    "qspec_jax.decoding.prepare": ("Prepared", "prepare"),
+    "qspec_jax.decoding.requests": ("Request",),
+    "qspec_jax.drafts.registry": ("make_draft",),
     "qspec_jax.decoding.generate": ("Generation", "Piece", "Stats", "Stream", "generate", "stream"),
     "qspec_jax.errors": ("InputError",),
     "qspec_jax.models.config": ("LlamaConfig",),
@@ -28,10 +35,15 @@ __all__ = [
     "InputError",
     "LlamaConfig",
     "Piece",
+    "Prepared",
+    "Request",
     "Stats",
     "Stream",
     "generate",
     "load",
+    "make_draft",
+    "prepare",
+    "run_batch",
     "stream",
 ]
 

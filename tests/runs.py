@@ -32,6 +32,15 @@ def random_prompts(lengths: list[int], vocab_size: int = 64, seed: int = 1) -> l
     return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
+def with_draft(given: Any, draft: Any) -> Any:
+    """A config, or a list of requests, with this draft, made or named; None: as they are."""
+    if draft is None:
+        return given
+    if isinstance(given, GenerationConfig):
+        return dataclasses.replace(given, draft=draft)
+    return [dataclasses.replace(request, config=dataclasses.replace(request.config, draft=draft)) for request in given]
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """The state after prefill (the first entry) or a round, [B] each, on the host."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import random_model
+from runs import random_model, with_draft
 
 from qspec_jax import drafts
 from qspec_jax.decoding import batch
@@ -84,14 +84,14 @@ def with_close_logprobs(result: Result) -> Result:
 
 def test_rows_are_as_alone(model, tokenizer, draft):
     requests = some_requests(11)
-    whole = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
+    whole = outcome(run_batch(model, with_draft(requests, draft), batch_size=3, tokenizer=tokenizer))
     assert [result.index for result in whole] == list(range(11))
     for request, result in zip(requests, whole):
         assert len(result.token_ids) == request.config.max_new_tokens and result.finish_reason == "length"
     for settings in ({"batch_size": 1}, {"batch_size": 3, "refill": False}):
-        assert outcome(run_batch(model, requests, draft=draft, tokenizer=tokenizer, **settings)) == whole
+        assert outcome(run_batch(model, with_draft(requests, draft), tokenizer=tokenizer, **settings)) == whole
     order = np.random.default_rng(1).permutation(11)
-    shuffled = outcome(run_batch(model, [requests[i] for i in order], batch_size=3, draft=draft, tokenizer=tokenizer))
+    shuffled = outcome(run_batch(model, with_draft([requests[i] for i in order], draft), batch_size=3, tokenizer=tokenizer))
     assert [dataclasses.replace(result, index=0) for result in shuffled] == [dataclasses.replace(whole[i], index=0) for i in order]
 
 
@@ -99,8 +99,8 @@ def test_rows_are_as_alone(model, tokenizer, draft):
 def test_rows_are_those_of_generate(name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, max_new_tokens=30, temperature=0.8), None if name == "none" else draft
     requests = [dataclasses.replace(request, config=config) for request in some_requests(3)]
-    results = outcome(run_batch(model, requests, batch_size=2, draft=draft))
-    alone = generate(model, [request.tokens for request in requests], config=config, key=KEY, draft=draft)
+    results = outcome(run_batch(model, with_draft(requests, draft), batch_size=2))
+    alone = generate(model, [request.tokens for request in requests], config=with_draft(config, draft), key=KEY)
     assert [result.token_ids for result in results] == alone.token_ids
     assert [result.stats for result in results] == alone.stats.rows
 
@@ -109,7 +109,7 @@ def test_every_slot_works_while_prompts_wait(model, draft):
     r = np.random.default_rng(0)
     lengths = np.exp(r.uniform(np.log(4), np.log(100), 24)).astype(int)
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
-    full, fixed = (run_batch(model, requests, batch_size=4, draft=draft, refill=refill) for refill in (True, False))
+    full, fixed = (run_batch(model, with_draft(requests, draft), batch_size=4, refill=refill) for refill in (True, False))
     results = outcome(full)
     assert results == outcome(fixed)
     rounds = [result.stats.num_spec_steps for result in results]
@@ -123,12 +123,12 @@ def test_every_slot_works_while_prompts_wait(model, draft):
 
 
 def outcome_of(requests, model, draft):
-    return outcome(run_batch(model, requests, batch_size=1, draft=draft))
+    return outcome(run_batch(model, with_draft(requests, draft), batch_size=1))
 
 
 def test_stop_strings_and_sequences(model, tokenizer, draft):
     requests = some_requests(8)
-    plain = outcome(run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer))
+    plain = outcome(run_batch(model, with_draft(requests, draft), batch_size=3, tokenizer=tokenizer))
     stopped = []
     for i, (request, result) in enumerate(zip(requests, plain)):
         at = len(result.token_ids) // 2
@@ -138,7 +138,7 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
             stopped.append(with_settings(request, stop=("never said", *(s for s in stop if s))))
         else:
             stopped.append(with_settings(request, stop_token_ids=((4095, 4095, 4095), tuple(result.token_ids[at : at + 2]))))
-    results = outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer))
+    results = outcome(run_batch(model, with_draft(stopped, draft), batch_size=3, tokenizer=tokenizer))
     for request, result, before in zip(stopped, results, plain):
         n = len(result.token_ids)
         assert result.token_ids == before.token_ids[:n]
@@ -151,7 +151,7 @@ def test_stop_strings_and_sequences(model, tokenizer, draft):
             text = lambda count: tokenizer.decode(before.token_ids[:count], skip_special_tokens=True)  # noqa: B023
             assert first_stop(text(n), request.config.stop) == cut and first_stop(text(n - 1), request.config.stop) is None
     assert sum(result.finish_reason == "stop" for result in results) >= 6
-    assert outcome(run_batch(model, stopped, batch_size=3, draft=draft, tokenizer=tokenizer, refill=False)) == results
+    assert outcome(run_batch(model, with_draft(stopped, draft), batch_size=3, tokenizer=tokenizer, refill=False)) == results
 
 
 def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, draft):
@@ -171,10 +171,10 @@ def test_a_stop_sequence_is_found_across_rounds_and_not_in_the_prompt(model, dra
 def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
     """Its counts too are as if it were alone, though its neighbour has ended as well."""
     requests = [Request([3907], dataclasses.replace(CONFIG, max_new_tokens=new), KEY) for new in (20, 1, 20)]
-    first = run_batch(model, requests[:1], draft=draft, tokenizer=tokenizer)
+    first = run_batch(model, with_draft(requests[:1], draft), tokenizer=tokenizer)
     piece = tokenizer.decode(outcome(first)[0].token_ids[:1])
     requests[0] = with_settings(requests[0], stop=(piece,))
-    results = {size: outcome(run_batch(model, requests, batch_size=size, draft=draft, tokenizer=tokenizer)) for size in (1, 2)}
+    results = {size: outcome(run_batch(model, with_draft(requests, draft), batch_size=size, tokenizer=tokenizer)) for size in (1, 2)}
     assert results[1] == results[2] and results[1][0].stats.num_spec_steps == 0 and results[1][0].text == ""
 
 
@@ -182,13 +182,13 @@ def test_a_first_token_that_ends_a_row(model, tokenizer, draft):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_first_tokens_alone_need_no_round(refill, batch_size, model, draft):
     requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=1), KEY) for i in range(7)]
-    results = run_batch(model, requests, batch_size=batch_size, draft=draft, refill=refill)
+    results = run_batch(model, with_draft(requests, draft), batch_size=batch_size, refill=refill)
     assert [len(result.token_ids) for result in outcome(results)] == [1] * 7
     assert results.stats.prompts == 7 and results.stats.slot_rounds == 0 and results.stats.rates["busy_slots"] is None
 
 
 def test_requests_that_come_by_an_iterator_and_a_run_that_is_left(model, draft):
-    run = run_batch(model, iter(some_requests(6)), batch_size=2, draft=draft)
+    run = run_batch(model, with_draft(iter(some_requests(6)), draft), batch_size=2)
     next(iter(run))
     run.close()
     assert list(run) == [] and 1 <= run.stats.prompts < 6
@@ -210,7 +210,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
     """As on a GPU, the device prefills while the host goes on, and rounds have ended when their call returns. Both are made to take long,
     and neither is taken for the other; with stop strings the host looks before a round, too."""
     requests = [Request([i, 7], dataclasses.replace(CONFIG, max_new_tokens=9, stop=stop), KEY) for i in range(6)]
-    run = lambda: run_batch(model, requests, batch_size=3, draft=draft, tokenizer=tokenizer)
+    run = lambda: run_batch(model, with_draft(requests, draft), batch_size=3, tokenizer=tokenizer)
     outcome(run())
     rows, called = [], []
 
@@ -228,7 +228,7 @@ def test_seconds_are_all_that_pass_but_the_readers(stop, model, tokenizer, draft
             time.sleep(0.05)
             return state
 
-    monkeypatch.setattr(batch, "Engine", SlowRounds)
+    monkeypatch.setattr("qspec_jax.decoding.prepare.Engine", SlowRounds)
     monkeypatch.setattr(batch, "_Slots", SlowDevice)
     results, read = run(), 0.0
     began = time.perf_counter()
@@ -252,14 +252,14 @@ def test_a_first_token_that_stops_a_row_in_a_slot_that_stood_empty(refill, model
         KEY,
     )
     stops = Request([3907], dataclasses.replace(CONFIG, max_new_tokens=80), KEY)
-    (first,) = run_batch(model, [with_settings(stops, max_new_tokens=1)], draft=draft, tokenizer=tokenizer)
+    (first,) = run_batch(model, with_draft([with_settings(stops, max_new_tokens=1)], draft), tokenizer=tokenizer)
     stops = with_settings(stops, stop=(first.text,))
     long, last = drawn(5, 100), drawn(100, 27, temperature=1.0)
     requests = [long, drawn(30, 30), stops, last] if refill else [long, drawn(5, 4), drawn(9, 20), stops, last]
-    expected = outcome(run_batch(model, requests, batch_size=1, draft=draft, tokenizer=tokenizer))
+    expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=1, tokenizer=tokenizer))
     if refill:  # requests wait for pages, so that a slot stands empty
         monkeypatch.setattr(batch.capacity, "enough_for", lambda rows, groups: batch.capacity.Capacity(2, 1 + max(groups) + 2))
-    found = run_batch(model, requests, batch_size=2, draft=draft, tokenizer=tokenizer, refill=refill)
+    found = run_batch(model, with_draft(requests, draft), batch_size=2, tokenizer=tokenizer, refill=refill)
     assert outcome(found) == expected and found.stats.busy_rounds == sum(result.stats.num_spec_steps for result in expected)
 
 
@@ -275,7 +275,7 @@ def test_rows_that_ended_are_not_read(model, draft, monkeypatch):
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=n), KEY) for n in (3, 90, 4, 80)]
     for refill in (True, False):
         seen.clear()
-        list(run_batch(model, requests, batch_size=3, draft=draft, refill=refill))
+        list(run_batch(model, with_draft(requests, draft), batch_size=3, refill=refill))
         assert any((status != RUNNING).any() for status, _ in seen)
         for status, held in seen:
             assert (held[status == RUNNING] > 0).all() and not held[status != RUNNING].any()
@@ -289,7 +289,7 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     short = lambda r: dataclasses.replace(config, max_new_tokens=r.config.max_new_tokens, num_speculative_tokens=2)
     requests = [dataclasses.replace(r, config=short(r)) for r in some_requests(7)]
     draft = drafts.make_draft(method, model)
-    expected = outcome(run_batch(model, requests, batch_size=3, draft=draft))
+    expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=3))
     events, rounds, in_parts = [], Engine.rounds, Engine.prefill_in_parts
 
     def seen(*args, **settings):
@@ -307,7 +307,7 @@ def test_long_prompts_are_prefilled_in_parts(method, monkeypatch):
     ):
         events.clear()
         monkeypatch.setattr(batch, "MOST_WAIT", most_wait)
-        run = run_batch(model, requests, batch_size=3, draft=draft)
+        run = run_batch(model, with_draft(requests, draft), batch_size=3)
         assert outcome(run) == expected
         assert events.count("part") == 7 * 3 and events[: len(first.split())] == first.split()
 
@@ -338,7 +338,7 @@ def test_a_run_that_is_over_holds_nothing_on_the_device(results, model, draft):
     """Also where it is ended early, and before Python looks for objects that refer to each other."""
     requests = some_requests(4)
     gc.collect()
-    before, run = bytes_of(jax.live_arrays()), run_batch(model, requests, batch_size=2, draft=draft)
+    before, run = bytes_of(jax.live_arrays()), run_batch(model, with_draft(requests, draft), batch_size=2)
     gc.disable()
     try:
         assert len(list(itertools.islice(run, results))) == results
@@ -354,7 +354,7 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     chosen = {"draft": method, "cache": "full" if method == "none" else "int8"}
     requests = [dataclasses.replace(r, config=dataclasses.replace(r.config, **chosen)) for r in some_requests(12)]
     draft = drafts.make_draft(method, model)
-    expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
+    expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=4))
     begun, run_in_parts = [], Prefill.run_in_parts
 
     def noted(self, executables):
@@ -364,7 +364,7 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     monkeypatch.setattr(Prefill, "run_in_parts", noted)
     monkeypatch.setattr(batch, "TOGETHER", {"cpu": 2})
     monkeypatch.setattr(batch, "SHORT", 40)
-    assert outcome(run_batch(model, requests, batch_size=4, draft=draft)) == expected
+    assert outcome(run_batch(model, with_draft(requests, draft), batch_size=4)) == expected
     assert [prompt for prompts in begun for prompt in prompts] == [request.tokens for request in requests]
     assert {len(prompts) for prompts in begun} == {1, 2}
     assert all(len(prompt) <= 40 for prompts in begun if len(prompts) == 2 for prompt in prompts)
@@ -372,7 +372,7 @@ def test_short_prompts_are_prefilled_together(method, model, paged, monkeypatch)
     monkeypatch.setattr(
         batch, "MOST_ROOM", 2 * Engine.for_configs(model, draft, [r.config for r in requests], prompt_tokens=59).sizes.capacity - 1
     )
-    next(iter(run_batch(model, requests, batch_size=4, draft=draft)))
+    next(iter(run_batch(model, with_draft(requests, draft), batch_size=4)))
     assert {len(prompts) for prompts in begun} == {1}
 
 
@@ -386,7 +386,7 @@ def test_programs_of_prefill_are_made_before_the_first_prompt_is_read(model, dra
         made.append(list(self._executables))
 
     monkeypatch.setattr(Engine, "compile_prefills", seen)
-    outcome(run_batch(model, requests, batch_size=1, draft=draft))
+    outcome(run_batch(model, with_draft(requests, draft), batch_size=1))
     assert [(program, shape) for program, (shape, *_) in made[0]] == [(PREFILL, (1, 64)), (PREFILL, (1, 128))]
 
 
@@ -402,7 +402,7 @@ def test_parts_of_a_prompt_are_equal():
 def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypatch):
     r, seen, rounds = np.random.default_rng(0), [], Engine.rounds
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in r.integers(4, 60, 16)]
-    expected = outcome(run_batch(model, requests, batch_size=4, draft=draft))
+    expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=4))
     monkeypatch.setattr(batch, "REFILL_SHARE", 1 / 2)
     running = lambda state: int((np.asarray(state.status) == RUNNING).sum())
 
@@ -413,7 +413,7 @@ def test_others_wait_until_a_share_of_the_rows_has_ended(model, draft, monkeypat
         return state
 
     monkeypatch.setattr(Engine, "rounds", spied)
-    run = run_batch(model, requests, batch_size=4, draft=draft)
+    run = run_batch(model, with_draft(requests, draft), batch_size=4)
     assert outcome(run) == expected
     assert seen[0][:2] == (4, 3) and seen[-1][1] == 1  # nobody waits any more
     full = [ended for before, least, ended in seen if (before, least) == (4, 3)]
@@ -438,7 +438,7 @@ def test_the_next_prompt_is_prefilled_before_the_host_looks_who_has_ended(model,
     """It is prepared before the rounds that a row ends in, and put into the slot after the look."""
     lengths = np.random.default_rng(0).integers(4, 60, 9)
     requests = [Request([1, 2, 3], dataclasses.replace(CONFIG, max_new_tokens=int(n)), KEY) for n in lengths]
-    outcome(run_batch(model, requests, batch_size=2, draft=draft))
+    outcome(run_batch(model, with_draft(requests, draft), batch_size=2))
     # Where two rows end at once, a second prompt follows.
     assert re.fullmatch("(ep){2}(aueop(ep)?)+(uo)+", "".join(events)), events
     assert events.count("e") == 9
@@ -474,10 +474,10 @@ def test_a_row_that_was_prefilled_ahead_has_all_its_tokens(second, model, tokeni
 
 def test_eos_ends_a_row(model, draft):
     requests = some_requests(6)
-    plain = outcome(run_batch(model, requests, batch_size=3, draft=draft))
+    plain = outcome(run_batch(model, with_draft(requests, draft), batch_size=3))
     eos = plain[0].token_ids[len(plain[0].token_ids) // 2]
     ended = [dataclasses.replace(r, config=dataclasses.replace(r.config, ignore_eos=False, eos_token_ids=(eos,))) for r in requests]
-    for result, before in zip(outcome(run_batch(model, ended, batch_size=3, draft=draft)), plain):
+    for result, before in zip(outcome(run_batch(model, with_draft(ended, draft), batch_size=3)), plain):
         n = before.token_ids.index(eos) + 1 if eos in before.token_ids else len(before.token_ids)
         assert result.token_ids == before.token_ids[:n] and result.finish_reason == ("eos" if eos in before.token_ids else "length")
 
@@ -495,4 +495,4 @@ def test_what_is_refused(model, draft):
         ([dataclasses.replace(request, tokens=[1] * 200)], {}, "positions"),
     ):
         with pytest.raises(InputError, match=named):
-            run_batch(model, requests, draft=draft, **settings)
+            run_batch(model, with_draft(requests, draft), **settings)

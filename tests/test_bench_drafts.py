@@ -14,9 +14,9 @@ def test_medians_over_turns(monkeypatch, run, one_layer):
     """Ratios are of decodes of one turn; what compiles, the first turn, does not count."""
     asked, speeds = [], {"none, full": 10.0, "none, int8": 5.0, "auto, int8": 5.0, "quantspec, int8": 2.0}
 
-    def timed(model, prompts, *, config, draft):
-        out = generate(model, prompts, config=config, draft=draft)
-        names = ["none" if config.draft == "none" else config.draft, config.cache_config.kind]
+    def timed(model, prepared):
+        out = generate(model, prepared)
+        names = ["none" if prepared.draft is None else "quantspec", prepared.config.cache_config.kind]
         turn = len(asked) // len(speeds)
         asked.append(", ".join(names))
         # A machine that is twice as fast in every other turn, and a first turn that is far slower.

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from runs import with_draft
 from test_batch import outcome, some_requests
 
 from qspec_jax import drafts
@@ -69,17 +70,17 @@ def test_what_is_made_fits(model, monkeypatch, caplog, kind):
         return state
 
     monkeypatch.setattr(Engine, "batch_of", seen)
-    expected = outcome(run_batch(model, requests, batch_size=2, draft=draft))
+    expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=2))
     two, row = made.pop()
     monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 3 * two + 2 * row + int(20e6))
     with caplog.at_level("INFO", "qspec_jax.decoding.capacity"):
-        run = run_batch(model, requests, batch_size=None, draft=draft)
+        run = run_batch(model, with_draft(requests, draft), batch_size=None)
         assert outcome(run) == expected
     assert 2 < run.stats.batch_size <= 9 and sum(made[0]) + row <= capacity.free_bytes()
     assert re.search(rf"batch size auto: {run.stats.batch_size} rows fit", caplog.text)
     monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 2 * row)
     with pytest.raises(InputError, match=r"not one row fits; the request that needs most takes 0\.\d GB more than are free"):
-        run_batch(model, requests, batch_size=None, draft=draft)
+        run_batch(model, with_draft(requests, draft), batch_size=None)
 
 
 def test_of_the_command(run, fails, directory, tmp_path, caplog):

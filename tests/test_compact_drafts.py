@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.decoding.config import GenerationConfig
@@ -38,7 +38,7 @@ def model():
 
 def accepted(model, draft, **settings) -> float:
     config = dataclasses.replace(CONFIG, **settings)
-    return generate(model, random_prompts([1, 5, 19, 43]), config=config, draft=draft).stats.draft_acceptance_rate
+    return generate(model, random_prompts([1, 5, 19, 43]), config=with_draft(config, draft)).stats.draft_acceptance_rate
 
 
 @pytest.mark.parametrize("text", EVERYTHING)

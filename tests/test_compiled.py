@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import faults
-from runs import random_model, random_prompts
+from runs import random_model, random_prompts, with_draft
 
 from qspec_jax.caches.full import FullCache
 from qspec_jax.caches.hierarchical import HierarchicalCache
@@ -114,7 +114,7 @@ def test_prompts_of_a_bucket_compile_once(compilations):
         usual = {"draft": "quantspec", "max_new_tokens": 5, "group_size": 4, "eos_token_ids": (3,), "temperature": 1.0}
         config = GenerationConfig(**(usual | settings))
         before = len(PREFILL.programs), len(DECODE.programs), len(compilations)
-        out = generate(model, random_prompts([length], 61), config=config, draft=drafts.get(config.draft), key=jax.random.key(key))
+        out = generate(model, random_prompts([length], 61), config=with_draft(config, drafts.get(config.draft)), key=jax.random.key(key))
         grown = len(PREFILL.programs) - before[0], len(DECODE.programs) - before[1]
         return grown, out.stats.compile_s, len(compilations) - before[2]
 

@@ -1,7 +1,6 @@
 """Conversion: what arrives is what direct loading gives, and what was exported what it was."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import shutil
@@ -80,8 +79,12 @@ def test_the_draft_is_the_one_that_is_made_of_the_model(dtype, tmp_path, monkeyp
     assert sum(isinstance(weight, Int4Weight) for weight in draft.step.model.weights().values()) == 14
     assert jax.tree.structure(draft) == jax.tree.structure(expected)
     if dtype == "float32":  # to compile the other takes twice as long, and says no more
-        run = functools.partial(generate, config=GenerationConfig(draft="quantspec", max_new_tokens=9, num_speculative_tokens=3))
-        assert run(model, [[1, 2, 3] * 9], draft=draft).token_ids == run(load_model(source), [[1, 2, 3] * 9]).token_ids
+        run, settings = generate, dict(max_new_tokens=9, num_speculative_tokens=3)
+        found = [
+            run(m, [[1, 2, 3] * 9], config=GenerationConfig(draft=d, **settings))
+            for m, d in ((model, draft), (load_model(source), "quantspec"))
+        ]
+        assert found[0].token_ids == found[1].token_ids
     other = "bfloat16" if dtype == "float32" else "float32"
     assert stored_int4(tmp_path / "out", load_model(tmp_path / "out", dtype=other)) is None
 
@@ -115,8 +118,8 @@ for weights in others:
 model = load_model(sys.argv[2], mesh=mesh)
 draft = drafts.make_draft("quantspec", model, directory=sys.argv[2])
 assert len(draft.step.model.layers[0].q_proj.weight.get_value().codes.sharding.device_set) == 4
-config = GenerationConfig(draft="quantspec", max_new_tokens=5, num_speculative_tokens=2)
-found = [generate(m, [[1, 2, 3]], config=config, draft=d).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), None))]
+of = lambda draft: GenerationConfig(draft=draft, max_new_tokens=5, num_speculative_tokens=2)
+found = [generate(m, [[1, 2, 3]], config=of(d)).token_ids for m, d in ((model, draft), (load_model(sys.argv[1]), "quantspec"))]
 assert found[0] == found[1], found
 """
     env, command = simulated_devices.environment(4) | sharing.environment(), [sys.executable, "-c", script, source, tmp_path / "out"]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulated_devices
+from runs import with_draft
 
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import options
@@ -59,10 +60,10 @@ def test_rows_are_as_on_one_device(directory, two_devices):
         for name in DRAFTS:
             requests = some_requests(9, name)
             draft = None if name == "none" else make_draft(name, model)
-            one = run_batch(model, requests, batch_size=2, draft=draft)
+            one = run_batch(model, with_draft(requests, draft), batch_size=2)
             whole = tokens_of(one)
             for refill in (True, False):
-                run = run_batch(model, requests, batch_size=2, draft=draft, refill=refill, devices=two_devices)
+                run = run_batch(model, with_draft(requests, draft), batch_size=2, refill=refill, devices=two_devices)
                 assert tokens_of(run) == whole
                 assert (run.stats.prompts, run.stats.new_tokens) == (9, one.stats.new_tokens)
                 assert run.stats.busy_rounds == one.stats.busy_rounds

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import one_bit, target_logits
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 from scipy.special import softmax
 from scipy.stats import chisquare
 
@@ -127,7 +127,7 @@ def test_sampled_pairs_on_a_coarse_target():
     model = random_model(jnp.float32, vocab_size=V, spread=0.3, num_hidden_layers=1)
     prompt = [1, 4, 2, 0, 5, 3]
     config = GenerationConfig(draft="quantspec", max_new_tokens=4, temperature=1.0, group_size=2, scheme="one_bit", ignore_eos=True)
-    out = generate(model, [prompt] * rows, config=config, draft=quantspec(model), key=jax.random.key(0))
+    out = generate(model, [prompt] * rows, config=with_draft(config, quantspec(model)), key=jax.random.key(0))
     assert 0.2 < out.stats.draft_acceptance_rate < 0.9 and out.stats.flushes >= rows
     counts = np.zeros((V, V))
     np.add.at(counts, tuple(np.array(out.token_ids)[:, 2:].T), 1)

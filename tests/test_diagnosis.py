@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import dispatch
 from qspec_jax.checkpoints import loading
 from qspec_jax.cli import doctor
-from qspec_jax.decoding import diagnosis, generate
+from qspec_jax.decoding import diagnosis, out_of_memory
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.errors import InputError
 
@@ -156,11 +156,11 @@ def test_a_prompt_that_does_not_fit(monkeypatch, directory, fails, run):
     """What the device says when its memory is full becomes a line with figures; `doctor` says it beforehand."""
     config = loading.config_and_dtype(directory)[0]
     settings = GenerationConfig(draft="quantspec", max_new_tokens=8)
-    whole = diagnosis.fit(config, settings, 64, room=1).memory.total
-    assert diagnosis.fit(config, settings, 64, room=int(whole)).short == pytest.approx(0, abs=1)
-    found = diagnosis.fit(config, settings, 96, room=int(whole))
+    whole = out_of_memory.fit(config, settings, 64, room=1).memory.total
+    assert out_of_memory.fit(config, settings, 64, room=int(whole)).short == pytest.approx(0, abs=1)
+    found = out_of_memory.fit(config, settings, 96, room=int(whole))
     assert found.short > 0 and found.longest == 64
-    monkeypatch.setattr(diagnosis, "memory_bytes", lambda: int(whole))
+    monkeypatch.setattr(out_of_memory, "memory_bytes", lambda: int(whole))
     words = "a prompt of 96 tokens and 8 new ones take ", " GB more than cpu has: at most 64 tokens a prompt fit"
     code, out, err = run("doctor", "--model", directory, "--context", "96", "--max-new-tokens", "8")
     assert code == 2 and "at most 64 tokens fit" in " ".join(out.split()) and all(each in err for each in words)
@@ -168,13 +168,13 @@ def test_a_prompt_that_does_not_fit(monkeypatch, directory, fails, run):
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 85899345920 bytes.")
 
-    monkeypatch.setattr(generate.Engine, "rounds", full)
+    monkeypatch.setattr("qspec_jax.decoding.engine.Engine.rounds", full)
     prompt = "x " * 96  # 97 tokens or so
     fails(
         ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8", "--draft", "quantspec"],
         "GB more than cpu has: at most 64 tokens a prompt",
     )
-    monkeypatch.setattr(diagnosis, "memory_bytes", lambda: None)
+    monkeypatch.setattr(out_of_memory, "memory_bytes", lambda: None)
     fails(
         ["generate", "--model", directory, "--prompt", prompt, "--max-new-tokens", "8", "--draft", "quantspec"],
         "the memory of cpu is too small; give a shorter prompt",

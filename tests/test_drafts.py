@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, MarkovSteps, V, counted, filtered, loop_of_its_own, p_value
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from pallas_kernels.attention import reference
 from qspec_jax.caches.cache import AppendedCache, longer
@@ -243,7 +243,7 @@ def test_rows_replaced_in_a_running_batch_are_as_alone(text, settings, model, sm
     prompts = random_prompts([3, 30, 9, 41, 17])
     new = (24, 9, 24, 5, 20)
     requests = [Request(prompt, dataclasses.replace(config, max_new_tokens=n), key) for prompt, n, key in zip(prompts, new, keys)]
-    together = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=draft)}
+    together = {result.index: result.token_ids for result in run_batch(model, with_draft(requests, draft), batch_size=2)}
     for i, (request, prompt) in enumerate(zip(requests, prompts)):
         alone = run_rounds(model, [prompt], request.config, draft=draft, keys=keys[i : i + 1])
         assert together[i] == alone.tokens[0] and len(together[i]) == new[i]
@@ -378,7 +378,9 @@ def test_drafts_that_choose_groups_need_the_int8_cache(model, text):
     name = text.partition(":")[0]
     with pytest.raises(InputError, match=f"^draft {name} reads groups of the int8 cache; give --cache int8, not full"):
         generate(
-            model, random_prompts([9]), config=dataclasses.replace(CONFIG, draft="quantspec", cache="full"), draft=make_draft(text, model)
+            model,
+            random_prompts([9]),
+            config=with_draft(dataclasses.replace(CONFIG, draft="quantspec", cache="full"), make_draft(text, model)),
         )
     with pytest.raises(InputError, match=f"^draft {text} reads groups of the int8 cache: it goes with cache int8, .*, and cache full with"):
         dataclasses.replace(CONFIG, draft=text, cache="full")
@@ -402,7 +404,7 @@ def test_drafts_that_keep_the_prompt_are_replaced_in_a_batch(model):
 
     prompts = random_prompts([70, 3, 150, 20])
     requests = [Request(prompt, CONFIG, key) for prompt, key in zip(prompts, prompt_keys(jax.random.key(0), 4))]
-    found = {result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=Remembering())}
+    found = {result.index: result.token_ids for result in run_batch(model, with_draft(requests, Remembering()), batch_size=2)}
     target = dataclasses.replace(CONFIG, draft="none", cache="int8")
     assert [found[i] for i in range(4)] == run_rounds(model, prompts, target).tokens
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from markov import Markov, MarkovDraft, MarkovSteps
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from pallas_kernels.formats import kv_cache, quantization
 from pallas_kernels.formats.views import BOTH_PLANES
@@ -303,7 +303,7 @@ def test_groups_of_128_and_600_new_tokens(shallow):
 
 
 def test_a_draft_that_is_the_target_is_always_accepted(model):
-    out = generate(model, prompts_of([1, 19, 43]), config=QUANTSPEC, draft=quantspec(model, weight_bits=16, cache="int8"))
+    out = generate(model, prompts_of([1, 19, 43]), config=with_draft(QUANTSPEC, quantspec(model, weight_bits=16, cache="int8")))
     assert out.stats.num_draft_tokens > 50
     assert out.stats.draft_acceptance_rate == 1.0
 
@@ -401,7 +401,7 @@ def test_drafts_behind_an_eos_do_not_count(model, targets):
     at = targets[9].index(eos)
     config = dataclasses.replace(QUANTSPEC, eos_token_ids=(eos,), ignore_eos=False)
     # Three times the same, for which test_a_draft_that_is_the_target_is_always_accepted has compiled the loop.
-    stats = generate(model, prompts_of([9] * 3), config=config, draft=quantspec(model, weight_bits=16, cache="int8")).stats
+    stats = generate(model, prompts_of([9] * 3), config=with_draft(config, quantspec(model, weight_bits=16, cache="int8"))).stats
     for row in stats.rows:
         assert row.new_tokens == at + 1
         assert row.draft_acceptance_rate == 1.0
@@ -461,10 +461,11 @@ def test_chunked_prefill_is_a_forward_pass(model, monkeypatch):
     [
         ([], "at least one prompt"),
         ([[]], "prompt 0 is empty"),
-        ([[1], [2, 64]], "prompt 1 has token id 64 in place 1, outside the vocabulary of 64"),
+        ([[1], [2, 64]], "prompt 1 has token id 64 at index 1, outside the vocabulary of 64"),
         ([[-1]], "outside the vocabulary"),
         (["text"], "tokenizer"),
-        ("text", "list"),
+        ("text", "prompt 0 is a text, so a tokenizer is needed"),
+        (5, "list"),
         ([[1] * 5000], "4096 positions; shorten it"),
         ([[1] * 4090], "ask for at most 6 new tokens"),
     ],

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import random_model, random_prompts
+from runs import random_model, random_prompts, with_draft
 
 from qspec_jax import GenerationConfig, InputError, generate, stream
 from qspec_jax.decoding.batch import run_batch
@@ -16,6 +16,7 @@ from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Greedy, make_sampler, prompt_keys
 from qspec_jax.drafts import make_draft
+from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.triforce import TriForceDraft
 
 CONFIG = GenerationConfig(max_new_tokens=8, group_size=16, ignore_eos=True, draft="quantspec")
@@ -41,29 +42,38 @@ def made_of(text):
 @pytest.mark.parametrize(("shape", "message"), [({"num_hidden_layers": 2}, "num_layers is 2"), ({"vocab_size": 80}, "vocab_size is 80")])
 def test_a_draft_of_another_model_is_refused(made, shape, message):
     draft = made(model_of(**shape))
-    for call in (lambda: generate(model_of(), PROMPTS, config=CONFIG, draft=draft), lambda: list(batch(draft))):
+    for call in (lambda: generate(model_of(), PROMPTS, config=with_draft(CONFIG, draft)), lambda: list(batch(draft))):
         with pytest.raises(InputError, match=f"the draft was made for a model whose {message}, and that of this model is"):
             call()
 
 
 def test_a_lookup_in_another_vocabulary_is_refused():
     with pytest.raises(InputError, match="vocab_size is 48"):
-        generate(model_of(), PROMPTS, config=CONFIG, draft=make_draft("prompt-lookup", model_of(vocab_size=48)))
+        generate(model_of(), PROMPTS, config=with_draft(CONFIG, make_draft("prompt-lookup", model_of(vocab_size=48))))
 
 
 def batch(made, **settings):
     config = dataclasses.replace(CONFIG, **settings)
-    return run_batch(model_of(), [Request(prompt, config, jax.random.key(0)) for prompt in PROMPTS], draft=made)
+    return run_batch(model_of(), with_draft([Request(prompt, config, jax.random.key(0)) for prompt in PROMPTS], made))
 
 
-@pytest.mark.parametrize(
-    "call", [lambda made, **s: generate(model_of(), PROMPTS, config=dataclasses.replace(CONFIG, **s), draft=made), batch]
-)
-def test_a_draft_beside_none_and_a_name_in_place_of_a_draft_are_refused(call):
-    with pytest.raises(InputError, match="draft 'none' decodes without a draft, and one is given"):
-        call(make_draft("quantspec", model_of()), draft="none")
-    with pytest.raises(InputError, match="draft should be what make_draft makes, not 'sparse'"):
-        call("sparse")
+@pytest.mark.parametrize("value", [3, object(), GenerationConfig])
+def test_what_is_no_draft_is_refused(value):
+    with pytest.raises(InputError, match="draft should be a text or a draft, not "):
+        GenerationConfig(draft=value)
+
+
+def test_the_draft_itself_decides_whether_a_cache_is_compatible():
+    """Its text, its settings, and the draft that is made of them are refused alike, and taken alike."""
+    for text, cache in (("sparse", "full"), ("exact-topk", "kivi"), ("combine:prompt-lookup+sparse", "full")):
+        for draft in (text, parse_draft(text), make_draft(text, model_of())):
+            with pytest.raises(InputError, match=r"it goes with cache int8.*, and cache"):
+                GenerationConfig(draft=draft, cache=cache)
+    out = [
+        generate(model_of(), PROMPTS, config=with_draft(CONFIG, d))
+        for d in ("sparse", parse_draft("sparse"), make_draft("sparse", model_of()))
+    ]
+    assert len({str((each.token_ids, each.stats.rows)) for each in out}) == 1 and out[0].stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("call", [lambda **s: generate(model_of(), PROMPTS, **s), lambda **s: stream(model_of(), PROMPTS[0], **s)])

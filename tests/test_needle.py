@@ -15,6 +15,7 @@ from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
 from qspec_jax.errors import InputError
+from qspec_jax.drafts.quantspec import QuantSpecDraft
 from qspec_jax.evaluate import answers, needle
 from qspec_jax.evaluate.acceptance import teacher_forced
 
@@ -108,15 +109,16 @@ def test_cells_count_right_answers(monkeypatch, directory):
     model, tokenizer = load_model(directory), load_tokenizer(directory)
     seen = []
 
-    def answer(model, requests, *, batch_size, draft, tokenizer):
-        seen.append(({len(request.tokens) for request in requests}, requests[0].config.draft, requests[0].config.cache))
+    def answer(model, requests, *, batch_size, tokenizer):
+        name = "quantspec" if isinstance(requests[0].config.draft, QuantSpecDraft) else requests[0].config.draft
+        seen.append(({len(request.tokens) for request in requests}, name, requests[0].config.cache))
         # In any order, as they come.
         for index, request in reversed(list(enumerate(requests))):
             text = tokenizer.decode(request.tokens)
             value = text.split("def secret_key():\n    return ")[1].split("\n")[0]
             at = text.index(value) / len(text)
             found = value if at > 0.4 else "10000"
-            found += "7" if at > 0.8 and request.config.draft == "quantspec" else ""
+            found += "7" if at > 0.8 and name == "quantspec" else ""
             yield Result(index, tokenizer(found)["input_ids"], found, "length", {})
 
     monkeypatch.setattr(answers, "run_batch", answer)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
 from gpus import gpu
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from qspec_jax import host
 from qspec_jax.bench.architectures import random_int4
@@ -395,7 +395,7 @@ def test_batches_on_a_gpu(cache, draft, dtype, monkeypatch):
             Request(prompt, GenerationConfig(max_new_tokens=140 + 40 * i, **settings), jax.random.key(i))
             for i, prompt in enumerate(random_prompts([900, 300, 640], vocab_size=4096))
         ]
-        found.append({result.index: result.token_ids for result in run_batch(model, requests, batch_size=2, draft=made)})
+        found.append({result.index: result.token_ids for result in run_batch(model, with_draft(requests, made), batch_size=2)})
     assert found[0] == found[1]
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import hf_config, random_tensors, write_checkpoint
+from runs import with_draft
 
 from qspec_jax import GenerationConfig, InputError, demo, generate
 from qspec_jax.checkpoints.loading import load_model
@@ -72,7 +73,7 @@ def test_a_draft_that_is_padded_otherwise_drafts_the_same(size, reads, folders):
     target = load_model(folders[PADDED])
     draft = make_draft(f"small-model:model={folders[size]},reads={reads}", target, directory=folders[PADDED])
     config = dataclasses.replace(GREEDY, cache="full", draft=f"small-model:model={folders[size]}")
-    out = generate(target, [PROMPT], config=config, tokenizer=TOKENIZER, draft=draft)
+    out = generate(target, [PROMPT], config=with_draft(config, draft), tokenizer=TOKENIZER)
     assert (
         out.token_ids
         == generate(target, [PROMPT], config=dataclasses.replace(GREEDY, draft="none", cache="full"), tokenizer=TOKENIZER).token_ids
@@ -91,7 +92,7 @@ def test_a_prompt_with_padding_is_read(folders):
     target = load_model(folders[PADDED])
     prompt = [5, PADDED - 1, 7, PADDED - 2]
     draft = make_draft(f"small-model:model={folders[IDS]}", target)
-    out = generate(target, [prompt], config=GREEDY, draft=draft)
+    out = generate(target, [prompt], config=with_draft(GREEDY, draft))
     assert out.token_ids == generate(target, [prompt], config=dataclasses.replace(GREEDY, draft="none")).token_ids
     assert out.stats.num_draft_tokens > 0
     assert draft.in_own_vocabulary(np.array([prompt])).tolist() == [[5, IDS - 1, 7, IDS - 1]]

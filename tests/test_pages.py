@@ -9,6 +9,7 @@ import pytest
 from attention_problems import Case, random_lists, random_problem
 from flushes import DUE, filled_layer, lengths_of
 from paging import in_pages, of_nobody, out_of_pages
+from runs import with_draft
 from test_batch import outcome, some_requests
 
 from pallas_kernels.attention import decode_attention
@@ -143,12 +144,12 @@ def test_results_do_not_depend_on_pages_slots_and_neighbours(directory, monkeypa
     with jax.enable_x64(True):
         model = load_model(directory, dtype="float64")
         draft, requests = drafts.quantspec(model), some_requests(9)
-        expected = outcome(run_batch(model, requests, batch_size=1, draft=draft))
+        expected = outcome(run_batch(model, with_draft(requests, draft), batch_size=1))
         for pool, together, share in ((AnyOrder, 1, 1 / 16), (Small, 2, 2 / 3)):
             monkeypatch.setattr(batch, "PagePool", pool)
             monkeypatch.setattr(batch, "TOGETHER", {"cpu": together})
             monkeypatch.setattr(batch, "REFILL_SHARE", share)  # with 2 / 3 of the rows two are prepared ahead
-            found = outcome(run_batch(model, [requests[i] for i in order], batch_size=3, draft=draft))
+            found = outcome(run_batch(model, with_draft([requests[i] for i in order], draft), batch_size=3))
             assert alike(found, range(9)) == alike(expected, order)
 
 
@@ -164,7 +165,7 @@ def test_ragged_rows_pay_for_what_they_hold(model, monkeypatch):
     monkeypatch.setattr(Engine, "batch_of", seen)
     requests, held = some_requests(9), []
     for count in (9, 3):
-        run = run_batch(model, requests[-count:], batch_size=3, draft=drafts.quantspec(model))
+        run = run_batch(model, with_draft(requests[-count:], drafts.quantspec(model)), batch_size=3)
         for _ in run:
             pass
         held.append(run.stats.held_bytes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from markov import DRAFTS, TABLE, WRONG, V, counted, filtered, p_value
 from models import target_logits
-from runs import random_model, random_prompts, run_rounds
+from runs import random_model, random_prompts, run_rounds, with_draft
 from scipy.special import log_softmax
 
 from pallas_kernels.formats.views import UPPER_PLANE
@@ -113,9 +113,9 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
     config, draft = dataclasses.replace(CONFIG, draft=name, cache="int8", **options), None if name == "none" else draft
     if config.min_new_tokens:
         free = dataclasses.replace(config, min_new_tokens=0, ignore_eos=True)
-        likely = generate(model, PROMPTS, config=free, draft=draft).token_ids
+        likely = generate(model, PROMPTS, config=with_draft(free, draft)).token_ids
         config = dataclasses.replace(config, eos_token_ids=(likely[0][2], likely[2][12]))
-    out = generate(model, PROMPTS, config=config, draft=draft)
+    out = generate(model, PROMPTS, config=with_draft(config, draft))
     logits = target_logits(model, PROMPTS, out.token_ids, group_size=G, scheme="int8_first")
     for prompt, tokens, rows in zip(PROMPTS, out.token_ids, logits):
         ends = [i for i, token in enumerate(tokens, 1) if token in (config.eos_token_ids or ())]
@@ -128,7 +128,7 @@ def test_greedy_tokens_are_the_targets(options, name, model, draft):
 def test_logprobs_are_the_targets_own(settings, model, draft):
     config = dataclasses.replace(CONFIG, cache="int8", top_logprobs=3, **settings)
     draft = draft if config.speculative else None
-    out = generate(model, PROMPTS, config=config, draft=draft, key=jax.random.key(4))
+    out = generate(model, PROMPTS, config=with_draft(config, draft), key=jax.random.key(4))
     logits = target_logits(model, PROMPTS, out.token_ids, group_size=G, scheme="int8_first")
     for tokens, rows, chances, top in zip(out.token_ids, logits, out.logprobs, out.top_logprobs):
         expected = log_softmax(rows, -1)
@@ -136,7 +136,7 @@ def test_logprobs_are_the_targets_own(settings, model, draft):
         ids = np.argsort(-expected, axis=-1)[:, :3]
         assert [[token for token, _ in place] for place in top] == ids.tolist()
         np.testing.assert_allclose([[chance for _, chance in place] for place in top], np.take_along_axis(expected, ids, 1), atol=1e-9)
-    alone = generate(model, PROMPTS, config=dataclasses.replace(config, top_logprobs=0), draft=draft, key=jax.random.key(4))
+    alone = generate(model, PROMPTS, config=with_draft(dataclasses.replace(config, top_logprobs=0), draft), key=jax.random.key(4))
     assert alone.token_ids == out.token_ids and alone.logprobs is None and alone.top_logprobs is None
 
 
@@ -204,7 +204,7 @@ def test_sensitive_layers(float64):
     rates, tokens = {}, set()
     for layers in (0, 1, 2):
         draft = quantspec(model, sensitive_layers=layers)
-        out = generate(model, PROMPTS, config=config, draft=draft)
+        out = generate(model, PROMPTS, config=with_draft(config, draft))
         rates[layers] = out.stats.draft_acceptance_rate
         tokens.add(str(out.token_ids))
         planes = {0: (1, 1, 1), 1: (2, 1, 2), 2: (2, 2, 2)}[layers]

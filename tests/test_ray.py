@@ -183,12 +183,12 @@ def test_a_predictor_settles_the_default_once(directory, monkeypatch, caplog):
         return run_batch(model, requests, **settings)
 
     monkeypatch.setattr(ray_data, "run_batch", watched)
-    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+    with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
         predictor = ray_data.Predictor(str(directory), GenerationConfig(max_new_tokens=6), dtype="float32")
         for prompts in (["a"], ["a" * 60, "b"]):
             predictor({"prompt": prompts})
     assert {(each.draft, each.cache_config.kind) for each in settled} == {("none", "int8")} and len(settled) == 3
-    assert len(caplog.messages) == 1 and predictor.draft is None
+    assert len(caplog.messages) == 1 and predictor.reader.config.draft == "none"
 
 
 @pytest.mark.parametrize(("gpus", "draft"), [(0, "none"), (2, "quantspec")])

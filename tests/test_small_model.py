@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import hf_config, rope_settings, write_checkpoint
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax import demo
@@ -18,10 +18,10 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import check_same_tokens
 from qspec_jax.cli.batch import of_checkpoint
-from qspec_jax.decoding import requests
 from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.round import current_round, propose
 from qspec_jax.decoding.sampling import make_sampler
@@ -182,21 +182,22 @@ def test_runs_beyond_the_draft_models_positions_are_refused(model, small):
     prompts, draft = random_prompts([9, 30]), make_draft(f"combine:prompt-lookup+small-model:model={small}", model)
     each = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     for what, work in (
-        ("prompt 1", lambda: generate(model, prompts, config=config, draft=draft)),
-        ("a request's prompt", lambda: run_batch(model, each, draft=draft)),
+        ("prompt 1", lambda: generate(model, prompts, config=with_draft(config, draft))),
+        ("prompt 1", lambda: run_batch(model, with_draft(each, draft))),
         ("prompt 1", lambda: teacher_forced(model, draft, [prompt + [1] * 24 for prompt in prompts], config, jax.random.key(0))),
     ):
         said = f"^{what} of 30 tokens and 24 new ones exceed the draft's 40 positions; ask for at most 10 new"
         with pytest.raises(InputError, match=said):
             work()
     # Each request by itself, not the longest prompt with the most new tokens of another.
-    requests.check_draft_length(draft, prompts, [config, dataclasses.replace(config, max_new_tokens=10)])
+    fewer = dataclasses.replace(each[1], config=dataclasses.replace(config, max_new_tokens=10))
+    assert prepare(model, with_draft([each[0], fewer], draft)).draft is draft
 
 
 def test_a_window_takes_longer_texts(model, small):
     config, prompts = dataclasses.replace(CONFIG, num_speculative_tokens=2), random_prompts([9, 90])
     draft = make_draft(f"small-model:model={small},reads=window,sinks=4,window=36", model)
-    out = generate(model, prompts, config=config, draft=draft)
+    out = generate(model, prompts, config=with_draft(config, draft))
     assert out.token_ids == generate(model, prompts, config=dataclasses.replace(config, draft="none", cache="int8")).token_ids
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import prepared, random_model, random_prompts, run_rounds
+from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 from scipy.special import logsumexp
 
 from pallas_kernels.attention import decode_attention
@@ -153,7 +153,7 @@ def test_what_is_generated_is_what_is_scored(fetch):
     with jax.enable_x64(True):
         model = random_model("float64")
         config = dataclasses.replace(specache(k=3, host="store", fetch=fetch), max_new_tokens=30, output_logprobs=True)
-        out = generate(model, PROMPTS, config=config, draft=make_draft("specache", model))
+        out = generate(model, PROMPTS, config=with_draft(config, make_draft("specache", model)))
         scores = token_logprobs(model, PROMPTS, out.token_ids, specache(k=3, fetch=fetch).cache_config)
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-11)
 
@@ -225,10 +225,10 @@ def test_a_row_depends_on_nothing_but_itself(monkeypatch):
             each = [dataclasses.replace(config, max_new_tokens=5 + 9 * i) for i in range(len(prompts))]
             return [Request(prompt, config, jax.random.key(i)) for i, (prompt, config) in enumerate(zip(prompts, each))]
 
-        together = {result.index: result.token_ids for result in run_batch(model, requests(host="store"), batch_size=2, draft=draft)}
+        together = {result.index: result.token_ids for result in run_batch(model, with_draft(requests(host="store"), draft), batch_size=2)}
         assert reused
         for i, request in enumerate(requests(host="none")):
-            (alone,) = run_batch(model, [request], batch_size=1, draft=draft)
+            (alone,) = run_batch(model, with_draft([request], draft), batch_size=1)
             assert together[i] == alone.token_ids
 
 

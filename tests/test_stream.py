@@ -12,6 +12,7 @@ import pytest
 from checkpoints import hf_config, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import with_draft
 
 from qspec_jax import GenerationConfig, demo, stream
 from qspec_jax.checkpoints.loading import load_model
@@ -242,10 +243,10 @@ def draft(model):
 
 
 def test_pieces_are_what_comes_at_once(model, draft):
-    whole = generate(model, [PROMPT], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
+    whole = generate(model, [PROMPT], config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER)
     counts = lambda pieces: [sum(getattr(piece, name) for piece in pieces) for name in ("drafted", "accepted", "flushes")]
     for rounds in (1, 3):
-        run = stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
+        run = stream(model, PROMPT, config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER, rounds_per_update=rounds)
         assert run.generation is None
         pieces = list(run)
         assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids[0]
@@ -254,21 +255,21 @@ def test_pieces_are_what_comes_at_once(model, draft):
         assert counts(pieces) == [stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.flushes]
         assert len(pieces) == 1 + -(-stats.num_spec_steps // rounds) and len(pieces[0].token_ids) == 1
         assert dataclasses.replace(run.generation, stats=None) == dataclasses.replace(whole, stats=None)
-    silent = list(stream(model, TOKENIZER(PROMPT)["input_ids"], config=CONFIG, key=KEY, draft=draft))
+    silent = list(stream(model, TOKENIZER(PROMPT)["input_ids"], config=with_draft(CONFIG, draft), key=KEY))
     assert [token for piece in silent for token in piece.token_ids] == whole.token_ids[0] and not any(piece.text for piece in silent)
 
 
 def test_stop_strings_in_generate_and_stream(model, draft):
-    whole = generate(model, [PROMPT, "import"], config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
+    whole = generate(model, [PROMPT, "import"], config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER)
     stop = whole.text[0][20:22]
     config = dataclasses.replace(CONFIG, stop=(stop, "never said"))
-    out = generate(model, [PROMPT, "import"], config=config, key=KEY, tokenizer=TOKENIZER, draft=draft)
+    out = generate(model, [PROMPT, "import"], config=with_draft(config, draft), key=KEY, tokenizer=TOKENIZER)
     for text, before, ids, all_ids, reason in zip(out.text, whole.text, out.token_ids, whole.token_ids, out.finish_reason):
         cut = first_stop(before, (stop,))
         assert text == before[:cut] and ids == all_ids[: len(ids)] and reason == ("length" if cut is None else "stop")
         assert cut is None or (stop in TOKENIZER.decode(ids) and stop not in TOKENIZER.decode(ids[:-1]))
     assert out.finish_reason[0] == "stop" and out.stats.rows[0].num_spec_steps < whole.stats.rows[0].num_spec_steps
-    pieces = list(stream(model, PROMPT, config=config, key=KEY, tokenizer=TOKENIZER, draft=draft))
+    pieces = list(stream(model, PROMPT, config=with_draft(config, draft), key=KEY, tokenizer=TOKENIZER))
     assert "".join(piece.text for piece in pieces) == out.text[0]
     assert [token for piece in pieces for token in piece.token_ids] == out.token_ids[0]
 
@@ -282,8 +283,8 @@ def test_a_stop_string_before_an_unfinished_character():
 
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_rounds_that_are_none(rounds, model, draft):
-    with pytest.raises(InputError, match=f"rounds {rounds}"):
-        stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft, rounds_per_piece=rounds)
+    with pytest.raises(InputError, match=f"rounds_per_update {rounds} should be at least 1"):
+        stream(model, PROMPT, config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER, rounds_per_update=rounds)
 
 
 @pytest.fixture(scope="module")
@@ -301,14 +302,14 @@ def test_a_special_token_as_a_stop_string(model, draft, with_call):
     """It is in no text, and ends a row all the same; beside other text it cannot."""
     tokenizer, id = with_call
     config = dataclasses.replace(CONFIG, stop=("never said", "def"), logit_bias={id: 1000.0}, min_new_tokens=0)
-    out = generate(model, [PROMPT, "import"], config=config, key=KEY, tokenizer=tokenizer, draft=draft)
+    out = generate(model, [PROMPT, "import"], config=with_draft(config, draft), key=KEY, tokenizer=tokenizer)
     assert (out.token_ids, out.text, out.finish_reason) == ([[id]] * 2, ["", ""], ["stop"] * 2)
     request = Request(tokenizer(PROMPT)["input_ids"], config, jax.random.key(0))
-    (result,) = run_batch(model, [request], tokenizer=tokenizer, draft=draft)
+    (result,) = run_batch(model, with_draft([request], draft), tokenizer=tokenizer)
     assert (result.token_ids, result.text, result.finish_reason) == ([id], "", "stop")
     for stop in ("def ", "\ndef", "<|endoftext|>."):
         with pytest.raises(InputError, match=r"has the special token '.*' in it, so it is in no text; stop \(--stop\) should"):
-            generate(model, [PROMPT], config=dataclasses.replace(config, stop=(stop,)), key=KEY, tokenizer=tokenizer, draft=draft)
+            generate(model, [PROMPT], config=with_draft(dataclasses.replace(config, stop=(stop,)), draft), key=KEY, tokenizer=tokenizer)
 
 
 def test_the_eos_of_a_tokenizer(model, draft, with_call, caplog):
@@ -318,17 +319,19 @@ def test_the_eos_of_a_tokenizer(model, draft, with_call, caplog):
     warn_once.cache_clear()
     config = dataclasses.replace(CONFIG, ignore_eos=False, max_new_tokens=3, logit_bias={id: 1000.0})
     for _ in range(2):
-        out = generate(model, [PROMPT], config=config, key=KEY, tokenizer=tokenizer, draft=draft)
+        out = generate(model, [PROMPT], config=with_draft(config, draft), key=KEY, tokenizer=tokenizer)
         assert (out.token_ids, out.text, out.finish_reason) == ([[id]], [""], ["eos"])
-    (result,) = run_batch(model, [Request(tokenizer(PROMPT)["input_ids"], config, jax.random.key(0))], tokenizer=tokenizer, draft=draft)
+    (result,) = run_batch(
+        model, with_draft([Request(tokenizer(PROMPT)["input_ids"], config, jax.random.key(0))], draft), tokenizer=tokenizer
+    )
     assert (result.token_ids, result.finish_reason) == ([id], "eos")
     ends = ", ".join(map(str, model.config.eos_token_ids))
     (record,) = caplog.records
     assert f"tokenizer's EOS 'def', {id}, is not among those of config.json and generation_config.json ({ends})" in record.getMessage()
     own = dataclasses.replace(config, logit_bias={model.config.eos_token_ids[0]: 1000.0})
-    assert generate(model, [PROMPT], config=own, key=KEY, tokenizer=tokenizer, draft=draft).finish_reason == ["eos"]
+    assert generate(model, [PROMPT], config=with_draft(own, draft), key=KEY, tokenizer=tokenizer).finish_reason == ["eos"]
     for other in ({"ignore_eos": True}, {"eos_token_ids": (7,)}):
-        out = generate(model, [PROMPT], config=dataclasses.replace(config, **other), key=KEY, tokenizer=tokenizer, draft=draft)
+        out = generate(model, [PROMPT], config=with_draft(dataclasses.replace(config, **other), draft), key=KEY, tokenizer=tokenizer)
         assert (out.token_ids, out.finish_reason) == ([[id] * 3], ["length"])
     assert len(caplog.records) == 1
 
@@ -365,10 +368,10 @@ def test_the_first_blank_in_generate_stream_and_batch(tmp_path):
 
 
 def test_ended_early_nothing_is_left(model, draft):
-    list(stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft))  # compiles
+    list(stream(model, PROMPT, config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER))  # compiles
     gc.collect()
     before = len(jax.live_arrays())
-    run = stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft)
+    run = stream(model, PROMPT, config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER)
     next(run)
     next(run)
     assert len(jax.live_arrays()) > before
@@ -381,7 +384,7 @@ def test_ended_early_nothing_is_left(model, draft):
 def test_left_by_break(model, draft):
     gc.collect()
     before = len(jax.live_arrays())
-    for piece in stream(model, PROMPT, config=CONFIG, key=KEY, tokenizer=TOKENIZER, draft=draft):
+    for piece in stream(model, PROMPT, config=with_draft(CONFIG, draft), key=KEY, tokenizer=TOKENIZER):
         assert piece.token_ids
         break
     gc.collect()

@@ -137,7 +137,7 @@ def answering(samples, tokenizer, seen):
     """A `run_batch` that knows the answers with a full cache, and gets one in two wrong with another."""
     known = {tuple(sample.prompt): sample for sample in samples}
 
-    def run_batch(model, requests, *, batch_size, draft, tokenizer=tokenizer):
+    def run_batch(model, requests, *, batch_size, tokenizer=tokenizer):
         seen.append([request.tokens for request in requests])
         for index, request in reversed(list(enumerate(requests))):
             ids = known[tuple(request.tokens)].answer

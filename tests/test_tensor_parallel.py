@@ -13,6 +13,7 @@ import pytest
 import simulated_devices
 from checkpoints import hf_config, write_checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from runs import with_draft
 from test_fused_layer_gpu import problem as fused_layer_problem
 
 from convert import convert
@@ -164,7 +165,7 @@ def test_stored_drafts(checkpoint, eight, tmp_path, caplog):
             twice = weights["layers.0.k_proj.weight"].codes
             heads = np.asarray(twice).reshape(8, -1)
             assert all(np.array_equal(heads[2 * i], heads[2 * i + 1]) for i in range(4))
-        found.append(generate(model, [[1, 2, 3] * 9], config=dataclasses.replace(CONFIG, max_new_tokens=8), draft=draft).token_ids)
+        found.append(generate(model, [[1, 2, 3] * 9], config=with_draft(dataclasses.replace(CONFIG, max_new_tokens=8), draft)).token_ids)
     assert found[0] == found[1] == found[2] and "made anew" not in caplog.text
 
 
@@ -291,7 +292,7 @@ def test_two_gpus_run_the_kernels_of_one(draft):
         model = random_model(config, mesh=mesh)
         Compiled.forget()
         with dispatch.watched() as seen:
-            found.append(generate(model, [prompt], config=settings, draft=make_draft(draft, model, int4=random_int4(model))))
+            found.append(generate(model, [prompt], config=with_draft(settings, make_draft(draft, model, int4=random_int4(model)))))
         # The target's layers are compositions of kernels, and plain matrix products go by their shapes.
         kernels.append({(choice.kernel, choice.implementation) for choice in seen if choice.kernel != "matmul"})
     assert kernels[0] == kernels[1] and {("append_attend", "mosaic_gpu"), ("fused_layer", "mosaic_gpu")} <= kernels[1], kernels

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import hf_config, write_checkpoint
-from runs import random_model
+from runs import random_model, with_draft
 
 from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
@@ -516,6 +516,6 @@ def test_the_loops_draft_has_its_head_in_int8(monkeypatch):
     draft = quantspec(model)
     in_loop = lambda draft: dataclasses.replace(draft, step=ViewedModel(quantize_head(draft.step.model), draft.step.view))
     monkeypatch.setattr(type(draft), "in_loop", in_loop)
-    loop = generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
+    loop = generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate
     monkeypatch.undo()
-    assert loop < 0.5 * generate(model, prompt, config=config, draft=draft).stats.draft_acceptance_rate
+    assert loop < 0.5 * generate(model, prompt, config=with_draft(config, draft)).stats.draft_acceptance_rate

@@ -6,11 +6,9 @@ from typing import assert_type
 
 import jax
 
-from qspec_jax import CacheConfig, Generation, GenerationConfig, InputError, Stream, generate, load, stream
+from qspec_jax import CacheConfig, Generation, GenerationConfig, InputError, Request, Stream, generate, load, make_draft, run_batch, stream
 from qspec_jax.caches.cache import Cache
-from qspec_jax.decoding.batch import BatchRun, Result, run_batch
-from qspec_jax.decoding.requests import Request
-from qspec_jax.drafts import make_draft
+from qspec_jax.decoding.batch import BatchRun, Result
 from qspec_jax.drafts.draft import Draft, Proposal, Round, State
 
 
@@ -29,7 +27,8 @@ def continued(directory: Path) -> str:
     assert_type(texts, list[str])
     draft = make_draft("quantspec", model)
     assert_type(draft, Draft | None)
-    run = run_batch(model, [Request([1, 2], config, jax.random.key(0))], batch_size=8, draft=draft, tokenizer=tokenizer)
+    assert draft is not None
+    run = run_batch(model, [Request([1, 2], GenerationConfig(draft=draft), jax.random.key(0))], batch_size=8, tokenizer=tokenizer)
     assert_type(run, BatchRun)
     results = {result.index: result for result in run}
     assert_type(results, dict[int, Result])

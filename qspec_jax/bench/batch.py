@@ -18,12 +18,11 @@ from tqdm import tqdm
 from qspec_jax.bench.simulated import SimulatedGreedy
 from qspec_jax.decoding.batch import BatchStats, layers_at_once, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.step_bytes import bytes_in_loop, bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -105,7 +104,6 @@ def make_requests(
 def run(
     name: str,
     model: Llama,
-    draft: Draft | None,
     requests: Sequence[Request],
     *,
     batch_size: int,
@@ -123,8 +121,8 @@ def run(
     def strategy(*configs: GenerationConfig):
         return make_sampler(*configs) if rate is None else SimulatedGreedy(jnp.full(len(configs), rate))
 
-    batch_size = min(batch_size, len(requests))
-    settings = dict(batch_size=batch_size, draft=draft, strategy=strategy)
+    batch_size, prepared = min(batch_size, len(requests)), prepare(model, requests, batch_size=batch_size)
+    settings = dict(batch_size=batch_size, strategy=strategy)
 
     rows_of_each = min(batch_size, -(-len(requests) // max(1, len(devices))))  # as several devices have
     apart = devices if SEVERAL in ways else ()  # each has programs of its own
@@ -134,7 +132,7 @@ def run(
 
         def warm_up(own: list[jax.Device] | None, rows: int) -> None:
             # All of them, in their order: a pool of pages is as large as that asks for, and programs depend on it.
-            for _ in run_batch(model, requests, **settings | {"batch_size": rows}, devices=own):
+            for _ in run_batch(model, prepared, **settings | {"batch_size": rows}, devices=own):
                 bar.update()
 
         if alone:
@@ -143,7 +141,7 @@ def run(
             list(pool.map(lambda device: warm_up([device], rows_of_each), apart))
     rows, tokens, peak_bytes = [], None, None
     for way in ways:
-        batch = run_batch(model, requests, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
+        batch = run_batch(model, prepared, **settings | WAYS[way], devices=devices if way == SEVERAL else None)
         bar = tqdm(batch, desc=way, total=len(requests), unit="prompt", leave=False, disable=off)
         results = {result.index: result.token_ids for result in bar}
         tokens = tokens or results
@@ -155,7 +153,7 @@ def run(
         if way == "refilled":
             peak_bytes = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     refilled, fixed, several = (next((row for row in rows if row.way == way), None) for way in ("refilled", "fixed", SEVERAL))
-    prefill_s, decode_s = _prefill_seconds(model, draft, requests, strategy), _decode_seconds(refilled.stats, batch_size)
+    prefill_s, decode_s = _prefill_seconds(prepared, strategy), _decode_seconds(refilled.stats, batch_size)
     return BatchReport(
         **this_run(),
         model=name,
@@ -172,7 +170,7 @@ def run(
         prefill_alone_s=prefill_s,
         decode_alone_s=decode_s,
         share_of_parts=decode_s and (prefill_s + decode_s) / (refilled.stats.prefill_s + refilled.stats.decode_s),
-        held_bytes=bytes_of((model, draft)) + bytes_in_loop(draft) + refilled.stats.held_bytes,
+        held_bytes=bytes_of((model, prepared.draft)) + bytes_in_loop(prepared.draft) + refilled.stats.held_bytes,
         peak_bytes=peak_bytes,
     )
 
@@ -182,12 +180,10 @@ def _decode_seconds(stats: BatchStats, slots: int) -> float | None:
     return stats.busy_rounds / slots * stats.full_decode_s / stats.full_rounds if stats.full_rounds else None
 
 
-def _prefill_seconds(model: Llama, draft: Draft | None, requests: Sequence[Request], strategy: Callable[..., Sampler]) -> float:
+def _prefill_seconds(prepared: Prepared, strategy: Callable[..., Sampler]) -> float:
     """What prefilling all prompts takes, each by itself and one after the other, long ones in parts."""
-    configs = [request.config for request in requests]
-    engine = Engine.for_configs(model, draft, configs, prompt_tokens=max(len(request.tokens) for request in requests))
-    by_length = defaultdict(list)
-    for request in requests:
+    model, engine, by_length = prepared.model, prepared.engine(), defaultdict(list)
+    for request in prepared.requests:
         by_length[bucket(len(request.tokens))].append(request)
     prefills = {}
     for n, (first, *_) in by_length.items():

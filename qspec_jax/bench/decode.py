@@ -33,13 +33,14 @@ from qspec_jax.decoding.compiled import Call
 from qspec_jax.decoding.config import AUTOREGRESSIVE, GenerationConfig
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.host_residence import Residence, refused, residence
+from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
 from qspec_jax.decoding.prefill import Executables
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.settled import for_prompts
 from qspec_jax.decoding.state import UNLIMITED, Counts, DecodeState
 from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import make_draft
+from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.drafts.specache import SpeCacheDraft
 from qspec_jax.drafts.step_bytes import bytes_of, devices_of
 from qspec_jax.errors import HostMemoryError, InputError, is_out_of_memory, named
@@ -163,7 +164,8 @@ def measure(
 
     def make(case: Case) -> Draft | None:
         draft = make_draft(case.method.draft, model, int4=int4, directory=directory)
-        return jax.block_until_ready(for_prompts(model, draft, [config_of(case, max_new_tokens)], prompts))
+        config = dataclasses.replace(config_of(case, max_new_tokens), draft=draft or NONE)
+        return jax.block_until_ready(prepare(model, prompts, config=config, key=key_of(seed)).draft)
 
     made = [(case, _attempt(make, case)) for case in cases]
     if inner_rate is not None and not any(isinstance(draft, Exception) or _verifies(draft) for _, draft in made):

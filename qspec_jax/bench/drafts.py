@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
-from qspec_jax.decoding.settled import with_draft
-from qspec_jax.drafts.draft import Draft
+from qspec_jax.decoding.prepare import Prepared, prepare
+from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.registry import NONE, make_draft
 from qspec_jax.models.llama import Llama
 from qspec_jax.reports import Run, this_run
@@ -76,11 +76,11 @@ class DraftsReport(Run):
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """One of the decodes that take turns: as it was asked for, settled, and with its draft."""
+    """One of the decodes that take turns: the draft that was asked for, what "auto" became, and the prompt with the draft."""
 
     asked: str
     config: GenerationConfig
-    draft: Draft | None
+    prepared: Prepared
 
 
 def run(
@@ -115,8 +115,9 @@ def run(
     shared = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=gamma, ignore_eos=True)
 
     def way(draft: str, cache: str | None) -> _Way:
-        (config,) = with_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
-        return _Way(draft, config, make_draft(config.draft, model, int4=int4, directory=directory))
+        (config,) = resolve_auto_draft(model, [GenerationConfig(draft=draft, cache=cache, **shared)], [len(prompt)], batch=1)
+        made = make_draft(config.draft, model, int4=int4, directory=directory)
+        return _Way(draft, config, prepare(model, [prompt], config=dataclasses.replace(config, draft=made or NONE)))
 
     drafted = [way(draft, cache) for draft in dict.fromkeys(drafts)]
     kinds = dict.fromkeys(each.config.cache or each.config.cache_config.kind for each in drafted)
@@ -127,7 +128,7 @@ def run(
         for turn in range(turns + 1):
             for i in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:  # each comes after every other one at times
                 bar.set_description(f"turn {turn} of {turns}: {ways[i].asked}")
-                stats = generate(model, [prompt], config=ways[i].config, draft=ways[i].draft).stats
+                stats = generate(model, ways[i].prepared).stats
                 rounds[i] = stats.mean_acceptance_length or 1.0
                 if turn:
                     speeds[i].append(stats.tokens_per_second)

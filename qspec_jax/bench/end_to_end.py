@@ -21,7 +21,7 @@ from qspec_jax.bench import decode
 from qspec_jax.bench.decode_rows import Case, DecodeRow, Method, compared
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
-from qspec_jax.decoding.settled import for_prompts
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.registry import USUAL, make_draft
@@ -112,7 +112,7 @@ def run(
 
             def make(draft: str, gamma: int, int4=int4, prompts=prompts) -> Draft:
                 made = make_draft(draft, model, int4=int4, directory=directory)
-                return for_prompts(model, made, [make_config(0, gamma)], prompts)
+                return prepare(model, prompts, config=dataclasses.replace(make_config(0, gamma), draft=made)).draft
 
             for temperature in temperatures:
                 bar.set_description(f"{context:,} tokens, temperature {temperature:g}")

@@ -17,7 +17,7 @@ from qspec_jax.checkpoints.tensor_names import weight_shapes
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.errors import InputError
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama
+from qspec_jax.models.llama import Llama, Origin
 from qspec_jax.models.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,13 @@ def load_model(directory: str | Path, *, dtype: str | None = None, mesh: Mesh | 
     for devices that the model cannot be divided over.
     """
     directory = local(directory, progress=progress)
-    if converted.is_converted(directory):
-        return _load_converted(directory, dtype, mesh)
+    is_converted = converted.is_converted(directory)
+    model = _load_converted(directory, dtype, mesh) if is_converted else _load_huggingface(directory, dtype, mesh, progress)
+    model.origin = Origin(directory.resolve())
+    return model
+
+
+def _load_huggingface(directory: Path, dtype: str | None, mesh: Mesh | None, progress: bool | None) -> Llama:
     source = Source(directory)
     source.check_contents()
     wanted = jnp.dtype(as_loaded(dtype or stored_dtype(source.config)))

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     from qspec_jax.errors import InputError, is_out_of_memory
 
     logging.basicConfig(format="qspec: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    for place in ("cli.generate", "decoding.settled"):
+    for place in ("cli.generate", "decoding.resolve"):
         logging.getLogger(f"qspec_jax.{place}").setLevel(logging.INFO)  # which draft was chosen
     logging.getLogger("qspec_jax.decoding.skip_search").setLevel(logging.INFO)  # which layers it skips
     logging.getLogger("qspec_jax.decoding.capacity").setLevel(logging.INFO)  # how many rows fit

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import enum
-import json
 import logging
 import os
 import sys
@@ -37,14 +36,16 @@ from qspec_jax.cli.options import (
     with_settings,
     written_by_first,
 )
-from qspec_jax.decoding import diagnosis, processes
-from qspec_jax.decoding.batch import ROWS_OF_AUTO, BatchStats, run_batch
+from qspec_jax.decoding import processes
+from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.decoding.jsonl import Columns, Journal, Line, as_line, as_wrong, error_of, kept, read_lines, run_hashes, written
+from qspec_jax.decoding.out_of_memory import explained_memory
+from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.ray_data import cluster_gpus, connect, through_actors
-from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
-from qspec_jax.drafts import Draft, make_draft
+from qspec_jax.decoding.resolve import resolve_auto_draft
+from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.draft import checkpoints_of
 from qspec_jax.drafts.int4 import has_stored_int4
 from qspec_jax.drafts.registry import AUTO, parse_draft
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 
 MOST_ROWS = 1 << 20
 TOLD = 20  # wrong lines that are told, each by itself
+RESULTS = b"2"  # raised with every change after which a run may have other results, so that no run goes on with another program's
 
 
 class OnError(enum.StrEnum):
@@ -155,30 +157,29 @@ def batch(
         network, tokenizer = _outline(stored_at, dtype), load_tokenizer(stored_at)
         if config.draft == AUTO:  # here, since what the run is known by is what it is settled to
             kind = "a GPU of the cluster" if cluster_gpus() else "cpu"
-            (config,) = with_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
-    draft = None if chosen or ray else processes.all_or_none(lambda: _made(config, network, model))
-    lines = read_lines(content, network, tokenizer, config, seed, draft, columns)
+            (config,) = resolve_auto_draft(network, [config], None, batch=rows_at_once or ROWS_OF_AUTO, device_kind=kind)
+    # A draft that is named is made first: lines that are too long for its model are wrong.
+    of_lines = config if chosen or ray is not None else processes.all_or_none(lambda: _with_draft(config, network))
+    lines = read_lines(content, network, tokenizer, of_lines, seed, columns)
     wrong = [line for line in lines if line.error]
     if wrong and on_error is OnError.stop:
         more = f" (and {len(wrong) - 1} more; --on-error skip does the other lines)" if len(wrong) > 1 else ""
         raise InputError(f"{name}, line {wrong[0].number}: {wrong[0].error}{more}")
     if not lines:
         raise InputError(f"{name}: empty; it should have a JSON object on each line")
-    # What is left open is settled by all lines, before any is left out because it is done: what comes of it is what a run is known by.
-    requests = [line.request for line in lines if line.request]
-    configs, lengths = [request.config for request in requests], [len(request.tokens) for request in requests]
-    if chosen and ray is None and configs:
-        configs = with_draft(network, configs, lengths, batch=min(rows_at_once or ROWS_OF_AUTO, len(configs)))
-        config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
-        draft = processes.all_or_none(lambda: _made(config, network, model))
-    if ray is None:
-        with diagnosis.explained_memory(network, config, max(lengths, default=1), rows=1):
-            draft = for_prompts(network, draft, configs, [request.tokens for request in requests])
-        configs = with_costs(network, configs, lengths, draft)
-    lines = _with_configs(lines, configs)
-    settings = dataclasses.asdict(config) | {"seed": seed, "dtype": network.dtype.name, "columns": dataclasses.asdict(columns)}
-    costs = [each.draft_cost for each in configs] if config.adaptive else None
-    of_run = (json.dumps(settings, sort_keys=True), costs, draft and draft.chosen())
+    # All lines are prepared, also those that are done: draft "auto" and costs depend on all of them, and a run is known by them.
+    good = [line for line in lines if line.request]
+    requests = [line.request for line in good]
+    if ray is not None or not good:
+        prepared = Prepared(network, config, tuple(requests), None, tokenizer)
+    else:
+        longest = max(len(request.tokens) for request in requests)
+        with explained_memory(network, config, longest, rows=1):
+            prepared = processes.all_or_none(
+                lambda: prepare(network, requests, config=config, tokenizer=tokenizer, batch_size=rows_at_once or ROWS_OF_AUTO)
+            )
+    config, configs = prepared.config, prepared.configs
+    of_run = (prepared.identity(), seed, network.dtype.name, columns)
     if changed := [path for path, directory in directories.items() if of_checkpoint(directory) != checkpoints[path]]:
         raise InputError(f"{changed[0]}: its files changed while they were loaded; start again once they are as they should be")
     has_int4 = has_stored_int4(stored_at, network.dtype.name)
@@ -186,7 +187,7 @@ def batch(
         repr((dataclasses.replace(network.checkpoint_config, dtype=""), has_int4)).encode(),
         *(part for parts in checkpoints.values() for part in parts),
     ]
-    version = [process.version_of("qspec-jax").encode()]
+    version = [process.version_of("qspec-jax").encode(), RESULTS]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
     journal = processes.all_or_none(lambda: Journal(written_by_first(output), run, overwrite=overwrite))
     done = processes.from_first(lambda: sorted(journal.done))
@@ -200,7 +201,7 @@ def batch(
             journal.add(kept(line.number, as_wrong(line)))
     if found := len(journal.done) - len(wrong):
         log.warning("%s: %d of %d lines are done already", journal.path, found, len(lines) - len(wrong))
-    todo = [line for line in lines if line.number not in journal.done]
+    todo = [i for i, line in enumerate(good) if line.number not in journal.done]
 
     def interrupted() -> None:
         print(f"qspec: interrupted{journal.goes_on}", file=sys.stderr)
@@ -211,7 +212,14 @@ def batch(
         if ray:
             settings = dict(batch_size=rows_at_once, actors=ray_actors, dtype=dtype and str(dtype), seed=seed, columns=columns)
             seconds = _through_ray(
-                todo, content, stored_at.resolve(), config, journal, settings, stops=on_error is OnError.stop, quiet=as_json
+                [good[i] for i in todo],
+                content,
+                stored_at.resolve(),
+                config,
+                journal,
+                settings,
+                stops=on_error is OnError.stop,
+                quiet=as_json,
             )
             journal.finish()
             if as_json:
@@ -220,9 +228,12 @@ def batch(
                 where = "standard output" if output == STANDARD else output
                 print(f"{where}: {len(todo)} prompts on Ray in {seconds:.1f} s", file=sys.stderr)
             return
-        longest = dataclasses.replace(config, max_new_tokens=max((each.max_new_tokens for each in configs), default=1))
-        with diagnosis.explained_memory(network, longest, max(lengths, default=1), rows=max(1, min(rows_at_once or 1, len(todo)))):
-            stats = _run(network, tokenizer, draft, todo, journal, rows_at_once, refill, places, quiet=quiet)
+        stats = BatchStats()
+        if todo:
+            at_once, prepared = min(rows_at_once or 1, len(todo)), prepared.select(todo)
+            longest = dataclasses.replace(config, max_new_tokens=max(each.max_new_tokens for each in configs))
+            with explained_memory(network, longest, prepared.longest_prompt, rows=at_once):
+                stats = _run(prepared, [good[i] for i in todo], journal, rows_at_once, refill, places, quiet=quiet)
         journal.finish()
         if not processes.is_first():
             return
@@ -295,16 +306,9 @@ def _drafts(config: GenerationConfig) -> bool:
     return config.speculative and config.num_speculative_tokens != 0
 
 
-def _made(config: GenerationConfig, network: Llama, model: Path) -> Draft | None:
-    """The draft, of the INT4 weights that are stored with the model if there are any."""
-    return make_draft(config.draft, network, directory=model) if _drafts(config) else None
-
-
-def _with_configs(lines: list[Line], configs: list[GenerationConfig]) -> list[Line]:
-    """The lines with these configs, one for each that has a request."""
-    settled = iter(configs)
-    with_config = lambda request: request and dataclasses.replace(request, config=next(settled))
-    return [dataclasses.replace(line, request=with_config(line.request)) for line in lines]
+def _with_draft(config: GenerationConfig, network: Llama) -> GenerationConfig:
+    """The config with its draft made."""
+    return dataclasses.replace(config, draft=make_draft(config.draft, network)) if _drafts(config) else config
 
 
 def of_checkpoint(directory: Path) -> list[bytes]:
@@ -366,26 +370,14 @@ def _through_ray(
 
 
 def _run(
-    network,
-    tokenizer,
-    draft: Draft | None,
-    todo: list[Line],
-    journal: Journal,
-    batch_size: int | None,
-    refill: bool,
-    places: list[Place],
-    *,
-    quiet: bool,
+    prepared: Prepared, lines: list[Line], journal: Journal, batch_size: int | None, refill: bool, places: list[Place], *, quiet: bool
 ) -> BatchStats:
-    if not todo:
-        return BatchStats()
-    requests, settings = [line.request for line in todo], dict(batch_size=batch_size, refill=refill, devices=places)
-    results = run_batch(network, requests, draft=draft, tokenizer=tokenizer, **settings)
-    bar = tqdm(total=len(todo), desc="batch", unit="prompt", disable=True if quiet else None)
+    results = run_batch(prepared.model, prepared, batch_size=batch_size, refill=refill, devices=places)
+    bar = tqdm(total=len(lines), desc="batch", unit="prompt", disable=True if quiet else None)
     with bar, contextlib.closing(results):  # closed also where a result cannot be kept
         for result in results:
-            line = todo[result.index]
-            journal.add(kept(line.number, as_line(line, result, tokenizer)))
+            line = lines[result.index]
+            journal.add(kept(line.number, as_line(line, result, prepared.tokenizer)))
             bar.set_postfix_str(_speed(results.stats))
             bar.update()
     return results.stats

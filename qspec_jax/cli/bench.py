@@ -1,5 +1,6 @@
 """The commands of `qspec bench`."""
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -392,11 +393,12 @@ def bench_batch(
             network, tokenizer = load(model, dtype, quiet=as_json)
             int4 = stored_int4(model, network)
             sources = [tokenizer(read_text(path))["input_ids"] for path in file or corpus.held_out_files()]
+        made = make_draft(config.draft, network, int4=int4, directory=model if arch is None else None)
+        config = dataclasses.replace(config, draft=made or NONE)
         requests = batch.make_requests(sources, prompts, lengths, new, config, seed=seed)
         report = batch.run(
             arch or str(model),
             network,
-            make_draft(config.draft, network, int4=int4, directory=model if arch is None else None),
             requests,
             batch_size=batch_size,
             ways=[way for way in batch.WAYS if way not in left_out],

@@ -14,6 +14,8 @@ from qspec_jax import demo as embedded
 from qspec_jax.cli.generate import Progress, as_object, generate_with_progress, stats_table
 from qspec_jax.cli.options import Calibrate, Gamma, Json, Seed, load
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
+from qspec_jax.decoding.keys import key_of
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts import quantspec
 from qspec_jax.errors import InputError
 from qspec_jax.files import read_json, to_json
@@ -48,22 +50,15 @@ def demo(
         f"on {_device_name()} in {network.dtype.name}.\n"
     )
     shared = dict(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True)
+    draft = quantspec(network, calibration=[prompt] if calibrate else None, progress=False if as_json else None)
     runs = {
-        "quantspec": GenerationConfig(draft="quantspec", num_speculative_tokens=num_speculative_tokens, **shared),
+        "quantspec": GenerationConfig(draft=draft, num_speculative_tokens=num_speculative_tokens, **shared),
         "autoregressive": GenerationConfig(draft="none", **shared),
     }
-    draft = quantspec(network, calibration=[prompt] if calibrate else None, progress=False if as_json else None)
     results = {}
     for name, config in runs.items():
-        results[name] = generate_with_progress(
-            network,
-            tokenizer,
-            [prompt],
-            config,
-            seed,
-            Progress(max_new_tokens, quiet=as_json, label=name),
-            draft if config.speculative else None,
-        )
+        prepared = prepare(network, [prompt], config=config, key=key_of(seed), tokenizer=tokenizer)
+        results[name] = generate_with_progress(prepared, Progress(max_new_tokens, quiet=as_json, label=name))
     if as_json:
         print(to_json({"file": path.name, "dtype": network.dtype.name} | {name: as_object(out) for name, out in results.items()}))
         return

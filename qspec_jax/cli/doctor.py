@@ -15,7 +15,7 @@ from qspec_jax.checkpoints.loading import config_and_dtype
 from qspec_jax.checkpoints.tokenizers import tokenizer_problem
 from qspec_jax.cli import process
 from qspec_jax.cli.options import Json, megabytes
-from qspec_jax.decoding import diagnosis
+from qspec_jax.decoding import diagnosis, out_of_memory
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
@@ -56,10 +56,10 @@ def doctor(
         asked = f"--context {context}" + (f" and --max-new-tokens {max_new_tokens}" if max_new_tokens else " and a new token")
         raise InputError(f"{asked} are more than the model's {config.max_length} positions")
     settings = GenerationConfig(draft=draft, max_new_tokens=max_new_tokens or min(GenerationConfig.max_new_tokens, room))
-    room, found = diagnosis.memory_bytes(), diagnosis.problems()
-    fit = None if room is None else diagnosis.fit(config, settings, context, room=room)
+    room, found = out_of_memory.memory_bytes(), diagnosis.problems()
+    fit = None if room is None else out_of_memory.fit(config, settings, context, room=room)
     if fit and fit.short:
-        found.append(diagnosis.does_not_fit(config, settings, context, rows=1))
+        found.append(out_of_memory.does_not_fit(config, settings, context, rows=1))
     if not arch and (unread := tokenizer_problem(model or demo.MODEL)):
         found.append(unread)
     chosen = diagnosis.kernels(config, settings, context)
@@ -82,7 +82,7 @@ def doctor(
         raise InputError("; ".join(found))
 
 
-def _print(report: dict[str, Any], fit: diagnosis.Fit | None) -> None:
+def _print(report: dict[str, Any], fit: out_of_memory.Fit | None) -> None:
     console = Console()
     machine = Table("", "", box=None, show_header=False, padding=(0, 3, 0, 0))
     devices = [f"{len(report['devices'])} x {report['devices'][0]['kind']}"]

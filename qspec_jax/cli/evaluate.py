@@ -39,7 +39,7 @@ from qspec_jax.cli.options import (
 )
 from qspec_jax.decoding.config import GAMMA, SPECACHE, GenerationConfig
 from qspec_jax.decoding.keys import key_of
-from qspec_jax.decoding.settled import for_prompts
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.drafts.int4 import int4_model
 from qspec_jax.drafts.quantspec import QuantSpecSettings
@@ -186,7 +186,7 @@ def acceptance_command(
                 key = key_of(seed)
                 of_gamma = {config.num_speculative_tokens: config for config in configs}
                 chosen = {
-                    (name, gamma): for_prompts(network, draft, [config], prompts)
+                    (name, gamma): prepare(network, prompts, config=dataclasses.replace(config, draft=draft), key=key).draft
                     for name, draft in drafts.items()
                     for gamma, config in of_gamma.items()
                 }

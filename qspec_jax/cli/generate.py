@@ -34,23 +34,23 @@ from qspec_jax.cli.options import (
     with_settings,
     written_by_first,
 )
-from qspec_jax.decoding import diagnosis, processes
+from qspec_jax.decoding import processes
 from qspec_jax.decoding.chat import check_template, hint_at_chat, with_chats
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import Generation, Stream, generate
 from qspec_jax.decoding.generate import stream as stream_prompt
 from qspec_jax.decoding.keys import key_of
+from qspec_jax.decoding.out_of_memory import explained_memory
+from qspec_jax.decoding.prepare import Prepared, prepare
 from qspec_jax.decoding.requests import checked_prompts
-from qspec_jax.decoding.settled import with_draft
-from qspec_jax.drafts import Draft, make_draft
-from qspec_jax.drafts.registry import AUTO, NONE, USUAL, parse_draft
+from qspec_jax.drafts.registry import AUTO, NONE, USUAL
 from qspec_jax.errors import InputError, writing
 from qspec_jax.files import STANDARD, output_to, read_text, read_texts, to_json
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0  # of somebody who may not know that standard input is read
-# Rounds between two looks at the decode loop, where they only move a progress bar.
+# Rounds between two updates that only move a progress bar.
 ROUNDS_PER_UPDATE = 16
 
 
@@ -83,13 +83,14 @@ def generate_command(
     """Continue prompts."""
     if stream and (as_json or output):
         raise InputError("--stream prints text as it comes; it does not go with --json or --output")
+    option = "--calibrate" if calibrate else "--sensitive-layers"
     if (calibrate or sensitive_layers) and config.draft == AUTO:
-        option = "--calibrate" if calibrate else "--sensitive-layers"
         log.info("draft %s: %s, which has the INT4 weights that %s is for", AUTO, USUAL, option)
         config = dataclasses.replace(config, draft=USUAL)
     if (calibrate or sensitive_layers) and not config.speculative:
-        option = "--calibrate" if calibrate else "--sensitive-layers"
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
+    if sensitive_layers:
+        config = dataclasses.replace(config, draft=with_sensitive_layers(config.draft_settings, sensitive_layers))
     if config.logprobs is not None and not as_json:
         raise InputError("--logprobs and --top-logprobs go with --json")
     if system is not None and not chat:
@@ -112,28 +113,25 @@ def generate_command(
         network, tokenizer = processes.all_or_none(
             lambda: load(model, dtype, quiet=quiet, place=place, caches=[config.cache_config], silent_on_sampling=silent_on_sampling)
         )
-        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
         hints = () if chat else (hint_at_chat(tokenizer, prompt, "--chat takes it as a user's message") for prompt in prompts)
         if hint := next(filter(None, hints), None):
             log.warning("%s", hint)
-        (config,) = with_draft(network, [config], [max(map(len, tokens))], batch=len(tokens))
-        settings = with_sensitive_layers(parse_draft(config.draft), sensitive_layers)
-        made = dict(directory=model, calibration=tokens if calibrate else None, progress=False if quiet else None)
-        memory = diagnosis.explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
+        tokens = checked_prompts(network, _messages(prompts, system, tokenizer) if chat else prompts, config, tokenizer)
+        settings = dict(config=config, key=key_of(seed), tokenizer=tokenizer, calibrate=calibrate, progress=False if quiet else None)
+        memory = explained_memory(network, config, max(map(len, tokens)), rows=len(tokens))
         with memory, contextlib.ExitStack() as traced:
             processes.all_or_none(lambda: traced.enter_context(profiled(profile if processes.is_first() else None)))
-            draft = processes.all_or_none(lambda: make_draft(settings, network, **made)) if config.speculative else None
+            prepared = processes.all_or_none(lambda: prepare(network, tokens, **settings))
             if stream:
-                out = _print_stream(stream_prompt(network, tokens[0], config=config, key=key_of(seed), tokenizer=tokenizer, draft=draft))
+                out = _print_stream(stream_prompt(network, prepared))
             else:
-                progress = Progress(config.max_new_tokens * len(prompts), quiet=quiet)
-                out = generate_with_progress(network, tokenizer, tokens, config, seed, progress, draft)
+                out = generate_with_progress(prepared, Progress(config.max_new_tokens * len(prompts), quiet=quiet))
         if as_json:
             write(to_json(as_object(out)) + "\n")
         elif not stream:
             write(out.text[0] + "\n" if len(prompts) == 1 else "".join(f"=== prompt {i} ===\n{text}\n" for i, text in enumerate(out.text)))
     if not quiet:
-        ran = config.draft if config.num_speculative_tokens else NONE  # --gamma 0 drafts nothing
+        ran = prepared.config.draft_name if prepared.draft else NONE  # --gamma 0 drafts nothing
         Console(stderr=True).print(stats_table({ran: out}))
 
 
@@ -176,21 +174,11 @@ def profiled(folder: Path | None) -> Iterator[None]:
     log.warning("the trace is in %s; open it at ui.perfetto.dev", newest)
 
 
-def generate_with_progress(
-    network, tokenizer, prompts: list, config: GenerationConfig, seed: int, progress: "Progress", draft: Draft | None
-) -> Generation:
+def generate_with_progress(prepared: Prepared, progress: "Progress") -> Generation:
     with progress:
-        return generate(
-            network,
-            prompts,
-            config=config,
-            key=key_of(seed),
-            tokenizer=tokenizer,
-            draft=draft,
-            # Of several processes all look equally often, whoever shows a bar.
-            on_tokens=progress.on_tokens if progress.active or processes.count() > 1 else None,
-            rounds_per_update=ROUNDS_PER_UPDATE,
-        )
+        # Several processes update equally often, whichever shows a bar.
+        on_tokens = progress.on_tokens if progress.active or processes.count() > 1 else None
+        return generate(prepared.model, prepared, on_tokens=on_tokens, rounds_per_update=ROUNDS_PER_UPDATE)
 
 
 class Progress:

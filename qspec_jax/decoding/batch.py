@@ -21,18 +21,15 @@ from jaxtyping import Array
 
 from pallas_kernels.formats.views import BOTH_PLANES, View
 from qspec_jax.decoding import capacity, data_parallel
-from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import Row, RowStats, summary
 from qspec_jax.decoding.limits import Limits, make_limits
 from qspec_jax.decoding.pages import PagePool
 from qspec_jax.decoding.prefill import Prefill
-from qspec_jax.decoding.requests import Request, check_draft_room, check_given, checked_prompts, with_tokenizer
+from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
+from qspec_jax.decoding.requests import Request
 from qspec_jax.decoding.sampling import Sampler, make_sampler
-from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
 from qspec_jax.decoding.state import DecodeState
 from qspec_jax.decoding.waiting import Ahead, Queue
-from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import make_draft
 from qspec_jax.drafts.step_bytes import bytes_of
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
@@ -48,8 +45,6 @@ PART, MOST_WAIT, ROUNDS_BETWEEN = 1 << 16, 1 << 20, 4
 TOGETHER, SHORT, MOST_ROOM = {"gpu": 4}, 256, 1 << 14
 PAGED = ("gpu",)  # backends whose kernels look pages up as they read; elsewhere that takes a copy (a CPU: 7 % of decoding)
 REFILL_SHARE = 1 / 16  # of the running rows, one at least: once so many have ended others take their slots. A look costs milliseconds
-ROWS_OF_AUTO = 32  # for which draft auto is chosen where the rows are as many as fit, which depends on the draft
-SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,59 +129,60 @@ class BatchRun:
 
 def run_batch(
     model: Llama,
-    requests: Iterable[Request],
+    requests: Iterable[Request] | Prepared,
     *,
     batch_size: int | None = 8,
-    draft: Draft | None = None,
     tokenizer: Any = None,
     refill: bool = True,
     strategy: Callable[..., Sampler] = make_sampler,
     view: View = BOTH_PLANES,
     devices: Sequence[Any] | None = None,
 ) -> BatchRun:
-    """Continues every request, `batch_size` of them at a time; None: as many as fit the device's memory (`capacity`).
+    """Continues requests, `batch_size` of them at a time.
 
-    draft: as in `generate`. tokenizer: for texts, and for stop strings. refill: False waits until all rows of a batch have ended, for
-    comparison. strategy: makes the sampler of the requests' configs, each of its arrays with a row for each. view: what the target reads
-    of its cache, see `Engine`. devices: JAX's, or meshes where the model is divided over one; on each an engine with copies of the weights
-    and the draft decodes `batch_size` rows, and all take requests from one queue; None: one engine, where the weights are. Raises
-    InputError for requests that `generate` would not take, and that differ in what a batch shares (`SHARED`).
+    Args:
+        model: the target.
+        requests: of one draft and cache (`prepare.SHARED`); or what `prepare` returned for this model, which has the tokenizer.
+        batch_size: rows at a time; None: as many as fit the device's memory (`capacity`).
+        tokenizer: for texts and stop strings.
+        refill: False waits until all rows of a batch have ended, for comparison.
+        strategy: makes the sampler of the requests' configs, whose arrays have a row for each.
+        view: what the target reads of its cache, see `Engine`.
+        devices: JAX's devices, or meshes if the model is divided over one. Each has an engine with copies of the weights and the draft that
+            decodes `batch_size` rows; all take requests from one queue. None: one engine, where the weights are.
+
+    Raises:
+        InputError: as `prepare` does.
     """
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size {batch_size} should be at least 1")
-    requests = list(requests)
-    if not requests:
-        raise InputError("requests should be a list with at least one")
-    configs = [request.config for request in requests]
-    for name in SHARED:
-        if len({getattr(config, name) for config in configs}) > 1:
-            raise InputError(f"all requests should have the same {name}")
-    check_given(draft, configs[0])
-    requests = [dataclasses.replace(r, tokens=checked_prompts(model, [r.tokens], r.config, tokenizer)[0]) for r in requests]
-    configs = [with_tokenizer(config, model, tokenizer) for config in configs]
-    batch_size, lengths = batch_size and min(batch_size, len(requests)), [len(request.tokens) for request in requests]
-    settled = with_draft(model, configs, lengths, batch=batch_size or min(ROWS_OF_AUTO, len(requests)), draft=draft)
-    if draft is None and any(config.num_speculative_tokens for config in settled):
-        draft = make_draft(settled[0].draft, model)
-    draft = for_prompts(model, draft, settled, [request.tokens for request in requests])
-    settled = with_costs(model, settled, lengths, draft)
-    requests = [dataclasses.replace(request, config=config) for request, config in zip(requests, settled, strict=True)]
-    if devices is not None and len(devices) > 1 and settled[0].cache_config.in_host_memory:
-        raise InputError(f"cache {settled[0].cache} has a part in host memory, which several devices would share; decode on one")
-    stats, waiting = BatchStats(), Queue(len(requests))
-    settings = dict(tokenizer=tokenizer, refill=refill, strategy=strategy, view=view)
-    if devices is None or (len(devices) == 1 and data_parallel.is_at((model, draft), devices[0])):
-        return BatchRun(_Slots(model, requests, waiting, batch_size, draft, stats=stats, **settings).run(), stats)
-    share = math.ceil(len(requests) / len(devices))
-    rows = batch_size and min(batch_size, share)
-    parts: dict[int, BatchStats] = {}  # by the number of an engine, for a device may stand among the devices twice
+    if isinstance(requests, Prepared):
+        if tokenizer is not None:
+            raise InputError("tokenizer should be given to `prepare`, since these requests are prepared already")
+        prepared = requests
+    else:
+        requests = list(requests)
+        if not requests or not all(isinstance(request, Request) for request in requests):
+            raise InputError("requests should be a list with at least one Request")
+        prepared = prepare(model, requests, tokenizer=tokenizer, batch_size=batch_size or ROWS_OF_AUTO)
+    cache = prepared.configs[0].cache_config
+    if devices is not None and len(devices) > 1 and cache.in_host_memory:
+        raise InputError(f"cache {prepared.configs[0].cache} has a part in host memory, which several devices would share; decode on one")
+    stats, waiting, count = BatchStats(), Queue(len(prepared.requests)), len(prepared.requests)
+    rows = batch_size and min(batch_size, count)
+    settings = dict(refill=refill, strategy=strategy, view=view)
+    if devices is None or (len(devices) == 1 and data_parallel.is_at((model, prepared.draft), devices[0])):
+        return BatchRun(_Slots(prepared, waiting, rows, stats=stats, **settings).run(), stats)
+    share = math.ceil(count / len(devices))
+    rows = rows and min(rows, share)
+    parts: dict[int, BatchStats] = {}  # by the number of an engine, since a device may be given twice
     engines = itertools.count()
 
     def results_of(place: data_parallel.Place, is_stopped: Callable[[], bool]) -> Generator[tuple[int, BatchStats, Result], None, None]:
         engine, own = next(engines), BatchStats()
-        own_model, own_draft = jax.block_until_ready(data_parallel.copied_to((model, draft), place))
+        own_model, own_draft = jax.block_until_ready(data_parallel.copied_to((model, prepared.draft), place))
         more = dict(stats=own, share=share, is_stopped=is_stopped)
-        slots = _Slots(own_model, requests, waiting, rows, own_draft, **settings, **more)
+        slots = _Slots(dataclasses.replace(prepared, model=own_model, draft=own_draft), waiting, rows, **settings, **more)
         parts[engine] = own
         for result in slots.run():
             yield engine, dataclasses.replace(own), result
@@ -214,13 +210,10 @@ class _Slots:
 
     def __init__(
         self,
-        model: Llama,
-        requests: Sequence[Request],
+        prepared: Prepared,
         waiting: Queue,
         batch: int | None,
-        draft: Draft | None,
         *,
-        tokenizer: Any,
         refill: bool,
         strategy: Callable[..., Sampler],
         view: View,
@@ -230,16 +223,14 @@ class _Slots:
     ):
         """batch: rows; None: as many as fit, but no more than `share`, or all requests. is_stopped: asked before rounds and parts of
         prefill, which raise `data_parallel.Stopped` once it says so."""
+        model, requests, tokenizer = prepared.model, prepared.requests, prepared.tokenizer
         self.requests, self.tokenizer, self.refill, self.stats = requests, tokenizer, refill, stats
         self.most_rows, self.is_stopped = share or len(requests), is_stopped
-        configs = [request.config for request in requests]
-        longest = max(len(request.tokens) for request in requests)
-        self.engine = Engine.for_configs(model, draft, configs, prompt_tokens=longest, view=view, on_compile=self._on_compile)
+        configs = prepared.configs
+        self.engine = prepared.engine(view=view, on_compile=self._on_compile)
         at_once = TOGETHER.get(jax.default_backend(), 1)
         # How many short prompts are prefilled together.
         self.most_together = at_once if at_once * self.engine.sizes.capacity <= MOST_ROOM else 1
-        for request in requests:
-            check_draft_room(self.engine.draft, "a request's prompt", len(request.tokens), request.config.max_new_tokens)
         # On the host, where rows are taken out of them.
         self.sampler, self.limits = jax.device_get((strategy(*configs), make_limits(model, *configs, tokenizer=tokenizer)))
         self.waiting = waiting

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from qspec_jax.caches.cache import Gives
 from qspec_jax.caches.registry import CACHES, CacheConfig
 from qspec_jax.decoding import config_values as values
-from qspec_jax.drafts.draft import needs_of
+from qspec_jax.drafts.draft import Draft, DraftSettings, needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, USUAL, parse_draft
 from qspec_jax.errors import InputError
 
@@ -25,7 +25,8 @@ READERS: dict[str, values.Reader] = {
     **dict.fromkeys(("num_speculative_tokens", "group_size"), values.optional(values.whole)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "min_draft_confidence"), values.number),
     **dict.fromkeys(("adaptive", "ignore_eos", "output_logprobs"), values.flag),
-    **dict.fromkeys(("draft", "scheme"), values.text),
+    "scheme": values.text,
+    "draft": values.draft,
     "draft_cost": values.optional(values.number),
     "cache": values.optional(values.text),
     "logit_bias": values.biases,
@@ -64,7 +65,7 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 256
-    draft: str = AUTO
+    draft: str | DraftSettings | Draft = AUTO
     cache: str | None = None
     num_speculative_tokens: int | None = None
     adaptive: bool = False
@@ -104,10 +105,11 @@ class GenerationConfig:
         if self.draft == AUTO and self.cache_config.kind == SPECACHE:  # which is compatible with its guess alone, or with none
             object.__setattr__(self, "draft", SPECACHE if self.cache_config.settings.guesses else NONE)
         if self.draft != AUTO:
-            parse_draft(self.draft)
+            if isinstance(self.draft, str):
+                parse_draft(self.draft)  # which raises InputError for what is no draft
             if self.num_speculative_tokens is None:
-                object.__setattr__(self, "num_speculative_tokens", 1 if self.draft == SPECACHE else GAMMA)
-        if self.draft == SPECACHE and self.cache is None:
+                object.__setattr__(self, "num_speculative_tokens", 1 if self._is_guess else GAMMA)
+        if self._is_guess and self.cache is None:
             object.__setattr__(self, "cache", SPECACHE)
         self._check_specache(check)
         self._check_draft_goes_with_cache(check)
@@ -136,7 +138,7 @@ class GenerationConfig:
     def _check_specache(self, check: Callable[[bool, str], None]) -> None:
         """Its cache and its draft go together: what a pass reads is chosen by the pass before or by itself, which no draft may decide."""
         cache = self.cache_config
-        if self.draft == SPECACHE:
+        if self._is_guess:
             check(cache.kind == SPECACHE, f"draft {SPECACHE} goes with cache {SPECACHE}, not {self.cache}")
             gamma = self.num_speculative_tokens
             check(gamma == 1, f"num_speculative_tokens (gamma) {gamma} should be 1: draft {SPECACHE} makes one guess a round")
@@ -145,17 +147,17 @@ class GenerationConfig:
             check(not confidence, f"min_draft_confidence {confidence} should be 0: the guess of draft {SPECACHE} is no draft")
             check(cache.settings.fetch != "now", f"cache {self.cache}: a pass chooses for itself, and wants no guess; give draft {NONE}")
         elif cache.kind == SPECACHE:
-            check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft}")
+            check(self.draft == NONE, f"cache {SPECACHE} goes with draft {SPECACHE} or {NONE}, not {self.draft_name}")
             check(
                 cache.settings.fetch != "checked", f"cache {self.cache}: without a guess there is nothing to check; give draft {SPECACHE}"
             )
 
     def _check_draft_goes_with_cache(self, check: Callable[[bool, str], None]) -> None:
         """What the draft needs of the target's cache is what that gives."""
-        if self.draft in (AUTO, NONE, SPECACHE) or self.num_speculative_tokens == 0:  # which has no use for the draft
+        if self.draft in (AUTO, NONE) or self._is_guess or self.num_speculative_tokens == 0:  # which has no use for the draft
             return
-        needs, kind = needs_of(parse_draft(self.draft)), self.cache_config.kind
-        check(Gives.GUESSES not in needs, f"draft {self.draft}: {SPECACHE} goes with no other draft")
+        needs, kind = self.draft_needs, self.cache_config.kind
+        check(Gives.GUESSES not in needs, f"draft {self.draft_name}: {SPECACHE} goes with no other draft")
         if needs <= CACHES[kind].gives:
             return
         does = " and ".join(need.value for need in Gives if need in needs)
@@ -164,7 +166,7 @@ class GenerationConfig:
         needed = {name: getattr(settings, "needs", frozenset()) for name, settings in DRAFTS.items()}
         drafts = [name for name, those in needed.items() if isinstance(those, frozenset) and those <= CACHES[kind].gives]
         goes = f"it goes with cache {_either(caches)}, and cache {self.cache} with draft {_either([*drafts, NONE])}"
-        check(False, f"draft {self.draft} {does}: {goes}")
+        check(False, f"draft {self.draft_name} {does}: {goes}")
 
     @property
     def logprobs(self) -> int | None:
@@ -175,6 +177,29 @@ class GenerationConfig:
     def speculative(self) -> bool:
         """Whether a draft is named, or is yet to be chosen; with num_speculative_tokens 0 it has nothing to do."""
         return self.draft != NONE
+
+    @property
+    def draft_needs(self) -> frozenset[Gives]:
+        """What the draft needs of the target's cache that not every cache gives; nothing while it is "auto"."""
+        if isinstance(self.draft, Draft):
+            return self.draft.needs
+        return frozenset() if self.draft == AUTO else needs_of(self.draft_settings)
+
+    @property
+    def _is_guess(self) -> bool:
+        return self.draft == SPECACHE if isinstance(self.draft, str) else self.draft_needs == {Gives.GUESSES}
+
+    @property
+    def draft_settings(self) -> DraftSettings | None:
+        """The settings of the draft; None without a draft. Raises InputError for "auto", and for a draft that is made already."""
+        if isinstance(self.draft, Draft):
+            raise InputError(f"the settings of a {self.draft_name} that is made already are not known; give them, or their text, as draft")
+        return parse_draft(self.draft) if isinstance(self.draft, str) else self.draft
+
+    @property
+    def draft_name(self) -> str:
+        """The draft as messages and reports call it: its text, or the name of its class."""
+        return self.draft if isinstance(self.draft, str) else type(self.draft).__name__
 
     @property
     def cache_config(self) -> CacheConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from qspec_jax.drafts.draft import Draft, DraftSettings
 from qspec_jax.errors import InputError
 
 
@@ -71,6 +72,13 @@ def biases(name: str, value: Any) -> dict[int, float]:
         raise InputError(f"{name} should be a dictionary with a number for each token id, not {value!r:.60}")
     key = lambda token: _index(token, f"{name} should have token ids as its keys, not {token!r}")
     return {key(token): number(f"{name} of token {token}", bias) for token, bias in value.items()}
+
+
+def draft(name: str, value: Any) -> str | DraftSettings | Draft:
+    """A draft: its text, its settings, or one that is made already. Raises InputError for any other value."""
+    if not isinstance(value, str | Draft) and (isinstance(value, type) or not hasattr(value, "make")):
+        raise InputError(f"{name} should be a text or a draft, not {value!r:.60}")
+    return value
 
 
 Reader = Callable[[str, Any], Any]

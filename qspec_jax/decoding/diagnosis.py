@@ -1,27 +1,21 @@
-"""What keeps a machine from running a model as fast as it could, or at all, and what to do about it; and which kernels run."""
+"""What keeps a machine from running a model at full speed, or at all, and what to do about it; and which kernels run."""
 
 import contextlib
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from pallas_kernels import dispatch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Engine, max_drafts
 from qspec_jax.decoding.limits import make_limits
+from qspec_jax.decoding.prepare import prepare
 from qspec_jax.decoding.sampling import make_sampler, prompt_keys
-from qspec_jax.drafts.registry import make_draft, parse_draft
-from qspec_jax.errors import InputError, is_out_of_memory, named
+from qspec_jax.drafts.registry import NONE, make_draft
+from qspec_jax.errors import InputError, named
 from qspec_jax.models.config import LlamaConfig
-from qspec_jax.models.llama import Llama
-from qspec_jax.models.prompts import bucket
-from qspec_jax.models.sharding import mesh_of
-from qspec_jax.planning.memory import Memory, largest, memory_of
-from qspec_jax.planning.steps import outlined
 from qspec_jax.quantization.outline import outline
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -81,88 +75,17 @@ def driver_version() -> str | None:
     return None
 
 
-def memory_bytes() -> int | None:
-    """Bytes of the first local device that JAX may take; None where it does not say, as a CPU does not."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
 def kernels(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int) -> list[dispatch.KernelChoice]:
-    """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt, found out without weights.
+    """The kernels that prefill and decode ask for here with a model of this config in bfloat16, for one prompt, found without weights.
 
-    Call it in a fresh process: what was traced there before is not traced again, so that its kernels would be missing.
+    Call it in a fresh process: what was traced there before is not traced again, and its kernels would be missing.
     """
-    model, settings = outline(config), dataclasses.replace(settings, draft=settings.draft.replace("skip=auto", "skip=none"))
-    draft = make_draft(settings.draft, model, int4=lambda: outline(config, int4=True)) if settings.speculative else None
-    engine = Engine.for_configs(model, draft, [settings], prompt_tokens=prompt_tokens)
-    sampler, limits = make_sampler(settings), make_limits(model, settings)
+    model, text = outline(config), settings.draft.replace("skip=auto", "skip=none")
+    draft = make_draft(text, model, int4=lambda: outline(config, int4=True))
+    prepared = prepare(model, [[0] * prompt_tokens], config=dataclasses.replace(settings, draft=draft or NONE))
+    engine, (request,) = prepared.engine(), prepared.requests
+    sampler, limits = make_sampler(request.config), make_limits(model, request.config)
     with dispatch.watched() as found:
-        prefill = engine.prefill_of([[0] * prompt_tokens], sampler, prompt_keys(jax.random.key(0), 1), limits)
+        prefill = engine.prefill_of(prepared.prompts, sampler, prompt_keys(jax.random.key(0), 1), limits)
         engine.rounds_call(prefill.shapes(), sampler, limits, lazy=True).shapes()
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Whether so many prompts of one length and their new tokens fit a device, by arithmetic (`planning.memory`). room: its bytes.
-    longest: the longest prompt that fits, of so many; 0: none."""
-
-    memory: Memory
-    room: int
-    longest: int
-
-    @property
-    def short(self) -> float:
-        """Bytes that are missing; 0 if it fits."""
-        return max(0.0, self.memory.total - self.room)
-
-    def __str__(self) -> str:
-        m = self.memory
-        parts = dict(weights=m.weights, draft=m.draft, cache=m.cache)
-        parts["prefill and decoding"] = m.besides
-        listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
-        return f"{m.total / 1e9:.1f} GB ({listed}) of {self.room / 1e9:.1f} GB"
-
-
-def fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int = 1, room: int) -> Fit:
-    """Whether prompts fit. settings: with a draft whose cost `qspec plan` knows; others count as none."""
-    model, drafts = outline(config), ()
-    if settings.speculative:
-        with contextlib.suppress(InputError):  # of skipped layers and oracles
-            drafts = outlined(parse_draft(settings.draft), model, lambda: outline(config, int4=True)) or ()
-    new, gamma = bucket(settings.max_new_tokens), max_drafts(model, settings)
-
-    def memory(tokens: int) -> Memory:
-        return memory_of(config, settings.cache_config, drafts, batch=rows, context=bucket(tokens), new_tokens=new, gamma=gamma)
-
-    most = config.max_length - settings.max_new_tokens
-    return Fit(memory(prompt_tokens), room, largest(lambda tokens: tokens <= most and memory(tokens).total <= room))
-
-
-@contextlib.contextmanager
-def explained_memory(model: Llama, settings: GenerationConfig, prompt_tokens: int, *, rows: int) -> Iterator[None]:
-    """Where a device's memory is too small for what is done within, an InputError says by how much, as far as is known, and what fits."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        mesh = mesh_of(model.weights())
-        devices = 1 if mesh is None else mesh.size
-        raise InputError(does_not_fit(model.checkpoint_config, settings, prompt_tokens, rows=rows, devices=devices)) from None
-
-
-def does_not_fit(config: LlamaConfig, settings: GenerationConfig, prompt_tokens: int, *, rows: int, devices: int = 1) -> str:
-    """A line for where memory has run out: what was asked for, by how much that is too much, and what would fit. devices: over how many
-    the model is divided."""
-    device, room = jax.devices()[0].device_kind, memory_bytes()
-    if devices > 1:
-        device, room = f"{devices} x {device}", room and room * devices
-    many, fewer = ("a prompt", "") if rows == 1 else (f"{rows} prompts", ", or fewer at a time")
-    asked = f"{many} of {prompt_tokens:,} tokens and {settings.max_new_tokens:,} new ones"
-    if room is None or settings.cache_config.kind not in ("full", "int8"):  # of which the arithmetic knows
-        return f"{asked}: the memory of {device} is too small; give a shorter prompt{fewer}"
-    found = fit(config, settings, prompt_tokens, rows=rows, room=room)
-    if not found.short:  # what others hold, or what the arithmetic leaves out
-        return f"{asked}: the memory of {device} is full; by arithmetic they take {found}; give a shorter prompt{fewer}"
-    fits = f"at most {found.longest:,} tokens a prompt fit" if found.longest else "the model leaves no room for a prompt"
-    return f"{asked} take {found}, {found.short / 1e9:.1f} GB more than {device} has: {fits}{fewer}"

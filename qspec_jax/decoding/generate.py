@@ -7,23 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
 from qspec_jax.caches.host_memory import host_bytes
 from qspec_jax.decoding import state
-from qspec_jax.decoding.chat import with_chats
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.engine import Engine
-from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.limits import make_limits
-from qspec_jax.decoding.requests import check_draft_length, check_given, checked_prompts, with_tokenizer
-from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
-from qspec_jax.decoding.settled import for_prompts, with_costs, with_draft
+from qspec_jax.decoding.prepare import Prepared, prepare
+from qspec_jax.decoding.sampling import Sampler, make_sampler
 from qspec_jax.decoding.state import DecodeState, Logprobs
 from qspec_jax.decoding.text import RowText
-from qspec_jax.drafts.draft import Draft
-from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
 
@@ -111,51 +106,74 @@ class Piece:
     flushes: int
 
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
 def generate(
     model: Llama,
-    prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
+    prompts: Prompt | Sequence[Prompt] | Prepared,
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
     tokenizer: Any = None,
-    draft: Draft | None = None,
     sampler: Sampler | None = None,
     on_tokens: Callable[[list[list[int]]], None] | None = None,
     rounds_per_update: int = 1,
 ) -> Generation:
-    """Continues each prompt; the prompts are one batch, of any lengths.
+    """Continues prompts; they are one batch, of any lengths.
 
     The output is exactly that of the target with the config's cache (in exact arithmetic): greedy, its very tokens; sampled, its
     distribution.
 
     Args:
         model: the target.
-        prompts: texts, conversations for the chat template, which are lists of messages (both need a tokenizer), or lists of token ids.
-        config: what to generate and how; None: the defaults.
+        prompts: texts, conversations for the chat template, which are lists of messages (both need a tokenizer), or lists of token ids; a
+            single text or list of token ids; or what `prepare` returned for this model, which has config, key and tokenizer.
+        config: what to generate and how, with the draft; None: the defaults. For many calls, make the draft once:
+            `GenerationConfig(draft=make_draft("quantspec", model))`.
         key: `jax.random.key(seed)`, from which all draws come; needed where there are any, and of any generator of JAX (see
             `qspec_jax.decoding.keys`).
         tokenizer: for texts, conversations and stop strings; ids that it does not have are then not generated.
-        draft: None: the one that the config names, or that "auto" chooses, is made here. For many calls make it once, with
-            `drafts.make_draft("quantspec", model)`.
-        sampler: how tokens are chosen, in place of the config's temperature and filters: a `qspec_jax.decoding.sampling.Sampler`.
-        on_tokens: called with the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every one
-            where there are stop strings.
+        sampler: chooses tokens instead of the config's temperature and filters: a `qspec_jax.decoding.sampling.Sampler`.
+        on_tokens: called with the new tokens of each prompt after prefill and after every `rounds_per_update` rounds; after every round
+            if there are stop strings.
         rounds_per_update: see on_tokens.
+
+    Returns:
+        What was generated for each prompt, with one entry for a single prompt.
 
     Raises:
         InputError: for an empty prompt, a token id outside the vocabulary, prompts that are too long, stop strings without a tokenizer,
-            draws without a key, and a draft that was made for another model or beside draft "none".
+            draws without a key, and a draft that was made for another model.
     """
+    _check_sampler(sampler, key, prompts)
     rounds = rounds_per_update if on_tokens else state.UNLIMITED
-    run = _Run(model, prompts, config or GenerationConfig(), key, tokenizer, draft, sampler, rounds)
-    for look in run.looks():
+    run = _Run(_prepared(model, prompts, config, key, tokenizer), sampler, rounds)
+    for update in run.updates():
         if on_tokens:
-            on_tokens([new for new, _ in look])
+            on_tokens([new for new, _ in update])
     return run.generation()
 
 
+def _prepared(model: Llama, prompts: Any, config: GenerationConfig | None, key: Key[Array, ""] | None, tokenizer: Any) -> Prepared:
+    if not isinstance(prompts, Prepared):
+        return prepare(model, prompts, config=config or GenerationConfig(), key=key, tokenizer=tokenizer)
+    if given := [name for name, value in dict(config=config, key=key, tokenizer=tokenizer).items() if value is not None]:
+        raise InputError(f"{given[0]} should be given to `prepare`, since these prompts are prepared already")
+    if prompts.model is not model:
+        raise InputError("the prompts were prepared for another model")
+    return prompts
+
+
+def _check_sampler(sampler: Sampler | None, key: Key[Array, ""] | None, prompts: Any) -> None:
+    if not (sampler is None or hasattr(sampler, "verify")):
+        raise InputError(f"sampler should have the methods of qspec_jax.decoding.sampling.Sampler, and {sampler!r:.60} has not")
+    if sampler is not None and key is None and not isinstance(prompts, Prepared):
+        raise InputError("a sampler of your own draws, so key should be given, such as jax.random.key(0)")
+
+
 class Stream:
-    """One prompt's continuation as it comes: iterate over its pieces. `generation` is there when they have come to their end."""
+    """The continuation of one prompt while it is generated: iterate over its pieces. After the last one, `generation` has the result."""
 
     def __init__(self, run: "_Run"):
         self.generation: Generation | None = None
@@ -173,7 +191,7 @@ class Stream:
 
     def _run(self, run: "_Run") -> Iterator[Piece]:
         before = np.zeros(3, int)
-        for new in run.looks():
+        for new in run.updates():
             now = np.array([count[0] for count in (run.counts.drafted, run.counts.accepted, run.counts.flushes)])
             yield Piece(*new[0], *(now - before).tolist())
             before = now
@@ -182,26 +200,35 @@ class Stream:
 
 def stream(
     model: Llama,
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+    prompt: Prompt | Prepared,
     *,
     config: GenerationConfig | None = None,
     key: Key[Array, ""] | None = None,
     tokenizer: Any = None,
-    draft: Draft | None = None,
     sampler: Sampler | None = None,
-    rounds_per_piece: int = 1,
+    rounds_per_update: int = 1,
 ) -> Stream:
-    """As `generate`, of one prompt, in pieces: one after prefill, and one after every `rounds_per_piece` rounds, with stop strings after
-    every one.
+    """Continues one prompt, as `generate` does, in pieces: one after prefill, and one after every `rounds_per_update` rounds; after every
+    round if there are stop strings.
 
-    Their texts never split a character, hold no part of a stop string, and are together the whole text; "" without a tokenizer.
+    The texts of the pieces never split a character, hold no part of a stop string, and are together the whole text; "" without a tokenizer.
     """
-    return Stream(_Run(model, [prompt], config or GenerationConfig(), key, tokenizer, draft, sampler, rounds_per_piece, follow=True))
+    _check_sampler(sampler, key, prompt)
+    prepared = _prepared(model, prompt if isinstance(prompt, Prepared) else [prompt], config, key, tokenizer)
+    if len(prepared.requests) > 1:
+        raise InputError(f"stream continues one prompt, and {len(prepared.requests)} are prepared")
+    return Stream(_Run(prepared, sampler, rounds_per_update, follow=True))
 
 
 class Row:
-    """What has come of one prompt, on the host. prompt: its tokens, whose text the new ones continue. follow: with its text as it comes,
-    which stop strings need anyway."""
+    """The new tokens of one prompt, on the host.
+
+    Args:
+        config: the row's settings.
+        tokenizer: for the text; None: there is none.
+        prompt: token ids, whose text the new ones continue.
+        follow: whether the text is made with every update, as stop strings need it; otherwise at the end.
+    """
 
     def __init__(self, config: GenerationConfig, tokenizer, prompt: Sequence[int], *, follow: bool = False):
         self.config = config
@@ -250,60 +277,35 @@ class Row:
 
 
 class _Run:
-    """One batch, from prompts to a `Generation`."""
+    """One batch, from prepared prompts to a `Generation`."""
 
-    def __init__(
-        self,
-        model: Llama,
-        prompts: Sequence,
-        config: GenerationConfig,
-        key: Key[Array, ""] | None,
-        tokenizer,
-        draft: Draft | None,
-        sampler: Sampler | None,
-        rounds_per_look: int,
-        *,
-        follow: bool = False,
-    ):
-        if rounds_per_look < 1:
-            raise InputError(f"rounds {rounds_per_look} between two looks should be at least 1")
-        if not (sampler is None or hasattr(sampler, "verify")):
-            raise InputError(f"sampler should have the methods of qspec_jax.decoding.sampling.Sampler, and {sampler!r:.60} has not")
-        if key is None and (config.temperature or sampler is not None):
-            draws = "a sampler of your own draws" if sampler is not None else f"temperature {config.temperature:g} draws tokens at random"
-            raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")
-        check_given(draft, config)
-        self.prompts = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
-        config = with_tokenizer(config, model, tokenizer)
-        # A stop string is looked for after every round, so that what a row does never depends on how often somebody looks.
-        self.rounds_per_look = 1 if config.stop else rounds_per_look
+    def __init__(self, prepared: Prepared, sampler: Sampler | None, rounds_per_update: int, *, follow: bool = False):
+        if rounds_per_update < 1:
+            raise InputError(f"rounds_per_update {rounds_per_update} should be at least 1")
+        self.prompts, configs, tokenizer = prepared.prompts, prepared.configs, prepared.tokenizer
+        # A stop string is looked for after every round, so that a row does not depend on how often it is updated.
+        self.rounds_per_update = 1 if any(config.stop for config in configs) else rounds_per_update
         self.n = np.array([len(prompt) for prompt in self.prompts], np.int32)
-        (self.config,) = with_draft(model, [config], [int(self.n.max())], batch=len(self.prompts), draft=draft)
-        self.rows = [Row(config, tokenizer, prompt, follow=follow) for prompt in self.prompts]
-        if draft is None and self.config.num_speculative_tokens:
-            draft = make_draft(self.config.draft, model)
-        draft = for_prompts(model, draft, [self.config], self.prompts)
-        self.engine = Engine.for_configs(model, draft, [self.config], prompt_tokens=int(self.n.max()))
-        configs = with_costs(model, [self.config] * len(self.prompts), self.n.tolist(), self.engine.draft)
-        check_draft_length(self.engine.draft, self.prompts, configs)
-        self.keys = prompt_keys(key_of(0) if key is None else key, len(self.prompts))
-        self.sampler, self.limits = sampler or make_sampler(config), make_limits(model, *configs, tokenizer=tokenizer)
+        self.rows = [Row(request.config, tokenizer, request.tokens, follow=follow) for request in prepared.requests]
+        self.engine = prepared.engine()
+        self.keys = jnp.stack([request.key for request in prepared.requests])
+        self.sampler, self.limits = sampler or make_sampler(*configs), make_limits(prepared.model, *configs, tokenizer=tokenizer)
 
-    def looks(self) -> Iterator[list[tuple[list[int], str]]]:
-        """New tokens of each row, and their text: after prefill, and after every so many rounds until all rows have ended."""
+    def updates(self) -> Iterator[list[tuple[list[int], str]]]:
+        """New tokens of each row, and their text: after prefill, and after every `rounds_per_update` rounds until all rows have ended."""
         state, self.prefill_s = self._prefilled()
         self.cache_bytes, self.host_cache_bytes, self.decode_s = state.cache.num_bytes, host_bytes(state.cache), 0.0
         self.engine.compile_rounds(state, self.sampler, self.limits)
         while True:
-            yield self._look(state)
+            yield self._update(state)
             ended = [row.finish_reason is not None for row in self.rows]
             if all(ended):
                 return
-            if self.config.stop:
+            if any(row.config.stop for row in self.rows):
                 state = self.engine.stop(state, ended)
             began = time.perf_counter()
             with jax.profiler.TraceAnnotation("rounds"):
-                state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_look))
+                state = jax.block_until_ready(self.engine.rounds(state, self.sampler, self.limits, self.rounds_per_update))
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
@@ -314,16 +316,17 @@ class _Run:
             state = jax.block_until_ready(begin())
         return state, time.perf_counter() - began
 
-    def _look(self, state: DecodeState) -> list[tuple[list[int], str]]:
+    def _update(self, state: DecodeState) -> list[tuple[list[int], str]]:
         new = self.engine.poll(state, [len(row.token_ids) for row in self.rows])
         self.counts = new.counts
         logprobs = new.logprobs or [None] * len(self.rows)
         return [row.update(*of_row) for row, *of_row in zip(self.rows, new.tokens, logprobs, new.status)]
 
     def generation(self) -> Generation:
-        """What came of the batch, when all rows have ended."""
+        """The result, once all rows have ended."""
         texts = [row.text for row in self.rows]
-        chances, top = (None, None) if self.config.logprobs is None else map(list, zip(*(row.logprobs() for row in self.rows)))
+        silent = all(row.config.logprobs is None for row in self.rows)
+        chances, top = (None, None) if silent else map(list, zip(*(row.logprobs() for row in self.rows)))
         return Generation(
             [row.token_ids for row in self.rows],
             None if texts[0] is None else texts,

@@ -21,7 +21,7 @@ from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.keys import key_of
 from qspec_jax.decoding.openai_lines import KEYS as OPENAI_KEYS
 from qspec_jax.decoding.openai_lines import Call, as_own, in_openai_names, is_openai
-from qspec_jax.decoding.requests import Request, check_draft_room, checked_prompts
+from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt
 from qspec_jax.decoding.text import encoded
 from qspec_jax.drafts.draft import Draft
 from qspec_jax.errors import InputError, one_line, writing
@@ -152,16 +152,10 @@ class Columns:
 
 
 def read_lines(
-    content: bytes,
-    model: Llama,
-    tokenizer: Any,
-    config: GenerationConfig,
-    seed: int,
-    draft: Draft | None = None,
-    columns: Columns = Columns(),
+    content: bytes, model: Llama, tokenizer: Any, config: GenerationConfig, seed: int, columns: Columns = Columns()
 ) -> list[Line]:
     """Every line of a file's content but blank ones at its end; see `LineReader`."""
-    reader = LineReader(model, tokenizer, config, seed, draft, columns)
+    reader = LineReader(model, tokenizer, config, seed, columns)
     lines = [reader.read(number, raw) for number, raw in enumerate(content.rstrip().splitlines(), start=1)]
     if absent := [name for name in columns.passed if lines and name not in reader.seen]:
         log.warning("no line has the key %r, which should be passed through", absent[0])
@@ -180,9 +174,8 @@ class LineReader:
     Args:
         model: what the prompts are for.
         tokenizer: of texts and messages.
-        config: what a line does not say.
+        config: the settings that a line does not give. If its draft is made already, lines have to fit the draft's model too.
         seed: the run's.
-        draft: what the lines are decoded with, whose own model may take fewer tokens.
         columns: what becomes of keys that are unknown.
 
     Attributes:
@@ -196,10 +189,9 @@ class LineReader:
         tokenizer: Any,
         config: GenerationConfig,
         seed: int,
-        draft: Draft | None = None,
         columns: Columns = Columns(),
     ):
-        self.model, self.tokenizer, self.config, self.draft, self.columns = model, tokenizer, config, draft, columns
+        self.model, self.tokenizer, self.config, self.columns = model, tokenizer, config, columns
         self.key = key_of(seed)
         self.seen: set[str] = set()
         self.ignored: set[str] = set()
@@ -222,7 +214,7 @@ class LineReader:
                 own = {name: value for name, value in said.items() if name in KEYS and value is not None}
             return dataclasses.replace(line, request=self._request(number, own))
         except InputError as error:
-            return dataclasses.replace(line, error=in_openai_names(str(error).replace("prompt 0", "the prompt"), names))
+            return dataclasses.replace(line, error=in_openai_names(str(error), names))
 
     def _check_keys(self, said: Mapping[str, Any], known: Sequence[str]) -> None:
         unknown = sorted(name for name, value in said.items() if value is not None and name not in {*known, *self.columns.passed})
@@ -238,8 +230,10 @@ class LineReader:
         if number is None and settings.temperature and "seed" not in said:
             raise InputError("a sampled row should have a seed, or its number as line")
         own = _own_key(said["seed"]) if "seed" in said else jax.random.fold_in(self.key, (number or 1) - 1)
-        tokens = checked_prompts(self.model, [self._tokens(number, said)], settings, self.tokenizer)[0]
-        check_draft_room(self.draft, "the prompt", len(tokens), settings.max_new_tokens)
+        check_settings(self.model, settings, self.tokenizer)
+        tokens = checked_prompt(self.model, self._tokens(number, said), settings)
+        if isinstance(settings.draft, Draft):
+            check_draft_room(settings.draft, "the prompt", len(tokens), settings.max_new_tokens)
         return Request(tokens, settings, own)
 
     def _tokens(self, number: int | None, said: Mapping[str, Any]) -> Sequence[int]:

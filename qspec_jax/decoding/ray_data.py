@@ -4,6 +4,7 @@ Ray starts an actor that has died again and gives it its lines anew. A line's re
 nothing comes out twice. Needs the extra `ray`.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -20,10 +21,11 @@ import numpy as np
 
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
-from qspec_jax.decoding.batch import ROWS_OF_AUTO, Result, run_batch
+from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
-from qspec_jax.decoding.settled import with_draft
+from qspec_jax.decoding.prepare import ROWS_OF_AUTO
+from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.registry import make_draft
 from qspec_jax.errors import InputError, one_line
 from qspec_jax.files import to_json
@@ -74,9 +76,10 @@ class Predictor:
         self.batch_size, self.pass_columns, self.ignores = batch_size, columns.passed, ignore_columns
         self.model, self.tokenizer = load_model(directory, dtype=dtype, progress=False), load_tokenizer(directory)
         # By model, settings and device alone: a row's result must not depend on the rows that it is handed over with.
-        (config,) = with_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
-        self.draft = make_draft(config.draft, self.model, directory=directory) if config.num_speculative_tokens else None
-        self.reader = LineReader(self.model, self.tokenizer, config, seed, self.draft, columns)
+        (config,) = resolve_auto_draft(self.model, [config or GenerationConfig()], None, batch=batch_size or ROWS_OF_AUTO)
+        if config.num_speculative_tokens and config.speculative:
+            config = dataclasses.replace(config, draft=make_draft(config.draft, self.model, directory=directory))
+        self.reader = LineReader(self.model, self.tokenizer, config, seed, columns)
 
     def __call__(self, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
         columns = {name: _whole_again(list(map(_plain, values))) for name, values in rows.items()}
@@ -86,7 +89,7 @@ class Predictor:
         results: list[Result | None] = [None] * len(lines)
         if todo:
             requests = [lines[i].request for i in todo]
-            for result in run_batch(self.model, requests, batch_size=self.batch_size, draft=self.draft, tokenizer=self.tokenizer):
+            for result in run_batch(self.model, requests, batch_size=self.batch_size, tokenizer=self.tokenizer):
                 i = todo[result.index]
                 results[i], outputs[i] = result, as_line(lines[i], result, self.tokenizer)
         found = {

@@ -24,9 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, its settings, and the key of its random draws; of any generator of JAX, it becomes one of threefry.
+    """A prompt with settings and a key of its own.
 
-    Raises InputError for what is no key.
+    Attributes:
+        tokens: token ids of the prompt.
+        config: what to generate and how.
+        key: of the row's random draws; a key of any of JAX's generators becomes one of threefry.
+
+    Raises:
+        InputError: for a value that is no key.
     """
 
     tokens: Sequence[int]
@@ -37,50 +43,56 @@ class Request:
         object.__setattr__(self, "key", as_threefry(self.key))
 
 
-class CheckedTokens(list):
-    """Token ids of a prompt that were found good for a model with a config, and are not looked at again."""
-
-    def __init__(self, tokens: Sequence[int], model: Llama, config: GenerationConfig):
-        super().__init__(tokens)
-        self.checked_for = model.config, config
-
-
-def checked_prompts(
-    model: Llama, prompts: Sequence[str] | Sequence[Sequence[int]], config: GenerationConfig, tokenizer=None
-) -> list[CheckedTokens]:
-    """The token ids of each prompt. Raises InputError for whatever `generate` cannot continue."""
+def check_settings(model: Llama, config: GenerationConfig, tokenizer: Any = None) -> None:
+    """Raises InputError for stop strings without a tokenizer, and for token ids that the model or the tokenizer does not have."""
     if config.stop and tokenizer is None:
         raise InputError("stop strings need a tokenizer")
-    if isinstance(prompts, list) and prompts and all(getattr(row, "checked_for", None) == (model.config, config) for row in prompts):
-        return prompts
+    _check_ids(model, with_special_stops(config, tokenizer), tokenizer)
+
+
+def checked_prompt(model: Llama, prompt: Any, config: GenerationConfig, tokenizer: Any = None, *, name: str = "the prompt") -> list[int]:
+    """Returns the token ids of a prompt.
+
+    Args:
+        model: the target.
+        prompt: a text or token ids.
+        config: whose new tokens have to fit the model's positions together with the prompt.
+        tokenizer: for a text.
+        name: what error messages call the prompt.
+
+    Raises:
+        InputError: for an empty prompt, a token id outside the vocabulary, and a prompt that is too long.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InputError(f"{name} is a text, so a tokenizer is needed")
+        prompt = encoded(tokenizer, prompt)
+    try:
+        row = [operator.index(token) for token in prompt]
+    except TypeError:
+        raise InputError(f"{name} should be a text or a list of token ids") from None
+    if not row:
+        raise InputError(f"{name} is empty; it should have at least one token")
+    if min(row) < 0 or max(row) >= model.config.vocab_size:
+        at = next(at for at, token in enumerate(row) if not 0 <= token < model.config.vocab_size)
+        raise InputError(f"{name} has token id {row[at]} at index {at}, outside the vocabulary of {model.config.vocab_size}")
+    check_length(model, name, len(row), config.max_new_tokens)
+    return row
+
+
+def checked_prompts(model: Llama, prompts: Iterable[Any], config: GenerationConfig, tokenizer: Any = None) -> list[list[int]]:
+    """Returns the token ids of prompts with the same settings. Raises InputError as `checked_prompt` and `check_settings` do."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise InputError("prompts should be a list with at least one prompt")
-    rows = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise InputError("prompts are texts, so a tokenizer is needed")
-            prompt = encoded(tokenizer, prompt)
-        try:
-            row = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise InputError(f"prompt {i} should be a text or a list of token ids") from None
-        if not row:
-            raise InputError(f"prompt {i} is empty; it should have at least one token")
-        if min(row) < 0 or max(row) >= model.config.vocab_size:
-            at = next(at for at, token in enumerate(row) if not 0 <= token < model.config.vocab_size)
-            raise InputError(f"prompt {i} has token id {row[at]} in place {at}, outside the vocabulary of {model.config.vocab_size}")
-        rows.append(row)
-    _check_lengths(model, rows, config)
-    _check_ids(model, with_special_stops(config, tokenizer), tokenizer)
-    return [CheckedTokens(row, model, config) for row in rows]
+    check_settings(model, config, tokenizer)
+    return [checked_prompt(model, prompt, config, tokenizer, name=f"prompt {i}") for i, prompt in enumerate(prompts)]
 
 
 def with_tokenizer(config: GenerationConfig, model: Llama, tokenizer: Any) -> GenerationConfig:
     """Returns the config as a tokenizer completes it: stop strings that are special tokens are ids, and rows end at its EOS.
 
     Args:
-        config: settings that were checked with this tokenizer, see `checked_prompts`.
+        config: settings that were checked with this tokenizer, see `check_settings`.
         model: the target.
         tokenizer: the target's tokenizer, or None.
     """
@@ -140,11 +152,6 @@ def _check_ids(model: Llama, config: GenerationConfig, tokenizer: Any) -> None:
         raise InputError(f"top_logprobs {config.top_logprobs} should be at most the vocabulary of {size}")
 
 
-def _check_lengths(model: Llama, rows: list[list[int]], config: GenerationConfig) -> None:
-    for i, row in enumerate(rows):
-        check_length(model, f"prompt {i}", len(row), config.max_new_tokens)
-
-
 def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
     """Raises InputError where so many tokens and new ones do not fit the model's positions. what: how the message calls them."""
     most, short = model.config.max_length, model.config.short_length
@@ -155,22 +162,6 @@ def check_length(model: Llama, what: str, tokens: int, new: int) -> None:
             f"{what} of {tokens} tokens and {new} new ones cross the {short} tokens behind which the model turns to its long RoPE factors, "
             f"which is not supported; ask for at most {short - tokens + 1} new tokens, or give a prompt of more than {short}"
         )
-
-
-def check_given(draft: Draft | None, config: GenerationConfig) -> None:
-    """Raises InputError for a draft that is given beside a config that asks for none, and for what is no draft."""
-    if draft is None:
-        return
-    if not isinstance(draft, Draft):
-        raise InputError(f"draft should be what make_draft makes, not {draft!r:.60}; a draft's name belongs in GenerationConfig(draft=...)")
-    if not config.speculative:
-        raise InputError(f"draft {config.draft!r} decodes without a draft, and one is given; leave it out, or name it in the config")
-
-
-def check_draft_length(draft: Draft | None, prompts: Sequence[Sequence[int]], configs: Sequence[GenerationConfig]) -> None:
-    """Raises InputError where a prompt and the new tokens that its config asks for do not fit the positions of the draft's own model."""
-    for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
-        check_draft_room(draft, f"prompt {i}", len(prompt), config.max_new_tokens)
 
 
 def check_draft_room(draft: Draft | None, what: str, tokens: int, new: int) -> None:

@@ -49,6 +49,7 @@ class ChunkMeansDraft(SelfSpeculativeDraft):
     rebuild: int = dataclasses.field(metadata={"static": True})
     dense_layers: int = dataclasses.field(metadata={"static": True})
 
+    needs = frozenset({Gives.GROUPS})
     prompt_queries = 1
 
     def begin(self, prompt):
@@ -107,7 +108,7 @@ class ChunkMeansSettings(SelfSpeculativeSettings):
     For the shared ones see `SelfSpeculativeSettings`.
     """
 
-    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    needs: ClassVar[frozenset[Gives]] = ChunkMeansDraft.needs
 
     budget: float = 4096
     chunk: int = 8

@@ -31,6 +31,10 @@ class CombinedDraft(Draft):
     second: Draft
 
     @property
+    def needs(self):
+        return self.first.needs | self.second.needs
+
+    @property
     def observes(self):
         return self.first.observes or self.second.observes
 

@@ -36,6 +36,7 @@ class CompactDraft(SelfSpeculativeDraft):
     least: int = dataclasses.field(metadata={"static": True})
     kind: str = dataclasses.field(metadata={"static": True})
 
+    needs = frozenset({Gives.TOKENS})
     own_cache = True
 
     def step_in_round(self, state, cache):
@@ -107,7 +108,7 @@ class CompactSettings(SelfSpeculativeSettings, abc.ABC):
     weight_bits: 16 by default, as in that paper. head_bits: see `SelfSpeculativeSettings`.
     """
 
-    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.TOKENS})
+    needs: ClassVar[frozenset[Gives]] = CompactDraft.needs
 
     budget: float = 0.25
     cache: str = "full"

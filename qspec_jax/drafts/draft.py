@@ -157,14 +157,16 @@ class Draft(abc.ABC):
     """The protocol of a draft. A subclass is a frozen dataclass of weights and settings, registered as a pytree.
 
     What changes while decoding is its state, whose leaves all have the batch axis first, so that a row of a running batch can be replaced.
-    observes: whether `commit` wants the attention mass that verification saw. prompt_queries: how many of the prompt's last queries `begin`
-    wants. extra_rows: how many tokens beyond gamma + 1 `propose` feeds to the target's cache before it rolls back; the cache has room for
-    them. max_length: the most tokens of a row, prompt and new ones, that it can draft for; None: any that the target takes. proposes: for
-    cost estimates (`qspec plan`); None for one that they know nothing of. verifies: whether the draft itself verifies what another drafts
-    for it. guesses: whether its tokens are never accepted and depend on no random draw, so that `commit` may know what follows them
+    needs: what it needs of the target's cache that not every cache gives. observes: whether `commit` wants the attention mass that
+    verification saw. prompt_queries: how many of the prompt's last queries `begin` wants. extra_rows: how many tokens beyond gamma + 1
+    `propose` feeds to the target's cache before it rolls back; the cache has room for them. max_length: the most tokens of a row, prompt
+    and new ones, that it can draft for; None: any that the target takes. proposes: for cost estimates (`qspec plan`); None for one that
+    they know nothing of. verifies: whether the draft itself verifies what another drafts for it. guesses: whether its tokens are never
+    accepted and depend on no random draw, so that `commit` may know what follows them
     (`RoundResult.likeliest`).
     """
 
+    needs: frozenset[Gives] = frozenset()
     observes: ClassVar[bool] = False
     prompt_queries: ClassVar[int] = 0
     extra_rows: int = 0

@@ -36,6 +36,7 @@ class ExactTopKDraft(SelfSpeculativeDraft):
     whole_groups: bool = dataclasses.field(metadata={"static": True})
     dense_layers: int = dataclasses.field(metadata={"static": True})
 
+    needs = frozenset({Gives.GROUPS})
     oracle = True
 
     def begin(self, prompt):
@@ -69,7 +70,7 @@ class ExactTopKSettings(SelfSpeculativeSettings):
     `SelfSpeculativeSettings`.
     """
 
-    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    needs: ClassVar[frozenset[Gives]] = ExactTopKDraft.needs
 
     budget: float = 0.06
     unit: str = "group"

@@ -144,6 +144,7 @@ def make_draft(
     settings = parse_draft(draft) if isinstance(draft, str) else draft
     if settings is None:
         return None
+    directory = model.origin.directory if directory is None else directory
     for checkpoint in checkpoints_of(settings) if directory is not None else ():
         check_same_tokens(checkpoint, directory)
     if int4 is None:

@@ -51,6 +51,7 @@ class SparseDraft(SelfSpeculativeDraft):
     memory: float = dataclasses.field(metadata={"static": True})
     heads: str = dataclasses.field(metadata={"static": True})
 
+    needs = frozenset({Gives.GROUPS})
     name: ClassVar[str] = "sparse"
     observes = True
     prompt_queries = 8
@@ -164,7 +165,7 @@ class SparseSettings(SelfSpeculativeSettings):
     """
 
     kind: ClassVar[type[SparseDraft]] = SparseDraft
-    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS})
+    needs: ClassVar[frozenset[Gives]] = SparseDraft.needs
 
     budget: float = 0.06
     newest: float = 0.5

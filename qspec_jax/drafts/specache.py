@@ -46,6 +46,7 @@ class SpeCacheDraft(Draft):
 
     step: ViewedModel
 
+    needs = frozenset({Gives.GUESSES})
     guesses = True
 
     def made_for(self):
@@ -88,7 +89,7 @@ class SpeCacheDraft(Draft):
 class GuessSettings:
     """There are none: those of the cache say what is read."""
 
-    needs: ClassVar[frozenset[Gives]] = frozenset({Gives.GUESSES})
+    needs: ClassVar[frozenset[Gives]] = SpeCacheDraft.needs
 
     def make(self, model: Llama, int4: Callable[[], Llama]) -> SpeCacheDraft:
         """The draft of a model."""

@@ -41,6 +41,10 @@ class TriForceDraft(Draft):
     verifies = True
 
     @property
+    def needs(self):
+        return self.middle.needs  # the small model needs nothing of the target's cache
+
+    @property
     def observes(self):
         return self.middle.observes
 

@@ -22,7 +22,7 @@ from qspec_jax.decoding.config import GenerationConfig, beside_draft
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import Limits, make_limits
-from qspec_jax.decoding.requests import check_draft_length, checked_prompts
+from qspec_jax.decoding.requests import check_draft_room, checked_prompts
 from qspec_jax.decoding.round import current_round, feed, propose, seen_by_accepted, verify
 from qspec_jax.decoding.sampling import Sampler, make_sampler, prompt_keys
 from qspec_jax.decoding.state import DecodeState
@@ -67,8 +67,8 @@ class Acceptance:
 def free_running(model: Llama, draft: Draft, prompts: Sequence[Sequence[int]], config: GenerationConfig, key: Key[Array, ""]) -> Acceptance:
     """Acceptance while the model generates after each prompt (EOS ignored)."""
     check(model, prompts, config)
-    config = dataclasses.replace(config, ignore_eos=True)
-    out = generate(model, prompts, config=config, key=key, draft=draft)
+    config = dataclasses.replace(config, draft=draft, ignore_eos=True)
+    out = generate(model, prompts, config=config, key=key)
     stats = out.stats
     return Acceptance(
         stats.draft_acceptance_rate,
@@ -202,7 +202,8 @@ def _set_up(
     config = beside_draft(config)
     sizes = dict(prompt_tokens=max(map(len, prompts)), max_new_tokens=config.max_new_tokens)
     engine = Engine(model, draft, cache=cache or config.cache_config, gamma=config.num_speculative_tokens, **sizes)
-    check_draft_length(engine.draft, prompts, [config] * len(prompts))
+    for i, prompt in enumerate(prompts):
+        check_draft_room(engine.draft, f"prompt {i}", len(prompt), config.max_new_tokens)
     return engine, (make_sampler(config), prompt_keys(key, len(prompts)), make_limits(model, *[config] * len(prompts)))
 
 

@@ -81,10 +81,10 @@ def answers_of(
 ) -> list[Result]:
     """What a method continues each of the prompts (token ids) with, greedily, in their order. draft: the method's. bar: goes on by one for
     each."""
-    config = GenerationConfig(max_new_tokens=max_new_tokens, draft=method.draft, cache=method.cache)
+    config = GenerationConfig(max_new_tokens=max_new_tokens, draft=draft or NONE, cache=method.cache)
     requests = [Request(prompt, config, jax.random.key(0)) for prompt in prompts]
     results = []
-    for result in run_batch(model, requests, batch_size=batch_size, draft=draft, tokenizer=tokenizer):
+    for result in run_batch(model, requests, batch_size=batch_size, tokenizer=tokenizer):
         results.append(result)
         bar.update()
     return sorted(results, key=lambda result: result.index)

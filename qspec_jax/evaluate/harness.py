@@ -273,11 +273,10 @@ class QspecLM(TemplateLM):
         asked = [self._request(i, *request.args) for i, request in enumerate(requests)]
         if self._draft is None and self.config.speculative:
             self._draft = make_draft(self.config.draft, self.model, directory=self.directory)
-        draft = self._draft if self.config.speculative else None
+        if self._draft is not None:
+            asked = [dataclasses.replace(each, config=dataclasses.replace(each.config, draft=self._draft)) for each in asked]
         texts: dict[int, str] = {}
-        run = run_batch(
-            self.model, asked, batch_size=self.batch_size, draft=draft, tokenizer=self.tokenizer, view=cache_view(self.read).view
-        )
+        run = run_batch(self.model, asked, batch_size=self.batch_size, tokenizer=self.tokenizer, view=cache_view(self.read).view)
         with self._bar("generation", len(asked), disable_tqdm) as bar:
             for result in run:
                 texts[result.index] = result.text

@@ -7,6 +7,7 @@ The cache decides how attention is done (qspec_jax/caches/cache.py); which imple
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import jax
@@ -166,16 +167,30 @@ class Block(nnx.Module):
         return gated_linear(h, *weights, biases)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Origin:
+    """Where a model was loaded from. All origins are equal, so that models from different folders share programs and tree structures."""
+
+    directory: Path | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Llama(nnx.Module):
     """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model.
 
     axis: of the mesh over whose devices the weights are divided (see sharding.py). Such a model is called within `jax.shard_map` over that
     mesh, where each device has its part of the weights; all of them come to the same logits. kv_copies: on how many of the devices each KV
-    head is.
+    head is. origin: the checkpoint directory of a model that was loaded.
     """
 
     def __init__(self, config: LlamaConfig, make: MakeWeight, *, axis: str | None = None, kv_copies: int = 1):
         self._config, self.axis, self.kv_copies = config, axis, kv_copies
+        self.origin = Origin()
         self.embedding = nnx.Param(make("embedding", (config.vocab_size, config.hidden_size)))
         self.layers = nnx.List([Block(config, make, f"layers.{i}", axis) for i in range(config.num_layers)])
         self.norm = RMSNorm(make, "norm", config.hidden_size, config.rms_norm_eps)

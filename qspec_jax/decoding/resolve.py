@@ -1,7 +1,7 @@
-"""What a `GenerationConfig` leaves open: draft `auto`, and what a draft costs for adaptive speculation, both by stored costs
-(`qspec_jax.planning.choice`), and what a draft chooses by the prompts.
+"""Resolves what a `GenerationConfig` leaves open: draft `auto` and the cost of a draft, by stored costs (`qspec_jax.planning.choice`), and
+settings of a draft that depend on the prompts.
 
-No time is measured: the same model, prompts, settings and kind of device give the same on every run.
+No time is measured: the same model, prompts, settings and kind of device give the same result on every run.
 """
 
 import dataclasses
@@ -24,37 +24,33 @@ from qspec_jax.planning.choice import Setting, choose, relative_cost
 log = logging.getLogger(__name__)
 
 
-def with_draft(
+def resolve_auto_draft(
     model: Llama,
     configs: Sequence[GenerationConfig],
     prompt_tokens: Sequence[int] | None,
     *,
     batch: int,
-    draft: Draft | None = None,
     device_kind: str | None = None,
 ) -> list[GenerationConfig]:
-    """The configs, which share a draft, with a named one in place of "auto": the one that pays for the longest of the rows, and its gamma
-    where a config has none. One line is logged, at INFO, with what was chosen and why.
+    """The configs, which share a draft, with the draft that pays for the longest row instead of "auto", and its gamma where a config has
+    none. One line is logged, at INFO, with the choice and its reason.
 
     Args:
-        model: the target; an outline will do.
-        configs: of the rows.
-        prompt_tokens: of each config's prompt. None where the rows are not known, and the choice is to depend on model, settings and
+        model: the target; an outline is enough.
+        configs: one of each row.
+        prompt_tokens: the length of each row's prompt. None if the rows are not known yet: the choice then depends on model, settings and
             device alone.
-        batch: rows at a time.
-        draft: one that is made already, which "auto" then gives way to.
-        device_kind: what JAX calls the device that is to decode; None for the first one here.
+        batch: rows that are decoded at a time.
+        device_kind: what JAX calls the device that will decode; None for the first one here.
     """
     if not configs or configs[0].draft != AUTO:
         return list(configs)
-    if draft is not None:
-        return list(map(beside_draft, configs))
     longest = None
     if prompt_tokens is not None:
         longest = max(tokens + config.max_new_tokens for tokens, config in zip(prompt_tokens, configs, strict=True))
     given = {config.num_speculative_tokens for config in configs}
     gamma = given.pop() if len(given) == 1 else None
-    if gamma:  # as many as rounds are made for, whatever is asked
+    if gamma:  # no more than a round is compiled for
         gamma = max(max_drafts(model, beside_draft(config)) for config in configs)
     found = choose(_setting(model, configs[0], device_kind), context=longest, batch=batch, gamma=gamma)
     log.info(found.reason + (_without_effect(configs) if found.draft == NONE else ""))
@@ -69,7 +65,7 @@ def with_draft(
 
 
 def _without_effect(configs: Sequence[GenerationConfig]) -> str:
-    """The part of a log line that names the settings which have no effect without a draft; empty if there are none."""
+    """The end of the log line, which names settings that have no effect without a draft; empty if there are none."""
     given = {
         "num_speculative_tokens": any(config.num_speculative_tokens for config in configs),
         "adaptive": any(config.adaptive for config in configs),
@@ -80,9 +76,16 @@ def _without_effect(configs: Sequence[GenerationConfig]) -> str:
     return f"; without a draft, {' and '.join(names)} {'has' if len(names) == 1 else 'have'} no effect" if names else ""
 
 
-def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], prompts: Sequence[Sequence[int]]) -> Draft | None:
-    """The draft with what it leaves to be chosen by the prompts, such as `skip=auto`. configs: that it is used with, all of one cache. If
-    none of them has drafts, the draft comes back as it is.
+def resolve_prompt_settings(
+    model: Llama, draft: Draft | None, configs: Sequence[GenerationConfig], prompts: Sequence[Sequence[int]]
+) -> Draft | None:
+    """The draft with those of its settings resolved that depend on the prompts, such as `skip=auto`.
+
+    Args:
+        model: the target.
+        draft: None and a draft that no config uses are returned unchanged.
+        configs: one of each prompt; they share a cache.
+        prompts: token ids.
     """
     gamma = max((max_drafts(model, config) for config in configs), default=0)
     if draft is None or not gamma:
@@ -90,13 +93,17 @@ def for_prompts(model: Llama, draft: Draft | None, configs: Sequence[GenerationC
     return draft.with_choice(functools.partial(layers_to_skip, model, prompts, configs[0].cache_config, gamma))
 
 
-def with_costs(
+def fill_draft_costs(
     model: Llama, configs: Sequence[GenerationConfig], prompt_tokens: Sequence[int], draft: Draft | None
 ) -> list[GenerationConfig]:
-    """These configs, each with a `draft_cost` where it is adaptive and has none: by stored costs for the row at its longest, as if it were
-    alone, so that it does not depend on its neighbours; `DRAFT_COST` where no stored cost holds.
+    """The configs, each with a `draft_cost` if it is adaptive and has none: the stored cost for its row at full length, as if the row were
+    alone, so that it does not depend on neighbours; `DRAFT_COST` if no cost is stored.
 
-    prompt_tokens: of each config's prompt. draft: which they share, as they do the target's cache.
+    Args:
+        model: the target.
+        configs: one of each row; they share the draft and the cache.
+        prompt_tokens: the length of each row's prompt.
+        draft: the draft, if there is one.
     """
 
     @functools.cache

@@ -18,7 +18,7 @@ from qspec_jax.decoding.batch import BatchStats, Request, run_batch
 from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.limits import DRAFT_COST, make_limits
-from qspec_jax.decoding.settled import with_costs, with_draft
+from qspec_jax.decoding.resolve import fill_draft_costs, resolve_auto_draft
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import USUAL
 from qspec_jax.errors import InputError
@@ -173,18 +173,18 @@ def test_costs_go_by_each_rows_own_length(model, on_h200):
     draft = make_draft("quantspec", model, int4=random_int4(model))
     config = GenerationConfig(draft="quantspec", adaptive=True, max_new_tokens=100)
     configs = [config, config, dataclasses.replace(config, draft_cost=0.7), GenerationConfig(draft="quantspec")]
-    found = with_costs(model, configs, [1 << 16, 100, 100, 100], draft)
+    found = fill_draft_costs(model, configs, [1 << 16, 100, 100, 100], draft)
     expected = [relative_cost(setting(TINY), draft, context=context, gamma=4) for context in ((1 << 16) + 100, 200)]
     assert [each.draft_cost for each in found] == [*expected, 0.7, None] and expected[0] != expected[1]
     assert np.asarray(make_limits(model, *found).draft_cost) == pytest.approx([*expected, 0.7, 0])
-    assert with_costs(model, configs[:1], [100], None)[0].draft_cost == DRAFT_COST
+    assert fill_draft_costs(model, configs[:1], [100], None)[0].draft_cost == DRAFT_COST
     # No more drafts than a round is made for count, whatever is asked.
     few, many = (dataclasses.replace(config, num_speculative_tokens=gamma, max_new_tokens=64) for gamma in (64, 5000))
-    assert len({each.draft_cost for each in with_costs(model, [few, many], [100, 100], draft)}) == 1
+    assert len({each.draft_cost for each in fill_draft_costs(model, [few, many], [100, 100], draft)}) == 1
 
 
 def test_a_cost_that_nobody_knows_is_the_constant(model):
-    (found,) = with_costs(
+    (found,) = fill_draft_costs(
         model, [GenerationConfig(draft="quantspec", adaptive=True)], [100], make_draft("quantspec", model, int4=random_int4(model))
     )
     assert found.draft_cost == DRAFT_COST  # on this CPU
@@ -210,8 +210,8 @@ def test_what_auto_leaves_open():
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, caplog):
     config = GenerationConfig(draft="auto", **given)
-    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
-        found = with_draft(model, [config], [5000], batch=batch)
+    with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
+        found = resolve_auto_draft(model, [config], [5000], batch=batch)
     (settled,) = found
     assert settled.cache_config == config.cache_config and settled.draft != "auto"
     gamma = given.get("num_speculative_tokens")
@@ -220,14 +220,14 @@ def test_the_target_does_not_depend_on_the_choice(model, on_h200, given, batch, 
     ignored = "; without a draft, num_speculative_tokens has no effect" if gamma and expected.draft == "none" else ""
     assert caplog.messages == [expected.reason + ignored]
     # Settled once, it stays.
-    assert with_draft(model, found, [5000], batch=1) == found
+    assert resolve_auto_draft(model, found, [5000], batch=1) == found
 
 
 def test_one_choice_for_all_rows_of_a_batch(model, on_h200, monkeypatch):
     asked = []
-    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choose(setting(), **sizes))
+    monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: asked.append(sizes) or choose(setting(), **sizes))
     configs = [GenerationConfig(draft="auto", max_new_tokens=new, num_speculative_tokens=gamma) for new, gamma in ((10, None), (900, 2))]
-    found = with_draft(model, configs, [1000, 200], batch=2)
+    found = resolve_auto_draft(model, configs, [1000, 200], batch=2)
     assert asked == [dict(context=1100, batch=2, gamma=None)]
     assert found[0].draft == found[1].draft and [each.num_speculative_tokens for each in found][1] == 2
 
@@ -237,15 +237,14 @@ def test_auto_gives_way_to_a_draft_that_is_given(caplog):
     auto = GenerationConfig(max_new_tokens=6, ignore_eos=True)
     named, draft = dataclasses.replace(auto, draft="prompt-lookup"), make_draft("prompt-lookup", model)
     prompt = [1, 2, 3] * 5
-    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
-        one, other = (generate(model, [prompt], config=config, draft=draft) for config in (auto, named))
+    with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
+        one, other = (generate(model, [prompt], config=runs.with_draft(config, draft)) for config in (auto, named))
         assert one.stats.rows == other.stats.rows and one.token_ids == other.token_ids and one.stats.num_draft_tokens
-        (result,) = run_batch(model, [Request(prompt, auto, jax.random.key(0))], draft=draft)
+        (result,) = run_batch(model, runs.with_draft([Request(prompt, auto, jax.random.key(0))], draft))
     assert result.token_ids == one.token_ids[0] and result.stats == one.stats.rows[0]
     assert not caplog.messages
     for gamma in (None, 2):
-        (beside,) = with_draft(model, [dataclasses.replace(auto, num_speculative_tokens=gamma)], [15], batch=1, draft=draft)
-        assert beside.draft != "auto" and beside.num_speculative_tokens == (gamma or GAMMA)
+        assert dataclasses.replace(auto, num_speculative_tokens=gamma, draft=draft).num_speculative_tokens == (gamma or GAMMA)
     found = teacher_forced(model, draft, [prompt], auto, jax.random.key(0))
     assert found == teacher_forced(model, draft, [prompt], named, jax.random.key(0)) and found.drafted
 
@@ -257,7 +256,7 @@ def test_generate_and_batch_decode_with_what_was_chosen(monkeypatch, on_h200):
     """The very tokens of the draft that is named, sampled ones too."""
     model = random_model(dataclasses.replace(TINY, num_layers=1))
     chosen = choice.DraftChoice("sparse:least_groups=1", 3, "because")
-    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: chosen)
+    monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: chosen)
     auto = GenerationConfig(draft="auto", max_new_tokens=20, temperature=0.9, group_size=8, ignore_eos=True, adaptive=True)
     named = dataclasses.replace(auto, draft=chosen.draft, num_speculative_tokens=3)
     prompts, key = [list(range(30)), [5, 6, 7]], jax.random.key(1)
@@ -293,9 +292,9 @@ def test_costs_on_a_cpu_go_by_the_nearest_measured_shape(monkeypatch):
 
 
 def test_where_rows_are_not_known_it_goes_by_the_device_alone(model, caplog):
-    with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
+    with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
         for kind, draft in (("cpu", "none"), (H200, USUAL), ("a GPU of the cluster", USUAL)):
-            (found,) = with_draft(model, [GenerationConfig()], None, batch=8, device_kind=kind)
+            (found,) = resolve_auto_draft(model, [GenerationConfig()], None, batch=8, device_kind=kind)
             assert (found.draft, found.cache_config) == (draft, INT8)
     assert len(caplog.messages) == 3 and "the lengths of the rows are not known" in caplog.messages[1]
 
@@ -306,8 +305,8 @@ def test_settings_of_drafts_are_no_errors_without_one(cache, model, caplog):
     for given in ({}, {"adaptive": True, "draft_cost": 0.5, "min_draft_confidence": 0.3, "num_speculative_tokens": 3}):
         caplog.clear()
         config = GenerationConfig(cache=cache, max_new_tokens=4, group_size=group_size, **given)
-        with caplog.at_level("INFO", "qspec_jax.decoding.settled"):
-            (found,) = with_draft(model, [config], [27], batch=1)
+        with caplog.at_level("INFO", "qspec_jax.decoding.resolve"):
+            (found,) = resolve_auto_draft(model, [config], [27], batch=1)
         assert found.draft == "none" and found.cache_config == config.cache_config
         (line,) = caplog.messages
         assert line.startswith("draft auto: none") and all(name in line for name in given) and ("no effect" in line) == bool(given)
@@ -336,7 +335,7 @@ def test_the_default_emits_the_tokens_of_quantspec():
 def test_the_command_says_what_it_chose(run, directory, caplog, named):
     code, out, _ = run("generate", "--model", directory, "--prompt", "ab", "--max-new-tokens", 4, "--json", *named)
     assert code == 0 and json.loads(out)["stats"]["num_spec_steps"] == 0
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "qspec_jax.decoding.settled"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "qspec_jax.decoding.resolve"]
     assert line.startswith("draft auto: none, by costs stored for CPUs")
 
 
@@ -366,9 +365,9 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     source.write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in (3, 40, 9)))
     ran = []
 
-    def killed(network, tokenizer, draft, todo, journal, *_, **__):
-        ran.append([line.request.config for line in todo])
-        journal.add({"line": todo[-1].number})  # or nothing would be left to go on from
+    def killed(prepared, lines, journal, *_, **__):
+        ran.append(prepared.configs)
+        journal.add({"line": lines[-1].number})  # or nothing would be left to go on from
         raise KeyboardInterrupt
 
     monkeypatch.setattr(batch_command, "_run", killed)
@@ -383,14 +382,14 @@ def test_a_run_is_known_by_what_was_chosen(run, directory, tmp_path, on_h200, mo
     code, _, err = command(*named)
     assert code == 2 and "is of a run with other settings; " in err
     on_h200("h200")
-    monkeypatch.setattr("qspec_jax.decoding.settled.choose", lambda *_, **sizes: choice.DraftChoice("quantspec", 1, "because"))
+    monkeypatch.setattr("qspec_jax.decoding.resolve.choose", lambda *_, **sizes: choice.DraftChoice("quantspec", 1, "because"))
     code, _, err = command("--draft", "auto", "--adaptive")
     assert code == 2 and "is of a run with other settings; " in err
     # The choice is by all lines, also those that are done.
     monkeypatch.undo()
     asked = []
     monkeypatch.setattr(
-        "qspec_jax.decoding.settled.choose", lambda *_, **sizes: asked.append(sizes) or choice.DraftChoice("none", 0, "because")
+        "qspec_jax.decoding.resolve.choose", lambda *_, **sizes: asked.append(sizes) or choice.DraftChoice("none", 0, "because")
     )
     monkeypatch.setattr(batch_command, "_run", lambda *_, **__: BatchStats())
     other = tmp_path / "other.jsonl"

@@ -1,0 +1,171 @@
+"""Prepares requests: all that happens between prompts and an engine, once and in one place.
+
+Prompts and settings are checked, stop strings that are special tokens become ids, draft `auto` is resolved, the draft is made and gets the
+settings that depend on the prompts, and costs of drafting are filled in. `generate`, `stream`, `run_batch`, benchmarks, evaluations and
+commands decode what `prepare` returns.
+"""
+
+import dataclasses
+import json
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from qspec_jax.decoding import resolve
+from qspec_jax.decoding.chat import with_chats
+from qspec_jax.decoding.config import GenerationConfig
+from qspec_jax.decoding.engine import Engine
+from qspec_jax.decoding.keys import key_of
+from qspec_jax.decoding.requests import Request, check_draft_room, check_settings, checked_prompt, checked_prompts, with_tokenizer
+from qspec_jax.decoding.sampling import prompt_keys
+from qspec_jax.drafts.draft import Draft, check_made_for
+from qspec_jax.drafts.registry import AUTO, make_draft
+from qspec_jax.errors import InputError
+from qspec_jax.models.llama import Llama
+
+ROWS_OF_AUTO = 32  # for which draft auto is resolved where the batch size depends on the memory that the draft leaves
+SHARED = ("draft", "cache", "eos_token_ids", "ignore_eos", "group_size", "scheme")  # settings that all requests of a batch have in common
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Requests that are ready to be decoded by a model, and the draft that they share. `prepare` makes one.
+
+    Attributes:
+        model: the target.
+        config: the settings that were given, with what draft "auto" became.
+        requests: each with token ids, its complete settings and its key.
+        draft: None where none of them drafts.
+        tokenizer: of the texts; None if there is none.
+    """
+
+    model: Llama
+    config: GenerationConfig
+    requests: tuple[Request, ...]
+    draft: Draft | None
+    tokenizer: Any = None
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The token ids of each request's prompt."""
+        return [request.tokens for request in self.requests]
+
+    @property
+    def configs(self) -> list[GenerationConfig]:
+        """The settings of each request."""
+        return [request.config for request in self.requests]
+
+    @property
+    def longest_prompt(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return max(len(request.tokens) for request in self.requests)
+
+    def select(self, indices: Iterable[int]) -> "Prepared":
+        """Some of the requests, as they were prepared together with the others."""
+        return dataclasses.replace(self, requests=tuple(self.requests[i] for i in indices))
+
+    def engine(self, **settings: Any) -> Engine:
+        """An engine with room for all requests. settings: see `Engine`."""
+        return Engine.for_configs(self.model, self.draft, self.configs, prompt_tokens=self.longest_prompt, **settings)
+
+    def identity(self) -> str:
+        """A text that differs wherever the settings, and what was resolved by the prompts or the device, would change results.
+
+        A journal hashes it. Raises InputError if a draft object was given, whose settings are not known.
+        """
+        draft = self.config.draft if self.config.draft == AUTO else repr(self.config.draft_settings)
+        settings = vars(self.config) | {"draft": draft, "logit_bias": sorted(self.config.logit_bias.items())}
+        costs = [config.draft_cost for config in self.configs] if self.config.adaptive else None
+        return json.dumps([settings, costs, self.draft and self.draft.chosen()], sort_keys=True)
+
+
+def prepare(
+    model: Llama,
+    requests: Iterable[Any],
+    *,
+    config: GenerationConfig | None = None,
+    key: Key[Array, ""] | None = None,
+    tokenizer: Any = None,
+    batch_size: int | None = None,
+    calibrate: bool = False,
+    progress: bool | None = None,
+) -> Prepared:
+    """Checks requests, completes their settings and makes their draft.
+
+    Args:
+        model: the target.
+        requests: `Request`s, or prompts as `generate` takes them; a single text or list of token ids is one prompt.
+        config: the settings of all prompts; of requests, which have their own, those that `Prepared.config` reports. None: the defaults, or
+            the first request's.
+        key: for the draws of prompts, see `generate`; requests have their own.
+        tokenizer: for texts, conversations and stop strings.
+        batch_size: rows that are decoded at a time, by which draft "auto" is resolved; None: all.
+        calibrate: whether INT4 weights of the draft are rounded for these prompts, see `drafts.make_draft`.
+        progress: a bar on standard error while weights are quantized; None shows it on a terminal.
+
+    Raises:
+        InputError: for requests that cannot be decoded, that differ in a setting of `SHARED`, and for a draft that was made for another
+            model.
+    """
+    if isinstance(requests, str) or (isinstance(requests, Sequence) and len(requests) and isinstance(requests[0], numbers.Integral)):
+        requests = [requests]
+    found = list(requests) if isinstance(requests, Iterable) else requests
+    if isinstance(found, list) and found and all(isinstance(request, Request) for request in found):
+        if key is not None:
+            raise InputError("key is for prompts; each request has a key of its own")
+        found = _checked_requests(model, found, tokenizer)
+    else:
+        config = config or GenerationConfig()
+        found = _requests_of(model, found, config, key, tokenizer)
+    prompts, config = [request.tokens for request in found], config or found[0].config
+    lengths = list(map(len, prompts))
+    configs = [with_tokenizer(request.config, model, tokenizer) for request in found]
+    configs = resolve.resolve_auto_draft(model, configs, lengths, batch=min(batch_size or len(found), len(found)))
+    if config.draft == AUTO:
+        config = dataclasses.replace(config, **{name: getattr(configs[0], name) for name in ("draft", "num_speculative_tokens", "cache")})
+    draft = _made(model, configs, prompts if calibrate else None, progress)
+    draft = resolve.resolve_prompt_settings(model, draft, configs, prompts)
+    configs = resolve.fill_draft_costs(model, configs, lengths, draft)
+    for i, (length, each) in enumerate(zip(lengths, configs, strict=True)):
+        check_draft_room(draft, f"prompt {i}", length, each.max_new_tokens)
+    settled = (dataclasses.replace(request, config=each) for request, each in zip(found, configs, strict=True))
+    return Prepared(model, config, tuple(settled), draft, tokenizer)
+
+
+def _requests_of(model: Llama, prompts: Any, config: GenerationConfig, key: Key[Array, ""] | None, tokenizer: Any) -> list[Request]:
+    """Prompts as requests with the same settings."""
+    rows = checked_prompts(model, with_chats(prompts, tokenizer), config, tokenizer)
+    if key is None and config.temperature:
+        draws = f"temperature {config.temperature:g} draws tokens at random"
+        raise InputError(f"{draws}, so key should be given, such as jax.random.key(0)")
+    keys = prompt_keys(key_of(0) if key is None else key, len(rows))
+    return [Request(row, config, keys[i]) for i, row in enumerate(rows)]
+
+
+def _checked_requests(model: Llama, requests: Sequence[Request], tokenizer: Any) -> list[Request]:
+    """Requests with token ids, once they and what they share are checked."""
+    for name in SHARED:
+        first, *others = (getattr(request.config, name) for request in requests)
+        # Drafts that are made hold arrays, which do not compare.
+        if any(other is not first and (isinstance(first, Draft) or other != first) for other in others):
+            raise InputError(f"all requests should have the same {name}")
+    checked = []
+    for i, request in enumerate(requests):
+        check_settings(model, request.config, tokenizer)
+        tokens = checked_prompt(model, request.tokens, request.config, tokenizer, name=f"prompt {i}")
+        checked.append(dataclasses.replace(request, tokens=tokens))
+    return checked
+
+
+def _made(
+    model: Llama, configs: Sequence[GenerationConfig], calibration: Sequence[Sequence[int]] | None, progress: bool | None
+) -> Draft | None:
+    """The draft that the configs share, made where it is not given; None where no config drafts."""
+    draft = configs[0].draft
+    if isinstance(draft, Draft):
+        check_made_for(draft, model)
+    if not any(config.num_speculative_tokens for config in configs):
+        return None
+    return draft if isinstance(draft, Draft) else make_draft(draft, model, calibration=calibration, progress=progress)
