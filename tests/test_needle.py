@@ -14,8 +14,8 @@ from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.drafts import make_draft
-from qspec_jax.errors import InputError
 from qspec_jax.drafts.quantspec import QuantSpecDraft
+from qspec_jax.errors import InputError
 from qspec_jax.evaluate import answers, needle
 from qspec_jax.evaluate.acceptance import teacher_forced
 

@@ -42,7 +42,7 @@ class GenerationConfig:
     """What to generate and how.
 
     draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for one
-    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.settled`); over cache "specache" that is the draft of
+    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.resolve`); over cache "specache" that is the draft of
     this name, or "none" where each pass chooses for itself. cache: the target's, "int8" (the
     hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi", "specache",
     "streaming-llm" and "h2o" with settings such as "kivi:bits=1" (see the files of these names in `qspec_jax.caches`); None is "full" with
@@ -50,7 +50,7 @@ class GenerationConfig:
     schedule or the length cap leaves no room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses
     in each round how many, at most num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost
     times what verifying a round does (`qspec bench decode` measures both); none at all where speculation loses. draft_cost None: by stored
-    costs, for each row by its length (see `qspec_jax.decoding.settled`). min_draft_confidence: a row drafts no further in a round once the
+    costs, for each row by its length (see `qspec_jax.decoding.resolve`). min_draft_confidence: a row drafts no further in a round once the
     draft's likeliest token has a lower probability.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
