@@ -253,9 +253,9 @@ def test_a_new_draft_is_under_60_lines_and_runs(monkeypatch, shallow):
     assert all(row.num_accepted_draft_tokens > 0 and row.flushes > 0 for row in names["out"].stats.rows)
     # Where it has nothing to propose, the other draft of `combine` does.
     model = random_model(jnp.float32, num_hidden_layers=1)
-    config = names["GenerationConfig"](max_new_tokens=24, group_size=8, ignore_eos=True)
     both = names["make_draft"]("combine:bigram+(quantspec:weight_bits=16)", model)
-    assert names["generate"](model, [[1, 2, 3]], config=config, draft=both).stats.num_spec_steps < 12
+    config = names["GenerationConfig"](draft=both, max_new_tokens=24, group_size=8, ignore_eos=True)
+    assert names["generate"](model, [[1, 2, 3]], config=config).stats.num_spec_steps < 12
 
 
 def test_the_settings_of_drafts_and_caches_are_those_of_the_registries():
