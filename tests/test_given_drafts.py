@@ -114,7 +114,7 @@ def test_a_sampler_of_ones_own():
     assert own.token_ids != generate(model_of(), PROMPTS, config=CONFIG).token_ids
 
 
-@pytest.mark.parametrize("how", ["rounds", "replace", "look"])
+@pytest.mark.parametrize("how", ["rounds", "replace", "poll"])
 def test_a_state_that_was_used_up_is_refused(how):
     model, config = model_of(), dataclasses.replace(CONFIG, draft="none", cache="int8")
     engine = Engine.for_configs(model, None, [config], prompt_tokens=20)
