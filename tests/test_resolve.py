@@ -351,8 +351,8 @@ def test_options_of_int4_weights_imply_quantspec(run, directory, caplog, option)
     ("command", "said"),
     [
         (["generate", "--prompt", "a", "--draft", "auto:budget=1"], "auto has no settings"),
-        (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto stands alone, for generate and batch"),
-        (["eval", "acceptance", "--draft", "auto"], "auto stands alone, for generate and batch"),
+        (["plan", "--max-new-tokens", 8, "--draft", "auto"], "auto is for generate and batch"),
+        (["eval", "acceptance", "--draft", "auto"], "auto is for generate and batch"),
     ],
 )
 def test_where_auto_is_refused(fails, directory, command, said):
