@@ -140,7 +140,7 @@ def test_methods_and_streaming_agree(run, directory):
     base = ["generate", "--model", directory, "--prompt", "class Reader:", *SETTINGS, "--dtype", "float32"]
     _, text, _ = run(*base)
     assert run(*base, "--stream")[1] == text
-    assert run(*base, "--method", "autoregressive", "--cache", "int8")[1] == text
+    assert run(*base, "--draft", "none", "--cache", "int8")[1] == text
     assert run(*base, "--draft", "quantspec")[1] == text
     assert run(*base, "--draft", "quantspec", "--gamma", "2")[1] == text
     assert run(*base, "--calibrate")[1] == text
@@ -233,7 +233,7 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--max-new-tokens", "x"], "x"),
         (["--group-size", "7"], "7"),
         (["--group-size", "0"], "0"),
-        (["--method", "magic"], "magic"),
+        (["--draft", "magic"], "magic"),
         (["--dtype", "int8"], "int8"),
         (["--cache", "int2"], "cache 'int2' should be one of full, int8, kivi"),
         (["--cache", ""], "cache '' should be one of full, "),
@@ -248,10 +248,10 @@ GENERATE = ["generate", "--prompt", "ab", *SETTINGS, "--model"]
         (["--prompt-file", "no/such/file"], "no/such/file"),
         (["--prompt", "word " * 200], "128 positions"),
         (["--max-new-tokens", "128"], "ask for at most 127"),
-        (["--calibrate", "--method", "autoregressive"], "--calibrate"),
-        (["--sensitive-layers", "1", "--method", "autoregressive"], "--sensitive-layers"),
+        (["--calibrate", "--draft", "none"], "--calibrate"),
+        (["--sensitive-layers", "1", "--draft", "none"], "--sensitive-layers"),
         (["--sensitive-layers", "3"], "the model's 1 layers"),
-        (["--adaptive", "--method", "autoregressive"], "--adaptive"),
+        (["--adaptive", "--draft", "none"], "--adaptive"),
         (["--draft-cost", "0.5"], "--adaptive"),
         (["--adaptive", "--draft-cost", "nan"], "draft_cost nan"),
         (["--top-logprobs", "2"], "--json"),
@@ -468,7 +468,7 @@ def test_standard_output_that_cannot_be_written(arguments, out, code, said, tmp_
 
 
 def test_a_stream_that_cannot_be_written(directory, tmp_path):
-    flags = ["--method", "autoregressive", "--max-new-tokens", 2, "--stream"]
+    flags = ["--draft", "none", "--max-new-tokens", 2, "--stream"]
     process = processes.command_line([*GENERATE, directory, *flags], Path("/dev/full"), tmp_path / "err")
     process.join(120)
     assert process.exitcode == 2

@@ -453,7 +453,7 @@ def test_any_value_is_read_or_refused(architecture):
         ("top_p", NAN),
         ("top_k", -1),
         ("max_new_tokens", 0),
-        ("method", "medusa"),
+        ("draft", "medusa"),
         ("cache", "int4"),
     ],
 )
@@ -527,16 +527,16 @@ def test_the_part_in_host_memory(text, words):
 
 
 @pytest.mark.parametrize(
-    ("method", "cache", "kind"),
+    ("draft", "cache", "kind"),
     [
         ("quantspec", None, "int8"),
         ("quantspec", "full", "full"),
-        ("autoregressive", None, "full"),
-        ("autoregressive", "int8", "int8"),
+        ("none", None, "full"),
+        ("none", "int8", "int8"),
     ],
 )
-def test_cache_of_a_method(method, cache, kind):
-    config = GenerationConfig(method=method, cache=cache, group_size=16, scheme="paper")
+def test_cache_of_a_draft(draft, cache, kind):
+    config = GenerationConfig(draft=draft, cache=cache, group_size=16, scheme="paper")
     assert config.cache_config == CacheConfig(kind, 16, "paper")
 
 

@@ -17,7 +17,7 @@ from qspec_jax import demo
 from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.cli import batch
 from qspec_jax.cli.batch import of_checkpoint
-from qspec_jax.decoding.jsonl import DEPENDS_ON, Journal
+from qspec_jax.decoding.journal import DEPENDS_ON, Journal, run_hashes
 from qspec_jax.errors import InputError
 
 RUN = dict.fromkeys(DEPENDS_ON, "a hash")
@@ -263,3 +263,25 @@ def test_only_a_run_with_results_leaves_a_journal(found, tmp_path):
     journal.close()
     assert path.exists() and list(other.done) == list(range(found))
     other.close()
+
+
+def test_a_run_of_the_version_before_does_not_go_on(fails, tmp_path):
+    """Its settings and its version were hashed in another way; the input was hashed as it is now."""
+    lines = "".join(json.dumps({"prompt": f"def f{i}(x):", "max_new_tokens": 4}) + "\n" for i in range(4))
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(lines)
+    old = {
+        "prompts": "f8a3eda14a95026b1ed8f9b07298228b6e803127ab12a2c97155d3c969ab36f0",
+        "settings": "3dfc3a5a383a25c336a0fcaa5b97eced5082db547061c6329204f839405dbd91",
+        "checkpoint": run_hashes(**{key: [b""] for key in DEPENDS_ON} | {"checkpoint": of_checkpoint(demo.MODEL)})["checkpoint"],
+        "version": "8309566e8f0789c888565f3c532ebfd989f4dbafcfdbf26d5fa042d318eedd83",
+    }
+    assert run_hashes(**{key: [b""] for key in DEPENDS_ON} | {"prompts": [lines.encode()]})["prompts"] == old["prompts"]
+    left = json.dumps({"run": old}) + "\n" + json.dumps({"line": 1, "text": "theirs"}) + "\n"
+    (tmp_path / "out.jsonl.partial").write_text(left)
+    settings = ["--draft", "none", "--cache", "full", "--max-new-tokens", 4, "--batch-size", 1]
+    fails(
+        ["batch", source, output, "--model", demo.MODEL, *settings],
+        "is of a run with another version of this program; --overwrite drops the 1 lines that are done there",
+    )
+    assert (tmp_path / "out.jsonl.partial").read_text() == left and not output.exists()

@@ -222,7 +222,7 @@ def test_methods_that_do_not_go_together(caplog):
     for drafts, caches, words in (
         (["sparse"], ["kivi", "full"], "draft sparse reads groups"),
         (["quantspec", "magic"], ["full"], "draft 'magic' should be one of"),
-        (["quantspec", "auto"], ["full"], "auto stands alone, for generate and batch"),
+        (["quantspec", "auto"], ["full"], "auto is for generate and batch"),
         (["quantspec"], ["int8:host=lower"], "cache 'int8:host=lower' gives the same tokens as on the device: leave host=lower out"),
         ([], ["specache:bits=1,host=store"], "leave host=store out"),
         (["quantspec"], ["int4"], "cache 'int4' should be one of full, int8, kivi, specache, streaming-llm, h2o"),

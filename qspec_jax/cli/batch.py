@@ -40,7 +40,8 @@ from qspec_jax.decoding import processes
 from qspec_jax.decoding.batch import BatchStats, run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
-from qspec_jax.decoding.jsonl import Columns, Journal, Line, as_line, as_wrong, error_of, kept, read_lines, run_hashes, written
+from qspec_jax.decoding.journal import REVISION, Journal, kept, run_hashes, written
+from qspec_jax.decoding.jsonl import Columns, Line, as_line, as_wrong, error_of, read_lines
 from qspec_jax.decoding.out_of_memory import explained_memory
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO, Prepared, prepare
 from qspec_jax.decoding.ray_data import cluster_gpus, connect, through_actors
@@ -58,7 +59,6 @@ log = logging.getLogger(__name__)
 
 MOST_ROWS = 1 << 20
 TOLD = 20  # wrong lines that are told, each by itself
-RESULTS = b"2"  # raised with every change after which a run may have other results, so that no run goes on with another program's
 
 
 class OnError(enum.StrEnum):
@@ -187,7 +187,7 @@ def batch(
         repr((dataclasses.replace(network.checkpoint_config, dtype=""), has_int4)).encode(),
         *(part for parts in checkpoints.values() for part in parts),
     ]
-    version = [process.version_of("qspec-jax").encode(), RESULTS]
+    version = [process.version_of("qspec-jax").encode(), REVISION]
     run = run_hashes(prompts=[content], settings=[repr(of_run).encode()], checkpoint=of_files, version=version)
     journal = processes.all_or_none(lambda: Journal(written_by_first(output), run, overwrite=overwrite))
     done = processes.from_first(lambda: sorted(journal.done))

@@ -24,14 +24,12 @@ from qspec_jax.cli.options import (
     GammaList,
     GroupSize,
     Json,
-    OldMethod,
     Output,
     Plot,
     Seed,
     SensitiveLayers,
     check_group_size,
     check_proposes,
-    chosen_draft,
     load,
     number_list,
     show,
@@ -414,7 +412,6 @@ def needle_command(
         ),
     ] = Style.python,
     draft: MethodDrafts = None,
-    method: OldMethod = None,
     cache: MethodCaches = None,
     batch_size: PromptsAtATime = 4,
     seed: Seed = 0,
@@ -423,8 +420,6 @@ def needle_command(
     as_json: Json = False,
 ):
     """How often a model finds a value in a synthetic text. It is counted by length and depth, for each draft and cache that is given."""
-    if method is not None:
-        draft = [chosen_draft(draft[0] if draft else None, method)]
     methods = answers.methods_of(draft or [], cache or [])
     caches = [CacheConfig.parse(method.cache) for method in methods]
     sizes, shares = number_list("--lengths", lengths, int), number_list("--depths", depths, float)

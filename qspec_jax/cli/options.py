@@ -25,7 +25,7 @@ from qspec_jax.checkpoints.generation_defaults import SAMPLING, stored_defaults
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.cli import process
 from qspec_jax.decoding import diagnosis, processes
-from qspec_jax.decoding.config import GAMMA, METHODS, GenerationConfig
+from qspec_jax.decoding.config import GAMMA, GenerationConfig
 from qspec_jax.decoding.data_parallel import Place
 from qspec_jax.drafts.draft import needs_of
 from qspec_jax.drafts.registry import AUTO, DRAFTS, NONE, DraftSettings
@@ -37,11 +37,6 @@ from qspec_jax.reports import TABLE_WIDTH
 log = logging.getLogger(__name__)
 
 ALL = "all"
-
-
-class Method(enum.StrEnum):
-    quantspec = "quantspec"
-    autoregressive = "autoregressive"
 
 
 CacheOption = Annotated[
@@ -145,7 +140,6 @@ DraftOption = Annotated[
         f"sparse:budget=0.03. {AUTO}, for what pays by stored costs, if not given.",
     ),
 ]
-OldMethod = Annotated[Method | None, typer.Option("--method", hidden=True, help="The name of --draft before version 0.2.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The seed of the random draws.")]
 ModelDirectory = Annotated[
     Path, typer.Option("--model", help="Checkpoint directory, in Hugging Face format or converted; or ORG/NAME on the Hub.")
@@ -191,7 +185,6 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (
 def _settings(
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens of each prompt.")] = GenerationConfig.max_new_tokens,
     draft: DraftOption = None,
-    method: OldMethod = None,
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
@@ -228,7 +221,7 @@ def _settings(
     cache: CacheOption = None,
     group_size: GroupSize = None,
 ) -> GenerationConfig:
-    draft = chosen_draft(draft, method)
+    draft = GenerationConfig.draft if draft is None else draft
     if draft == NONE and (adaptive or min_draft_confidence):
         option = "--adaptive" if adaptive else "--min-draft-confidence"
         raise InputError(f"{option} is for decoding with a draft; --draft none has none")
@@ -272,17 +265,6 @@ def check_group_size(group_size: int | None, caches: Sequence[CacheConfig]) -> N
         named = lambda cache: f"{cache.kind} with its own group={cache.group_size}" if cache.takes_group_size else cache.kind
         names = ", ".join(dict.fromkeys(map(named, caches)))
         log.warning("--group-size %d makes no difference to cache %s", group_size, names)
-
-
-def chosen_draft(draft: str | None, method: Method | None) -> str:
-    """The draft that --draft, or --method in its place, asks for; without both the default. Raises InputError for both together."""
-    if method is None:
-        return GenerationConfig.draft if draft is None else draft
-    if draft is not None:
-        raise InputError("--method is the old name of --draft; give one of them")
-    chosen = METHODS[method.value]
-    log.warning("--method %s is now called --draft %s", method.value, chosen)
-    return chosen
 
 
 def check_proposes(text: str, settings: DraftSettings | None) -> None:

@@ -15,11 +15,9 @@ from qspec_jax.errors import InputError
 log = logging.getLogger(__name__)
 
 AUTOREGRESSIVE = "autoregressive"  # what reports call decoding without a draft
-# What `draft` was called before version 0.2.
-METHODS = {"quantspec": "quantspec", AUTOREGRESSIVE: NONE}
 SPECACHE = "specache"  # the name of both the draft and the cache of SpeCache, which is lossy
-GAMMA = 4  # drafts of a round, unless somebody says or chooses otherwise
-# How each field is read. None is the default of any of them.
+GAMMA = 4  # the default of num_speculative_tokens
+# How each field is read; None is read as the default.
 READERS: dict[str, values.Reader] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "min_new_tokens", "top_logprobs"), values.whole),
     **dict.fromkeys(("num_speculative_tokens", "group_size"), values.optional(values.whole)),
@@ -41,27 +39,37 @@ READERS: dict[str, values.Reader] = {
 class GenerationConfig:
     """What to generate and how.
 
-    draft: what proposes tokens for the target to verify, NAME or NAME:SETTING=VALUE,... (see `qspec_jax.drafts.registry`), "none" for one
-    token at a time, or "auto" for what pays by stored costs (see `qspec_jax.decoding.resolve`); over cache "specache" that is the draft of
-    this name, or "none" where each pass chooses for itself. cache: the target's, "int8" (the
-    hierarchical cache, both planes), "full" (then draft and target differ in their weights alone) or, lossy, "kivi", "specache",
-    "streaming-llm" and "h2o" with settings such as "kivi:bits=1" (see the files of these names in `qspec_jax.caches`); None is "full" with
-    draft "none", and "int8" otherwise, whatever "auto" comes to. num_speculative_tokens is the paper's gamma; fewer are drafted where the
-    schedule or the length cap leaves no room for more. None becomes 4, but with draft "auto" it is chosen too. adaptive: each row chooses
-    in each round how many, at most num_speculative_tokens, from how many of its drafts were accepted, where drafting one costs draft_cost
-    times what verifying a round does (`qspec bench decode` measures both); none at all where speculation loses. draft_cost None: by stored
-    costs, for each row by its length (see `qspec_jax.decoding.resolve`). min_draft_confidence: a row drafts no further in a round once the
-    draft's likeliest token has a lower probability.
+    A field may be given as Hugging Face takes it: a single id or text for several, lists, numbers of numpy, and None for the default
+    (`qspec_jax.decoding.config_values`).
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing. For the processors (repetition_penalty, min_new_tokens, logit_bias
-    by token id, banned_token_ids) see `qspec_jax.decoding.processors`. eos_token_ids None takes the checkpoint's. stop: strings that end a
-    row; the first one and what follows are cut off its text. stop_token_ids: sequences of new tokens that end it, and stay.
-
-    A field may also be given as Hugging Face takes it: a single id or text in place of several, lists, numbers of numpy, and None for the
-    default (`qspec_jax.decoding.config_values`).
-
-    output_logprobs: with the new tokens come the target's log-probabilities of them, before processors, temperature and filters; and
-    those of the top_logprobs likeliest tokens in each place.
+    Attributes:
+        max_new_tokens: the maximum number of tokens generated for a prompt.
+        draft: proposes tokens that the target verifies. The text NAME or NAME:SETTING=VALUE,... of one (`qspec_jax.drafts.registry`), its
+            settings, or a draft that `make_draft` returned; "none" decodes one token at a time; "auto" resolves to the draft that pays by
+            stored costs (`qspec_jax.decoding.resolve`).
+        cache: the target's KV cache, NAME or NAME:SETTING=VALUE,...: "int8" (hierarchical, both 4-bit planes), "full" (full precision), or,
+            lossy, "kivi", "specache", "streaming-llm" and "h2o" (`qspec_jax.caches.registry`). None: "full" with draft "none", else "int8".
+        num_speculative_tokens: the paper's gamma, the maximum number of draft tokens per round. None: 4, or chosen with draft "auto".
+        adaptive: each row drafts as many tokens as pay by its past acceptance, at most num_speculative_tokens.
+        draft_cost: for adaptive, the time of a draft step divided by that of a verification (`qspec bench decode` measures both). None: the
+            stored cost for the row's length (`qspec_jax.decoding.resolve`).
+        min_draft_confidence: a row stops drafting in a round when the draft's top-token probability is below this; 0 disables it.
+        temperature: of sampling; 0 is greedy.
+        top_k: sample from this number of most likely tokens; 0 disables it.
+        top_p: sample from the most likely tokens with this total probability; 1 disables it.
+        min_p: sample from tokens with at least this share of the top token's probability; 0 disables it.
+        repetition_penalty: divides or multiplies the logits of tokens seen before (`qspec_jax.decoding.processors`); 1 disables it.
+        min_new_tokens: the number of new tokens before which no EOS is generated.
+        logit_bias: numbers added to logits, by token id.
+        banned_token_ids: token ids that are never generated.
+        eos_token_ids: token ids that end a row. None: the checkpoint's.
+        ignore_eos: whether rows go on after an EOS.
+        stop: strings that end a row; the first one and the text after it are cut off.
+        stop_token_ids: sequences of new tokens that end a row, and are kept.
+        output_logprobs: whether the target's log-probabilities of the new tokens are returned, before processors, temperature and filters.
+        top_logprobs: the number of most likely tokens whose log-probabilities are returned for each position.
+        group_size: tokens of a KV group, for caches that have groups. None: the cache's default.
+        scheme: the quantizer of the int8 cache, "int8_first" or "paper".
     """
 
     max_new_tokens: int = 256
@@ -87,9 +95,8 @@ class GenerationConfig:
     top_logprobs: int = 0
     group_size: int | None = None
     scheme: str = CacheConfig.scheme
-    method: dataclasses.InitVar[str | None] = None
 
-    def __post_init__(self, method: str | None):
+    def __post_init__(self):
         def check(ok: bool, what: str):
             if not ok:
                 raise InputError(what)
@@ -99,9 +106,6 @@ class GenerationConfig:
             if value is None:
                 value = field.default_factory() if field.default is dataclasses.MISSING else field.default
             object.__setattr__(self, field.name, READERS[field.name](field.name, value))
-        if method is not None:  # the name of `draft` before version 0.2
-            check(method in METHODS, f"method {method!r} should be {' or '.join(METHODS)}")
-            object.__setattr__(self, "draft", METHODS[method])
         if self.draft == AUTO and self.cache_config.kind == SPECACHE:  # which is compatible with its guess alone, or with none
             object.__setattr__(self, "draft", SPECACHE if self.cache_config.settings.guesses else NONE)
         if self.draft != AUTO:

@@ -23,7 +23,8 @@ from qspec_jax.checkpoints.loading import load_model
 from qspec_jax.checkpoints.tokenizers import load_tokenizer
 from qspec_jax.decoding.batch import Result, run_batch
 from qspec_jax.decoding.config import GenerationConfig
-from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole, kept
+from qspec_jax.decoding.journal import kept
+from qspec_jax.decoding.jsonl import KEYS, OPENAI_KEYS, Columns, Line, LineReader, as_line, as_wrong, error_of, is_whole
 from qspec_jax.decoding.prepare import ROWS_OF_AUTO
 from qspec_jax.decoding.resolve import resolve_auto_draft
 from qspec_jax.drafts.registry import make_draft
