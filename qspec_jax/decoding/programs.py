@@ -1,6 +1,7 @@
 """The compiled programs of decoding after prefill: rounds, and the rows of a batch."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from qspec_jax.decoding.state import LENGTH, DecodeState, Logprobs, replace_rows
 
 
 def _repeated(rows: DecodeState, batch: int, pages: int | None) -> DecodeState:
-    """A batch of rows like the first of these, which have all ended; where pages are given, without its cached tokens, in a pool of so
-    many."""
+    """A batch of copies of the first of these rows, all ended. pages: the size of the pool that they share, without cached tokens."""
     row = jax.tree.map(lambda x: x[:1], rows)
     cache = _rows_like(row.cache, batch) if pages is None else row.cache.pooled(batch, pages)
     rows = _rows_like(dataclasses.replace(row, cache=None), batch)
@@ -23,7 +23,7 @@ def _repeated(rows: DecodeState, batch: int, pages: int | None) -> DecodeState:
 
 
 def _forked(row: DecodeState, keys: Key[Array, "B"]) -> DecodeState:
-    """A batch of rows that go on from this one, each with a key of its own."""
+    """A batch of rows that continue this one, each with its own key."""
     return dataclasses.replace(_rows_like(row, keys.shape[0]), keys=keys)
 
 
@@ -32,8 +32,8 @@ def _rows_like(row: Any, batch: int) -> Any:
 
 
 def _window(tokens: Array, logprobs: Logprobs | None, starts: Int[Array, "B"], width: int) -> tuple[Array, Logprobs | None]:
-    """The columns from starts[b] on."""
-    take = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, width, 0))
+    """`width` columns of each row, from starts[b]."""
+    take = jax.vmap(functools.partial(lax.dynamic_slice_in_dim, slice_size=width, axis=0))
     return jax.tree.map(lambda x: take(x, starts), (tokens, logprobs))
 
 

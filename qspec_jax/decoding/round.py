@@ -4,6 +4,7 @@ Autoregressive decoding is the same loop with no drafts. Every row keeps its own
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from qspec_jax.decoding.state import RUNNING, DecodeState, Limits, Logprobs, sta
 from qspec_jax.drafts.draft import Draft, Prompt, Proposal, RoundResult
 from qspec_jax.models.viewed import Step
 
-# Folded into the keys of an inner level. Larger than any position, so that an inner draw never shares a key with an outer one.
+# Folded into the keys of an inner level. Larger than any position, so that inner and outer draws never share a key.
 LEVEL = 0x7FFFFFFF
 
 
@@ -33,7 +34,7 @@ def decode(
     max_rounds: Int[Array, ""],
     min_running: Int[Array, ""] | int = 1,
 ) -> DecodeState:
-    """Rounds until fewer than `min_running` rows run (1: until every row has ended), or `max_rounds` of them."""
+    """The state after `max_rounds` rounds, or when fewer than `min_running` rows run (1: when all have ended)."""
 
     def unfinished(carry):
         done, state = carry
@@ -59,10 +60,14 @@ def decode_round(target: Step, draft: Draft | None, sampler: Sampler, state: Dec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CurrentRound:
-    """What is known of a round before its drafts: see `qspec_jax.drafts.draft.Round`.
+    """A round before its drafts; see `qspec_jax.drafts.draft.Round`.
 
-    lengths: of the target's cache before the round. keys: of each row, for its random draws. emitted: new tokens of each row so far, the
-    pending one among them. seen: the ids in prompt and new tokens, where a processor asks for them.
+    Attributes:
+        lengths: lengths of the target's cache before the round.
+        keys: the key of each row's random draws.
+        emitted: the number of new tokens of each row so far, the pending one included.
+        seen: the ids in prompt and new tokens, if a processor needs them.
+        sampler, limits: of the rows.
     """
 
     lengths: Lengths
@@ -80,10 +85,10 @@ class CurrentRound:
     def choose(self, i, logits, drafts, eligible):
         since = None
         if self.seen is not None:
-            since = seen_since(self.seen, drafts) - i  # the drafts of columns before i are seen in this one
+            since = seen_since(self.seen, drafts) - i  # drafts in columns before i are seen in column i
         logits = self.limits.processed(logits[:, None], self.emitted + i, since)[:, 0]
         if self.limits.min_confidence is not None:
-            # By the distribution, not by the token drawn from it: to drop some of its tokens would change what is emitted.
+            # By the distribution, not by the token drawn from it: dropping some of its tokens would change the output's distribution.
             sure = jax.nn.softmax(logits, -1).max(-1) >= self.limits.min_confidence
             eligible = jnp.where(sure, eligible, jnp.minimum(eligible, i + 1))
         return *self.sampler.choose(logits, self.keys, self.position + i + 1, DRAFT), eligible
@@ -110,7 +115,7 @@ class CurrentRound:
         )
 
     def processed(self, logits: Float[Array, "B T V"], drafts: Int[Array, "B T-1"]) -> Float[Array, "B T V"]:
-        """The logits of the pending token and of drafts behind it, as tokens are chosen from them."""
+        """The logits that tokens are chosen from, after the pending token and each draft."""
         return self.limits.processed(logits, self.emitted, None if self.seen is None else seen_since(self.seen, drafts))
 
     def distributions(self, logits, drafts):
@@ -123,7 +128,7 @@ class CurrentRound:
 
 
 def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running: Bool[Array, "B"] | None = None) -> CurrentRound:
-    """The round that begins at a state. running: which rows take part; by default those that have not ended."""
+    """The round that begins at a state. running: the rows that take part; by default those that have not ended."""
     running = state.status == RUNNING if running is None else running
     most = jnp.minimum(limits.num_speculative_tokens, state.gamma)
     if state.adaptive is not None:
@@ -138,24 +143,31 @@ def current_round(sampler: Sampler, state: DecodeState, limits: Limits, running:
 
 
 def begin(draft: Draft | None, prompt: Prompt) -> Any:
-    """The draft's state after prefill; nothing without a draft."""
+    """The draft's state after prefill; empty without a draft."""
     return () if draft is None else draft.begin(prompt)
 
 
 def propose(draft: Draft | None, draft_state: Any, cache: Cache, round: CurrentRound) -> tuple[Proposal, Any, Cache]:
-    """What a draft proposes; without drafts, a proposal of no tokens."""
+    """The draft's proposal; without drafts, a proposal of no tokens."""
     if round.gamma == 0:
         B = round.pending.shape[0]
         return Proposal(jnp.zeros((B, 0), jnp.int32), jnp.zeros((B, 0, 0)), round.eligible), draft_state, cache
     proposal, draft_state, cache = draft.propose(draft_state, cache, round)
-    # With more the target would read other codes than one-by-one decoding does.
+    # With more drafts the target would read other codes than one-by-one decoding does.
     return dataclasses.replace(proposal, eligible=jnp.minimum(proposal.eligible, round.eligible)), draft_state, cache
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the target makes of a proposal: its logits before processors, how many drafts it accepts, and its own token after them."""
+    """The target's verdict on a proposal.
+
+    Attributes:
+        logits: the target's, before processors.
+        accepted: the number of accepted drafts.
+        own_token: the target's own token after them.
+        masses: for each layer the attention mass of each group, if the draft observes it.
+    """
 
     logits: Float[Array, "B T V"]
     accepted: Int[Array, "B"]
@@ -164,13 +176,13 @@ class Verdict:
 
 
 def verify(target: Step, proposal: Proposal, cache: Cache, round: CurrentRound, *, observe: bool = False) -> tuple[Verdict, Cache]:
-    """Feeds the pending token and the drafts to the target, whose cache comes back as much longer."""
+    """Feeds the pending token and the drafts to the target. Returns its verdict, and its cache with them."""
     logits, cache, masses = feed(target, jnp.concatenate([round.pending[:, None], proposal.tokens], 1), cache, round, observe=observe)
     return Verdict(logits, *round.verify(logits, proposal), masses), cache
 
 
 def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRound, *, observe: bool) -> tuple[Array, Cache, tuple]:
-    """The target's logits of these tokens, from the pending token's position on, its longer cache, and what it observed."""
+    """The target's logits after these tokens, the first of which is the pending one; its cache with them; the masses that it observed."""
     positions = round.position[:, None] + jnp.arange(tokens.shape[1])
     if observe:
         return target(tokens, positions, cache, observe=True)
@@ -178,7 +190,7 @@ def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRo
 
 
 def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposal: Proposal, verdict: Verdict) -> DecodeState:
-    """Emits the accepted drafts and the target's own token, up to what ends a row, and keeps as much of the cache."""
+    """Emits the accepted drafts and the target's own token, up to the end of a row, and rolls the cache back to the emitted tokens."""
     accepted = verdict.accepted
     running = state.status == RUNNING
     column = jnp.arange(state.gamma + 1)
@@ -196,7 +208,7 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
         likeliest = verdict.logits.argmax(-1) if draft.guesses else None
         result = RoundResult(block, count, put_to_target, taken, flushed, masses, likeliest)
         draft_state = draft.commit(state.draft, result, cache)
-    # Drafts behind an accepted EOS count neither as drafted nor as accepted.
+    # Drafts after an accepted EOS count neither as drafted nor as accepted.
     drafted, taken = jnp.where(count <= accepted, count, proposal.eligible), jnp.minimum(accepted, count)
     counts = state.counts.with_round(running, drafted, taken, flushed)
     seen, logprobs, adaptive = state.seen, state.logprobs, state.adaptive
@@ -204,7 +216,7 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
         seen = mark_seen(seen, block, count)
     if logprobs is not None:
         new = Logprobs.of(verdict.logits, block, logprobs.top.shape[-1])
-        logprobs = jax.tree.map(lambda all, new: _written(all, new, state.emitted, running), logprobs, new)
+        logprobs = jax.tree.map(lambda old, new: _written(old, new, state.emitted, running), logprobs, new)
     if adaptive is not None:
         adaptive = adaptive.updated(proposal.eligible, accepted, running)
     return DecodeState(
@@ -225,18 +237,18 @@ def commit(draft: Draft | None, state: DecodeState, round: CurrentRound, proposa
 def seen_by_accepted(masses: tuple[Float[Array, "B K T C"], ...], kept: Int[Array, "B"]) -> tuple[Float[Array, "B K T C"], ...]:
     """The masses with 0 for the queries of rejected drafts.
 
-    The noise of a position is drawn again after a rejection; that is exact only while rejected drafts influence nothing.
+    The noise of a position is used again after a rejection; that is exact only if rejected drafts influence nothing.
     """
     return tuple(jnp.where((jnp.arange(mass.shape[2]) < kept[:, None])[:, None, :, None], mass, 0) for mass in masses)
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B T"], count: Int[Array, "B"]) -> Bool[Array, "B V"]:
-    """The ids that were seen, with the first count[b] of these tokens."""
+    """The seen ids with those of the first count[b] of these tokens."""
     ids = jnp.where(jnp.arange(tokens.shape[1]) < count[:, None], tokens, seen.shape[1])
     return jax.vmap(lambda row, ids: row.at[ids].set(True, mode="drop"))(seen, ids)
 
 
-def _written(all: Array, new: Array, at: Int[Array, "B"], running: Bool[Array, "B"]) -> Array:
-    """New columns from at[b] on, in the rows that run."""
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
-    return where_rows(running, write(all, new, at), all)
+def _written(old: Array, new: Array, at: Int[Array, "B"], running: Bool[Array, "B"]) -> Array:
+    """`old` with new columns from at[b] on, in the rows that run."""
+    write = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))
+    return where_rows(running, write(old, new, at), old)

@@ -1,8 +1,9 @@
-"""Whole prompts: padding, and attention in full precision by chunks."""
+"""Whole prompts: padding, and computation by chunks, such as attention in full precision."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,12 @@ from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION
 
-# Tokens of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
+# Tokens in a chunk of a layer's matmuls: with fewer, a large GPU has too few tiles of outputs for all of its multiprocessors.
 CHUNK_TOKENS = 2048
-CHUNK_QUERIES = 512  # of attention without cuDNN, whose logits are in float32
-CUDNN_HEAD_DIM = 128  # the largest that it takes on every device
-FLASH_BYTES = 1 << 27  # of queries, about, that it takes at a time: more than enough to fill a GPU
-# About so many bytes of a prompt's keys, those of some heads, are quantized at a time: until it is a code each number takes several times
-# its own room.
+CHUNK_QUERIES = 512  # queries in a chunk of attention without cuDNN, whose logits are in float32
+CUDNN_HEAD_DIM = 128  # the largest that cuDNN's attention takes on every device
+FLASH_BYTES = 1 << 27  # approximate bytes of queries that cuDNN's attention is given at a time: more than enough to fill a GPU
+# Approximate bytes of a prompt's keys, those of some heads, that are quantized at a time: the intermediate results take several times that.
 QUANTIZED_BYTES = 1 << 27
 
 
@@ -33,7 +33,7 @@ def bucket(tokens: int) -> int:
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
-    """Token ids as `prefill` wants them, padded to the longest row's bucket, and the length of each row."""
+    """Token ids for `prefill`, padded to the longest row's bucket, and the length of each row."""
     tokens = np.zeros((len(rows), bucket(max(map(len, rows)))), np.int32)
     for row, ids in zip(tokens, rows):
         row[: len(ids)] = ids
@@ -43,7 +43,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Int[Array, "B S"], Int[Array,
 def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> Float[Array, "B S N H"]:
     """Causal attention within each row, in full precision. S: a `bucket`.
 
-    cuDNN's flash attention where it supports the device and the shapes, some heads at a time; otherwise a chunk of queries at a time.
+    cuDNN's flash attention if it supports the device and the shapes, some heads at a time; otherwise a chunk of queries at a time.
     """
     if compute_capability() >= 8 and q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0:
         flash = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
@@ -58,46 +58,53 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
     return replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
 
 
-def equal_parts(tokens: int, most: int) -> int:
-    """The fewest equal parts, none of more than so many tokens: each part of a matmul reads all of its weights."""
-    return next(parts for parts in range(-(-tokens // most), tokens + 1) if tokens % parts == 0)
+def equal_parts(tokens: int, max_tokens: int) -> int:
+    """The smallest number of equal parts of at most `max_tokens` each: each part of a matmul reads all of its weights."""
+    return next(parts for parts in range(-(-tokens // max_tokens), tokens + 1) if tokens % parts == 0)
 
 
 def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int = 1) -> Array:
-    """function(x, *args) of x's shape and in its place, all cut into so many equal parts along an axis, one after the other."""
+    """Overwrites x with function(x, *args), of the same shape, in equal parts of all arguments along an axis, one after the other."""
 
-    def step(i, x):
-        take = lambda a: lax.dynamic_slice_in_dim(a, i * (a.shape[axis] // parts), a.shape[axis] // parts, axis)
-        return lax.dynamic_update_slice_in_dim(x, function(take(x), *map(take, args)), i * (x.shape[axis] // parts), axis)
+    def step(i: Array, x: Array) -> Array:
+        def part(a: Array) -> Array:
+            return lax.dynamic_slice_in_dim(a, i * (a.shape[axis] // parts), a.shape[axis] // parts, axis)
+
+        return lax.dynamic_update_slice_in_dim(x, function(part(x), *map(part, args)), i * (x.shape[axis] // parts), axis)
 
     return lax.fori_loop(0, parts, step, x)
 
 
-def by_chunks(function: Callable, *args: Array, most: int | None = None, axis: int = 1):
-    """function(*args), arrays [B, S, ...] in and out, computed on a chunk of axis 1, of `most` (None: CHUNK_TOKENS), at a time. axis:
-    along which the arguments are cut; their results are put together along axis 1."""
+def by_chunks(function: Callable, *args: Array, max_tokens: int = CHUNK_TOKENS, axis: int = 1) -> Any:
+    """function(*args), arrays [B, S, ...] in and out, computed in equal chunks of at most `max_tokens` of S.
+
+    axis: the axis of the arguments along which they are cut; the results are joined along axis 1.
+    """
     S = args[0].shape[axis]
-    parts = equal_parts(S, most or CHUNK_TOKENS)
+    parts = equal_parts(S, max_tokens)
     if parts == 1:
         return function(*args)
     chunk = S // parts
-    # Behind the barrier, for XLA makes what depends on nothing at once: room for the results of all layers.
+    # Zeros that depend on the barrier: otherwise XLA would make the arrays for the results of all layers at once.
     args, zero = lax.optimization_barrier((args, jnp.int32(0)))
-    take = lambda i: [lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis) for x in args]
-    room = lambda x: jnp.full((x.shape[0], S, *x.shape[2:]), zero, x.dtype)
 
-    def step(i, results):
-        put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=1)
-        return jax.tree.map(put, results, function(*take(i)))
+    def of_chunk(i: Array | int) -> Any:
+        return function(*(lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=axis) for x in args))
 
-    return lax.fori_loop(0, parts, step, jax.tree.map(room, jax.eval_shape(lambda: function(*take(0)))))
+    def step(i: Array, results: Any) -> Any:
+        return jax.tree.map(lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, i * chunk, axis=1), results, of_chunk(i))
+
+    shapes = jax.eval_shape(lambda: of_chunk(0))
+    return lax.fori_loop(0, parts, step, jax.tree.map(lambda x: jnp.full((x.shape[0], S, *x.shape[2:]), zero, x.dtype), shapes))
 
 
-def by_heads(function: Callable, *args: Array):
-    """function(*args), arrays [B, K, S, ...] in and [B, K, ...] out, computed on some KV heads of whole prompts at a time."""
+def by_heads(function: Callable, *args: Array) -> Any:
+    """function(*args), arrays [B, K, S, ...] in and [B, K, ...] out, computed for some KV heads of whole prompts at a time."""
     heads, size = args[0].shape[1], args[0].nbytes
-    turned = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
-    # Parts are cut out token by token, as prefill lays prompts out, and turned round then: XLA would turn them whole, and hold both.
-    as_it_is = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    of_part = lambda *part: function(*(turned(as_it_is(x)) for x in part))
-    return by_chunks(of_part, *map(turned, args), most=max(1, QUANTIZED_BYTES * heads // size), axis=2)
+    swapped = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+
+    def of_part(*part: Array) -> Any:
+        # Sliced in the layout of prefill, token by token, and transposed afterwards: XLA would transpose whole arrays and hold both.
+        return function(*(swapped(with_layout_constraint(x, Layout(tuple(range(x.ndim))))) for x in part))
+
+    return by_chunks(of_part, *map(swapped, args), max_tokens=max(1, QUANTIZED_BYTES * heads // size), axis=2)

@@ -72,38 +72,44 @@ def _numbers_of_devices(config: LlamaConfig) -> str:
 
 
 def weight_sharding(path: str, shape: tuple[int, ...], mesh: Mesh | None) -> jax.sharding.Sharding:
-    """Where an array of the weight at a path of the model goes: to the default device, or over a mesh by `AXES`.
+    """The sharding of an array of the weight at a path of the model: the default device, or over a mesh by `AXES`.
 
-    shape: the array's, as a whole; its first two axes, if it has so many, are outputs and inputs, in any format of weights. A vocabulary
-    that the devices do not divide evenly is whole on all of them.
+    A vocabulary that the number of devices does not divide is whole on all of them.
+
+    shape: of the whole array; its first two axes, if it has two, are outputs and inputs, in any format of weights.
     """
     if mesh is None:
         return jnp.zeros(()).sharding
     names = next((axes for part, axes in AXES.items() if part in path.split(".")), (None, None))
     if path.endswith(".bias"):
         names = names[:1]
-    divides = lambda name, size: name is not None and (name != "vocab" or size % mesh.size == 0)
-    return NamedSharding(mesh, PartitionSpec(*(MODEL if divides(name, size) else None for name, size in zip(names, shape))))
+    divided = (name is not None and (name != "vocab" or size % mesh.size == 0) for name, size in zip(names, shape))
+    return NamedSharding(mesh, PartitionSpec(*(MODEL if axis else None for axis in divided)))
 
 
 def repeated(x: Any, heads: int, copies: int) -> Any:
-    """An array whose rows are those of so many heads, of numpy or JAX, with each head so many times, one after the other."""
+    """An array, of numpy or JAX, whose rows are those of `heads` heads, with each head `copies` times in succession."""
     of_heads = x.reshape(heads, -1, *x.shape[1:])
     return of_heads.repeat(copies, 0).reshape(-1, *x.shape[1:])
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that the model in a tree of arrays, or of shapes, is divided over; None where it is on one device."""
+    """The mesh that the model in a tree of arrays, or shapes, is divided over; None for a model on one device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     return next((each.mesh for each in shardings if isinstance(each, NamedSharding) and each.mesh.axis_names == (MODEL,)), None)
 
 
 def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callable, Any]:
-    """The function as it runs on all devices of a mesh at once, and the shapes of what it then returns, with their shardings.
+    """Makes a function run on all devices of a mesh at once.
 
-    function: of arrays in any trees; it is given what of them lies on a device. args: arrays or their shapes, of which those without a
-    sharding over this mesh are whole on all devices. What it returns is divided where it comes out smaller on a device than it would be
-    with all of the arguments; else it is whole, and the function has to see to it that all devices come to the same.
+    Args:
+        function: takes arrays in any trees; on each device it gets the parts that are there.
+        mesh: the devices.
+        args: the arrays or their shapes. Those without a sharding over this mesh are whole on all devices.
+
+    Returns:
+        The function of whole arrays, and the shapes of its results with their shardings. A result that is smaller on a device than with
+        the whole arguments is divided. Any other is whole, and the function has to return the same on all devices.
     """
     leaves, tree = jax.tree.flatten(args)
     specs = tuple(_spec(leaf, mesh) for leaf in leaves)
@@ -112,7 +118,10 @@ def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callabl
 
     def over(mesh: Mesh, specs: tuple, out_specs: Any, returned: Callable = lambda out: out) -> Callable:
         parts = [jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype) for spec, x in zip(specs, shapes)]
-        run = lambda *arrays: returned(function(*jax.tree.unflatten(tree, _with_empty(arrays, parts))))
+
+        def run(*arrays: Array) -> Any:
+            return returned(function(*jax.tree.unflatten(tree, _with_empty(arrays, parts))))
+
         # `jit` keeps constants inside. Otherwise JAX passes them to the `shard_map` as arguments, those without elements too.
         return jax.shard_map(jax.jit(run), mesh=mesh, in_specs=_without_empty(specs, shapes), out_specs=out_specs, check_vma=False)
 
@@ -130,19 +139,21 @@ def on_each_device(function: Callable, mesh: Mesh, args: tuple) -> tuple[Callabl
 
 
 def _without_empty(items: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple:
-    """Those of the items, one for each array of these shapes, whose array has elements: XLA for GPUs ends the process where an array
-    without any goes into a `shard_map` or comes out of it (jax 0.11)."""
+    """The items, one for each array of these shapes, whose array has elements.
+
+    XLA for GPUs ends the process if an array without any goes into a `shard_map` or comes out of it (jax 0.11).
+    """
     return tuple(item for item, x in zip(items, shapes, strict=True) if x.size)
 
 
 def _with_empty(arrays: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
-    """Arrays of all of these shapes. arrays: those of them that have elements."""
+    """Arrays of all of these shapes. arrays: those that have elements."""
     given = iter(arrays)
     return [next(given) if x.size else jnp.zeros(x.shape, x.dtype) for x in shapes]
 
 
 def divided_over(mesh: Mesh | None, function: Callable) -> Callable:
-    """The function of arrays, jitted for what lies on each device of a mesh; itself for None."""
+    """The function of arrays, jitted for the parts on each device of a mesh; for None, the function itself."""
     return function if mesh is None else functools.partial(_call, function, mesh)
 
 
@@ -159,7 +170,7 @@ def _jitted(function: Callable, mesh: Mesh, tree: Any, specs: tuple, shapes: tup
 
 
 def shardings_of(shapes: Any) -> Any:
-    """Where arrays of these shapes, a tree, are to lie."""
+    """The shardings of a tree of shapes."""
     return jax.tree.map(lambda shape: shape.sharding, shapes)
 
 
