@@ -16,12 +16,12 @@ from qspec_jax.decoding.batch import run_batch
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.decoding.generate import generate
 from qspec_jax.decoding.requests import Request
-from qspec_jax.decoding.skip_search import Cost, _Search, layers_to_skip, promises
+from qspec_jax.decoding.skip_search import RoundBytes, _Search, layers_to_skip, promises
 from qspec_jax.drafts import make_draft
 from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.step_bytes import step_bytes
 from qspec_jax.errors import InputError
-from qspec_jax.models.skipping import NOTHING, GatedModel, Skipped, SkippingModel
+from qspec_jax.models.skipping import NO_LAYERS, GatedModel, Skipped, SkippingModel
 
 LAYERS, G = 4, 8
 CONFIG = GenerationConfig(draft="quantspec", group_size=G, ignore_eos=True)
@@ -102,7 +102,7 @@ def test_in_a_draft_within_a_draft(middle):
 
 
 def test_all_other_drafts_skip_nothing(model):
-    assert make_draft("quantspec", model).skipped == make_draft("snapkv", model).skipped == NOTHING
+    assert make_draft("quantspec", model).skipped == make_draft("snapkv", model).skipped == NO_LAYERS
     both = make_draft("h2o:skip=(1,2m)", model), make_draft("sparse:skip=(1,2m),budget=0.3", model)
     assert {draft.skipped for draft in both} == {Skipped(frozenset({1}), frozenset({1, 2}))}
     assert dataclasses.replace(both[0]).in_loop().skipped == both[0].skipped
@@ -156,7 +156,7 @@ class Coins:
 def test_what_is_chosen_is_faster_by_more_than_its_error(monkeypatch):
     """A sublayer saves a hundredth of a round's bytes, and a miss costs more: skipping nothing is best, and mostly stays."""
     layers, gamma, T = 12, 4, 5
-    cost = Cost(np.full((layers, 2), 1.0), 26, 200, gamma)
+    cost = RoundBytes(np.full((layers, 2), 1.0), 26, 200, gamma)
     skipped = []
     for seed in range(10):
         draws = np.random.default_rng(seed).random((26, T))

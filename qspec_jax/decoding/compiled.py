@@ -288,7 +288,7 @@ def _drop_oldest() -> None:
             _, compiled, key = min(kept, key=lambda one: one[0])
             del compiled.programs[key]
         log.warning(
-            "the least recently used compiled program, of %s, is dropped and %d are kept; it is compiled again when it is needed",
+            "the least recently used compiled program, of %s, is dropped, %d are kept; it is compiled again when it is needed",
             compiled._function.__name__,
             len(kept) - 1,
         )

@@ -14,7 +14,7 @@ from qspec_jax.drafts.int4 import int4_model, with_own_layers
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import Skipped, Unchosen
+from qspec_jax.models.skipping import Deferred, Skipped
 from qspec_jax.settings_text import setting
 
 DRAFT_VIEWS: dict[str, View] = {"int4": UPPER_PLANE, "int8": BOTH_PLANES}
@@ -62,7 +62,7 @@ class QuantSpecSettings(SelfSpeculativeSettings):
         if not 0 <= own <= layers:
             raise InputError(f"sensitive_layers {own} should be from 0 to the model's {layers} layers")
         view, sensitive = DRAFT_VIEWS[self.cache], {*range(own), *range(layers - own, layers)}
-        if sensitive and not isinstance(skipped, Unchosen) and (both := sorted(sensitive & (skipped.attention | skipped.mlp))):
+        if sensitive and not isinstance(skipped, Deferred) and (both := sorted(sensitive & (skipped.attention | skipped.mlp))):
             raise InputError(f"draft skip leaves out layer {both[0]}, which sensitive_layers={own} keeps as the target's own")
         if sensitive:
             view = tuple(BOTH_PLANES if i in sensitive else DRAFT_VIEWS[self.cache] for i in range(layers))

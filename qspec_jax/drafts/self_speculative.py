@@ -9,7 +9,7 @@ from pallas_kernels.formats.views import View
 from qspec_jax.drafts.draft import StepwiseDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import NOTHING, Skipped, SkippingModel, Unchosen
+from qspec_jax.models.skipping import NO_LAYERS, Deferred, Skipped, SkippingModel
 from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.quantization.weights import quantize_head
 
@@ -24,15 +24,15 @@ class SelfSpeculativeDraft(StepwiseDraft):
 
     step: ViewedModel
     head_bits: int = dataclasses.field(default=16, kw_only=True, metadata={"static": True})
-    skipped: Skipped | Unchosen = dataclasses.field(default=NOTHING, kw_only=True, metadata={"static": True})
+    skipped: Skipped | Deferred = dataclasses.field(default=NO_LAYERS, kw_only=True, metadata={"static": True})
 
     def with_choice(self, choose):
-        if not isinstance(self.skipped, Unchosen):
+        if not isinstance(self.skipped, Deferred):
             return self
-        return dataclasses.replace(self, skipped=choose(dataclasses.replace(self, skipped=NOTHING)))
+        return dataclasses.replace(self, skipped=choose(dataclasses.replace(self, skipped=NO_LAYERS)))
 
     def chosen(self):
-        return () if isinstance(self.skipped, Unchosen) or not self.skipped else (str(self.skipped),)
+        return () if isinstance(self.skipped, Deferred) or not self.skipped else (str(self.skipped),)
 
     def through(self, view: View | tuple[View, ...]) -> ViewedModel:
         """The model of the steps, through this view, without what is skipped."""

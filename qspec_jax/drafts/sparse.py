@@ -24,7 +24,7 @@ from qspec_jax.drafts.draft import Reads
 from qspec_jax.drafts.self_speculative import SelfSpeculativeDraft, SelfSpeculativeSettings
 from qspec_jax.errors import InputError
 from qspec_jax.models.llama import Llama
-from qspec_jax.models.skipping import NOTHING, Skipped
+from qspec_jax.models.skipping import NO_LAYERS, Skipped
 from qspec_jax.settings_text import setting
 
 TINY_MASS = 1e-30  # less than any group gets that is attended to
@@ -74,7 +74,7 @@ class SparseDraft(SelfSpeculativeDraft):
 
     def in_prefill(self):
         # `begin` uses none of these settings.
-        return dataclasses.replace(self, budget=1, newest=0, least_groups=1, dense_layers=0, memory=0, heads="equal", skipped=NOTHING)
+        return dataclasses.replace(self, budget=1, newest=0, least_groups=1, dense_layers=0, memory=0, heads="equal", skipped=NO_LAYERS)
 
     def step_in_round(self, state, cache):
         dense = state[: self.dense_layers] if state[0].shape[2] else state

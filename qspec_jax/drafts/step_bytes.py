@@ -10,7 +10,7 @@ from qspec_jax.caches.registry import CacheConfig
 from qspec_jax.drafts.draft import Draft, ModelDraft, Reads
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.sharding import mesh_of
-from qspec_jax.models.skipping import NOTHING, Skipped
+from qspec_jax.models.skipping import NO_LAYERS, Skipped
 
 # bfloat16: queries, buffers, full caches, scales and zeros.
 ITEM_BYTES = 2
@@ -81,10 +81,10 @@ def bytes_of_tokens(reads: Reads, *, kv_heads: int, head_dim: int, group_size: i
 
 def skipped_by(draft: Draft) -> Skipped:
     """What the draft's steps leave out of its model."""
-    return getattr(draft, "skipped", NOTHING)
+    return getattr(draft, "skipped", NO_LAYERS)
 
 
-def weight_bytes(model: Llama, *, skipped: Skipped = NOTHING, most_item_bytes: int = 8, on_device: bool = False) -> int:
+def weight_bytes(model: Llama, *, skipped: Skipped = NO_LAYERS, most_item_bytes: int = 8, on_device: bool = False) -> int:
     """Bytes of the weights that a step reads: all but what is skipped, and but an embedding that is not also the head, of which it reads a
     row for each token. `planning.operations.step_weight_bytes` counts the same from a model's shape alone.
 

@@ -75,13 +75,17 @@ def replaced(function: Callable, x: Array, *args: Array, parts: int, axis: int =
     return lax.fori_loop(0, parts, step, x)
 
 
-def by_chunks(function: Callable, *args: Array, max_tokens: int = CHUNK_TOKENS, axis: int = 1) -> Any:
-    """function(*args), arrays [B, S, ...] in and out, computed in equal chunks of at most `max_tokens` of S.
+def by_chunks(function: Callable, *args: Array, max_tokens: int | None = None, axis: int = 1) -> Any:
+    """function(*args), arrays [B, S, ...] in and out, computed in equal chunks of S.
 
-    axis: the axis of the arguments along which they are cut; the results are joined along axis 1.
+    Args:
+        function: of parts of the arrays.
+        args: the arrays.
+        max_tokens: the maximum size of a chunk; None: `CHUNK_TOKENS`.
+        axis: the axis of the arguments along which they are cut; the results are joined along axis 1.
     """
     S = args[0].shape[axis]
-    parts = equal_parts(S, max_tokens)
+    parts = equal_parts(S, max_tokens or CHUNK_TOKENS)
     if parts == 1:
         return function(*args)
     chunk = S // parts

@@ -26,11 +26,11 @@ class Skipped:
     mlp: frozenset[int] = frozenset()
 
     @classmethod
-    def parse(cls, text: str) -> "Self | Unchosen":
+    def parse(cls, text: str) -> "Self | Deferred":
         """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none, or auto. Raises InputError
         for another text."""
         if text == "auto":
-            return UNCHOSEN
+            return DEFERRED
         inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
         items = [] if text == "none" else inside.split(",")
         found = [re.fullmatch(r"([0-9]{1,9})([am]?)", item.strip()) for item in items]
@@ -71,10 +71,10 @@ class Skipped:
         return set(filter(left_out, paths))
 
 
-NOTHING = Skipped()
+NO_LAYERS = Skipped()
 
 
-class Unchosen:
+class Deferred:
     """Stands for what prompts are still to decide on (`decoding.skip_search`). Whoever asks what it is gets an InputError."""
 
     def check(self, layers: int) -> None:
@@ -87,7 +87,7 @@ class Unchosen:
     attention = mlp = property(_refuse)
 
 
-UNCHOSEN = Unchosen()
+DEFERRED = Deferred()
 
 
 @jax.tree_util.register_pytree_node_class
