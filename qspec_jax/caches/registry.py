@@ -72,9 +72,11 @@ class CacheChoice(Protocol):
 
     Attributes:
         in_host_memory: whether a part of the cache may be in host memory. Then it is a `CacheConfig`.
+        streams: whether each pass copies a part of the cache from host memory.
     """
 
     in_host_memory: bool
+    streams: bool
 
     def check_division(self, model: Llama) -> None:
         """Raises InputError where the cache cannot be divided over devices as the model is."""

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from qspec_jax import host
-from qspec_jax.caches.host_memory import StreamedCache
 from qspec_jax.decoding.device_memory import bytes_of_round, free_bytes
 from qspec_jax.decoding.engine import Engine
 from qspec_jax.decoding.state import DecodeState
@@ -83,7 +82,7 @@ def that_fits(engine: Engine, row: DecodeState, of_prefill: Callable[[], int], g
     one = size(1, 2)  # a row with page 0 and another
     of_page = size(1, 3) - one
     of_round = bytes_of_round(engine.target.model.config, engine.gamma)
-    copied = 2 * max(layers) if isinstance(row.cache, StreamedCache) else 0
+    copied = 2 * max(layers) if engine.sizes.cache.streams else 0
     of_row = size(2, 2) - one + of_round + copied
     besides = of_prefill() + bytes_in_loop(engine.draft)
     found = divided(free - besides, of_row, of_page, groups, requests)

@@ -5,7 +5,7 @@ Autoregressive decoding is the same loop with no drafts. Every row keeps its own
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,9 @@ class CurrentRound:
     gamma: int = dataclasses.field(metadata={"static": True})
     varies: bool = dataclasses.field(metadata={"static": True})
 
-    def choose(self, i, logits, drafts, eligible):
+    def choose(
+        self, i: Array, logits: Float[Array, "B V"], drafts: Int[Array, "B gamma"], eligible: Int[Array, "B"]
+    ) -> tuple[Array, Array, Array]:
         since = None
         if self.seen is not None:
             since = seen_since(self.seen, drafts) - i  # drafts in columns before i are seen in column i
@@ -93,17 +95,17 @@ class CurrentRound:
             eligible = jnp.where(sure, eligible, jnp.minimum(eligible, i + 1))
         return *self.sampler.choose(logits, self.keys, self.position + i + 1, DRAFT), eligible
 
-    def certain(self, tokens, vocab_size):
+    def certain(self, tokens: Int[Array, "B gamma"], vocab_size: int) -> Float[Array, "B gamma W"]:
         return self.sampler.certain(tokens, vocab_size)
 
-    def below(self):
+    def below(self) -> Self:
         keys = jax.vmap(lambda key: jax.random.fold_in(key, LEVEL))(self.keys)
         return dataclasses.replace(self, keys=keys, sampler=self.sampler.below())
 
-    def limited(self, eligible, gamma):
+    def limited(self, eligible: Int[Array, "B"], gamma: int) -> Self:
         return dataclasses.replace(self, eligible=eligible, gamma=gamma, varies=True)
 
-    def advanced(self, tokens, count):
+    def advanced(self, tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> Self:
         last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
         return dataclasses.replace(
             self,
@@ -118,10 +120,10 @@ class CurrentRound:
         """The logits that tokens are chosen from, after the pending token and each draft."""
         return self.limits.processed(logits, self.emitted, None if self.seen is None else seen_since(self.seen, drafts))
 
-    def distributions(self, logits, drafts):
+    def distributions(self, logits: Float[Array, "B T V"], drafts: Int[Array, "B T-1"]) -> Float[Array, "B T W"]:
         return self.sampler.distributions(self.processed(logits, drafts))
 
-    def verify(self, logits, proposal):
+    def verify(self, logits: Float[Array, "B T V"], proposal: Proposal) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         positions = self.position[:, None] + jnp.arange(1, logits.shape[1] + 1)
         processed = self.processed(logits, proposal.tokens)
         return self.sampler.verify(processed, proposal.tokens, proposal.distributions, proposal.eligible, self.keys, positions)

@@ -5,7 +5,7 @@ rows.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def below(self) -> "Sampler":
+    def below(self) -> Self:
         """The strategy of a draft that itself proposes and verifies, one level deeper: the same, unless acceptance is simulated."""
         ...
 
@@ -87,21 +87,29 @@ class Sampler(Protocol):
 class Greedy:
     """The most likely token; of several, the one with the lowest id."""
 
-    def choose(self, logits, keys, positions, purpose):
+    def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
         return jnp.argmax(logits, -1).astype(jnp.int32), self.distributions(logits)
 
-    def distributions(self, logits):
+    def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
         return jnp.zeros((*logits.shape[:-1], 0), logits.dtype)
 
-    def certain(self, tokens, vocab_size):
+    def certain(self, tokens: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T W"]:
         return jnp.zeros((*tokens.shape, 0))
 
-    def verify(self, logits, drafts, proposals, eligible, keys, positions):
+    def verify(
+        self,
+        logits: Float[Array, "B T V"],
+        drafts: Int[Array, "B gamma"],
+        proposals: Float[Array, "B gamma W"],
+        eligible: Int[Array, "B"],
+        keys: Key[Array, "B"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
         accepted = _leading(drafts == tokens[:, :-1], eligible)
         return accepted, _pick(tokens, accepted)
 
-    def below(self):
+    def below(self) -> Self:
         return self
 
 
@@ -162,17 +170,25 @@ class Sampling:
             keep &= (jnp.cumsum(mass, -1) - mass < p) | (jnp.arange(ranked.shape[-1]) == 0) | (p == 1)
         return jnp.min(jnp.where(keep, ranked, jnp.inf), -1, keepdims=True)
 
-    def choose(self, logits, keys, positions, purpose):
+    def choose(self, logits: Float[Array, "B V"], keys: Key[Array, "B"], positions: Int[Array, "B"], purpose: int) -> tuple[Array, Array]:
         probabilities = self.probabilities(logits)
         return _draw(probabilities, draw_keys(keys, positions, purpose)), probabilities
 
-    def distributions(self, logits):
+    def distributions(self, logits: Float[Array, "B T V"]) -> Float[Array, "B T W"]:
         return self.probabilities(logits)
 
-    def certain(self, tokens, vocab_size):
+    def certain(self, tokens: Int[Array, "B T"], vocab_size: int) -> Float[Array, "B T W"]:
         return jax.nn.one_hot(tokens, vocab_size)
 
-    def verify(self, logits, drafts, proposals, eligible, keys, positions):
+    def verify(
+        self,
+        logits: Float[Array, "B T V"],
+        drafts: Int[Array, "B gamma"],
+        proposals: Float[Array, "B gamma W"],
+        eligible: Int[Array, "B"],
+        keys: Key[Array, "B"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
         p = self.probabilities(logits)
         if drafts.shape[1] == 0:
             accepted = jnp.zeros_like(eligible)
@@ -185,7 +201,7 @@ class Sampling:
         q = jnp.where((accepted < eligible)[:, None], q, 0)
         return accepted, _draw(residual(_pick(p, accepted), q), draw_keys(keys, _pick(positions, accepted), TARGET))
 
-    def below(self):
+    def below(self) -> Self:
         return self
 
 

@@ -148,6 +148,7 @@ class EmulatedConfig:
     quantizer: Quantizer
     group_size: int | None = None
     in_host_memory: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
 
     def check_division(self, model: Llama) -> None:
         """Every KV head is quantized by itself, so any division will do."""

@@ -58,10 +58,15 @@ class AttendingCache(Protocol):
 
 
 class Linear(nnx.Module):
-    """y = x @ weight.T + bias; weight [out, in] in any format of `pallas_kernels.matmul.linear`.
+    """y = x @ weight.T + bias.
 
-    summed_over: the axis of a mesh over whose devices the inputs are divided, see `linear`. None: there is one device, or the outputs are
-    divided.
+    Args:
+        make: supplies weights, see `Llama`.
+        path: the path of the layer in the model.
+        shape: outputs and inputs; the weight, [out, in], may have any format of `pallas_kernels.matmul.linear`.
+        bias: whether there is a bias.
+        summed_over: the axis of a mesh over whose devices the inputs are divided, see `linear`; None for one device, and for divided
+            outputs.
     """
 
     def __init__(self, make: MakeWeight, path: str, shape: tuple[int, int], *, bias: bool = False, summed_over: str | None = None):
@@ -87,7 +92,7 @@ class RMSNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer, in the two halves that surround attention. axis: see `Llama`."""
+    """One layer: the part before attention and the part after it. axis: see `Llama`."""
 
     def __init__(self, config: LlamaConfig, make: MakeWeight, path: str, axis: str | None = None):
         c, D, H = config, config.hidden_size, config.head_dim
@@ -106,12 +111,12 @@ class Block(nnx.Module):
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries that are here: on each device of a mesh some."""
+        """Query heads on this device."""
         return self.q_proj.weight.get_value().shape[0] // self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
-        """As `num_heads`, of keys and values."""
+        """KV heads on this device."""
         return self.k_proj.weight.get_value().shape[0] // self.head_dim
 
     def before_attention(
@@ -125,7 +130,7 @@ class Block(nnx.Module):
         return self._finish_qkv(linear(h, _weights(self.q_proj, self.k_proj, self.v_proj)))
 
     def _finish_qkv(self, y: Float[Array, "B T channels"]) -> Float[Array, "B T channels"]:
-        """Biases and the heads' norms, in models that have them."""
+        """Adds biases and applies the heads' norms, in models that have them."""
         biases = _biases(self.q_proj, self.k_proj, self.v_proj)
         y = y + jnp.concatenate(biases) if biases else y
         if self.q_norm is None:
@@ -142,9 +147,17 @@ class Block(nnx.Module):
     def until(
         self, following: Self | None, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], carry: Array | None = None
     ) -> tuple[Array, Array, Array | None]:
-        """From this layer's attention to the following layer's: x after this layer, and that layer's `qkv`.
+        """Everything between this layer's attention and the following layer's.
 
-        Without one: x before the MLP, and what the MLP adds. Last comes the carry for the following layer, which kernels alone look into.
+        Args:
+            following: the following layer; None after the last one.
+            x: hidden states before this layer.
+            attended: the result of attention.
+            carry: the carry that the previous layer returned.
+
+        Returns:
+            x after this layer, and the following layer's `qkv`; without one, x before the MLP, and what the MLP adds to it. Then the carry
+            for the following layer, which only kernels read.
         """
         own = {"o": self.o_proj, "gate": self.gate_proj, "up": self.up_proj, "down": self.down_proj}
         o, gate, up, down = _weights(*own.values())
@@ -159,7 +172,7 @@ class Block(nnx.Module):
         return x, following._finish_qkv(y) if following else y, carry
 
     def add_attention(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> tuple[Array, Array]:
-        """x with the output projection [B, T, D], and its norm, which the MLP reads."""
+        """x with attention's output projection [B, T, D], and its norm, the input of the MLP."""
         return self.post_attention_norm.add(x, self.o_proj(attended.reshape(*attended.shape[:2], -1)))
 
     def mlp_hidden(self, h: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
@@ -181,11 +194,19 @@ class Origin:
 
 
 class Llama(nnx.Module):
-    """The model. `make(path, shape)` supplies each weight: read from a checkpoint, drawn at random, or quantized from another model.
+    """The model.
 
-    axis: of the mesh over whose devices the weights are divided (see sharding.py). Such a model is called within `jax.shard_map` over that
-    mesh, where each device has its part of the weights; all of them come to the same logits. kv_copies: on how many of the devices each KV
-    head is. origin: the checkpoint directory of a model that was loaded.
+    A model whose weights are divided over the devices of a mesh (see sharding.py) is called within `jax.shard_map` over that mesh, where
+    each device has its part of the weights. All devices return the same logits.
+
+    Args:
+        config: the configuration.
+        make: make(path, shape) supplies each weight: read from a checkpoint, drawn at random, or quantized from another model.
+        axis: the axis of the mesh; None for one device.
+        kv_copies: the number of devices that have a copy of the same KV head.
+
+    Attributes:
+        origin: the checkpoint directory of a model that was loaded.
     """
 
     def __init__(self, config: LlamaConfig, make: MakeWeight, *, axis: str | None = None, kv_copies: int = 1):
@@ -227,39 +248,48 @@ class Llama(nnx.Module):
 
     @property
     def checkpoint_config(self) -> LlamaConfig:
-        """The configuration, however the model is divided."""
+        """The configuration of the whole model."""
         return self._config
 
     @property
     def config(self) -> LlamaConfig:
-        """The configuration, with as many heads as are here: of a model that is divided, those of one device within `jax.shard_map`, and
-        outside of it those of all devices together, where a KV head counts once for each device that has it."""
+        """The configuration with the number of heads that the weights have here.
+
+        For a divided model those are one device's within `jax.shard_map`; outside of it those of all devices, where a KV head counts once
+        for each device that has it.
+        """
         block = self.layers[0]
         return self._config if self.axis is None else self._config.with_heads(block.num_heads, block.num_kv_heads)
 
     def with_weights(self, weights: Mapping[str, Weight], **changes: Any) -> Self:
-        """The model with these weights by their paths, in any format, divided as this one. changes: of fields of its configuration."""
+        """The model with other weights, by their paths, in any format, divided as this one. changes: other fields of its configuration."""
         config = dataclasses.replace(self._config, **changes)
         return Llama(config, lambda path, shape: weights[path], axis=self.axis, kv_copies=self.kv_copies)
 
     def sum_of_copies(self, x: Float[Array, "B K *rest"]) -> Float[Array, "B K *rest"]:
-        """What came of the query heads of each KV head, once what other devices with the same KV head have of it is added."""
+        """Sums over the query heads of each KV head, with the sums of other devices that have the same KV head added."""
         if self.kv_copies == 1:
             return x
         return self.of_all_kv_heads(lambda heads: heads, x.reshape(1, *x.shape), added=True)[0]
 
     def of_all_kv_heads(self, function: Callable, x: Float[Array, "L B K *rest"], *, added: bool = False) -> Any:
-        """What function(x) returns, arrays [L, B, K, ...], once x has the KV heads of all devices; of it those that are here.
+        """Applies a function to the KV heads of all devices, and returns the results, arrays [L, B, K, ...], of those on this device.
 
-        Of the copies of a KV head the function is given one: the first, or the sum of what came of each one's query heads (added).
+        Args:
+            function: takes and returns arrays with all KV heads.
+            x: the KV heads on this device.
+            added: whether the function is given the sum over the copies of a KV head; otherwise it is given the first copy.
         """
         if self.axis is None:
             return function(x)
-        every, copies = lax.all_gather(x, self.axis, axis=2, tiled=True), self.kv_copies
-        by_copy = every.reshape(*x.shape[:2], -1, copies, *x.shape[3:])
+        gathered, copies = lax.all_gather(x, self.axis, axis=2, tiled=True), self.kv_copies
+        by_copy = gathered.reshape(*x.shape[:2], -1, copies, *x.shape[3:])
         first = lax.axis_index(self.axis) * x.shape[2]
-        here = lambda y: lax.dynamic_slice_in_dim(jnp.repeat(y, copies, 2), first, x.shape[2], 2)
-        return jax.tree.map(here, function(by_copy.sum(3) if added else by_copy[:, :, :, 0]))
+
+        def on_this_device(y: Array) -> Array:
+            return lax.dynamic_slice_in_dim(jnp.repeat(y, copies, 2), first, x.shape[2], 2)
+
+        return jax.tree.map(on_this_device, function(by_copy.sum(3) if added else by_copy[:, :, :, 0]))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -278,21 +308,21 @@ class Llama(nnx.Module):
         return rope.cos_sin(c.rope, c.head_dim, c.max_position_embeddings, positions, lengths)
 
     def angles_of(self, layer: int, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """`cos_sin` for a layer: angles of 0 in one without RoPE."""
+        """The cosines and sines of a layer: those of `cos_sin`, or of angles 0 without RoPE."""
         return rope.unrotated(cos, sin) if layer in self.config.nope_layers else (cos, sin)
 
     def logits(self, x: Float[Array, "B T D"], added: Float[Array, "B T D"] | None = None) -> Float[Array, "B T V"]:
-        """Logits of the last hidden states, x or x + added."""
+        """Logits of the last hidden states: x, or x + added."""
         head = (self.embedding if self.head is None else self.head).get_value()
         y = linear(self.norm.add(x, added)[1], [head], dtype=accumulation_dtype(x.dtype))
         return lax.all_gather(y, self.axis, axis=y.ndim - 1, tiled=True) if self._is_part(head) else y
 
     def _is_part(self, table: Weight) -> bool:
-        """Whether the rest of the vocabulary is on other devices."""
+        """Whether other devices have the rest of the vocabulary."""
         return self.axis is not None and table.shape[0] < self._config.vocab_size
 
     def weights(self) -> dict[str, Weight]:
-        """Every weight by the path that `make` was asked for."""
+        """Every weight by its path, as `make` was given it."""
         leaves = jax.tree_util.tree_leaves_with_path(self, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         return {".".join(_name(key) for key in path): leaf.get_value() for path, leaf in leaves}
 
@@ -311,5 +341,5 @@ def _weights(*linears: Linear) -> list[formats.Weight]:
 
 
 def _biases(*linears: Linear) -> list[Array]:
-    """The biases of linear layers with the same input, which have all one, or none."""
+    """The biases of linear layers with the same input: all of them have one, or none has."""
     return [layer.bias.get_value() for layer in linears if layer.bias is not None]

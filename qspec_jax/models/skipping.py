@@ -1,6 +1,6 @@
-"""A model that leaves out layers' attention or MLP: a cheaper one, with the same weights, that drafts for the whole one.
+"""A model that skips the attention or the MLP of some layers: a cheaper model, with the same weights, that drafts for the whole one.
 
-What a pass leaves out it also does not append to the cache of that layer, so nobody else may read what such passes appended.
+A pass does not append to the cache of a layer whose attention it skips, so other models must not read the tokens that it appended.
 
 Source: SWIFT (arXiv 2410.06916), section 4: skipped attention and MLP sublayers of the target make a draft.
 """
@@ -20,15 +20,22 @@ from qspec_jax.models.viewed import ViewedModel
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """The numbers, from 0, of the layers whose attention is left out, and of those whose MLP is."""
+    """Sublayers that are skipped.
+
+    Attributes:
+        attention: the numbers, from 0, of the layers whose attention is skipped.
+        mlp: the numbers of the layers whose MLP is skipped.
+    """
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
 
     @classmethod
     def parse(cls, text: str) -> "Self | Deferred":
-        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none, or auto. Raises InputError
-        for another text."""
+        """Reads layers such as (3,5a,6m): all of layer 3, the attention of layer 5, the MLP of layer 6; or none, or auto.
+
+        Raises InputError for any other text.
+        """
         if text == "auto":
             return DEFERRED
         inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
@@ -41,11 +48,10 @@ class Skipped:
         named = [(int(match[1]), part) for match in found for part in match[2] or "am"]
         if again := [number for i, (number, part) in enumerate(named) if (number, part) in named[:i]]:
             raise InputError(f"draft skip {text!r} names layer {again[0]} twice")
-        of = lambda part: frozenset(number for number, named_part in named if named_part == part)
-        return cls(of("a"), of("m"))
+        return cls(*(frozenset(number for number, named_part in named if named_part == part) for part in "am"))
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The text that `parse` reads."""
         both = self.attention & self.mlp
         texts = [str(i) if i in both else f"{i}{'a' if i in self.attention else 'm'}" for i in sorted(self.attention | self.mlp)]
         return f"({','.join(texts)})" if texts else "none"
@@ -54,14 +60,14 @@ class Skipped:
         return bool(self.attention or self.mlp)
 
     def check(self, layers: int) -> None:
-        """Raises InputError for a layer that a model of so many has not, and where nothing is left."""
+        """Raises InputError for a layer that a model with `layers` layers does not have, and if all are skipped."""
         if beyond := [number for number in sorted(self.attention | self.mlp) if number >= layers]:
             raise InputError(f"draft skip names layer {beyond[0]}; the model has the layers 0 to {layers - 1}")
         if len(self.attention & self.mlp) == layers:
             raise InputError(f"draft skip should leave something of the model's {layers} layers")
 
     def weights(self, paths: Sequence[str]) -> set[str]:
-        """Those of a model's weights, by their paths (`Llama.weights`), that a pass does not read."""
+        """The weights of a model, by their paths (`Llama.weights`), that a pass does not read."""
         attention = ("input_norm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")
 
         def left_out(path: str) -> bool:
@@ -75,13 +81,13 @@ NO_LAYERS = Skipped()
 
 
 class Deferred:
-    """Stands for what prompts are still to decide on (`decoding.skip_search`). Whoever asks what it is gets an InputError."""
+    """Layers that are still to be chosen for the prompts (`decoding.skip_search`). Any use of them raises InputError."""
 
     def check(self, layers: int) -> None:
-        """Nothing is to be checked yet."""
+        """Checks nothing yet."""
 
     def _refuse(self, *_) -> NoReturn:
-        raise InputError("draft skip=auto is chosen by the prompts, and this has none; name the layers, or skip=none")
+        raise InputError("draft skip=auto needs prompts to choose by; name the layers, or give skip=none")
 
     __bool__ = weights = _refuse
     attention = mlp = property(_refuse)

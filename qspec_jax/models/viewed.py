@@ -29,7 +29,7 @@ class Step(Protocol):
 class ViewedModel:
     """A model that reads its cache through a view: one for all layers, or one for each.
 
-    The model's weights must not be set anew afterwards: they are remembered.
+    The model's weights must not be replaced afterwards: they are kept here.
     """
 
     model: Llama
@@ -37,7 +37,7 @@ class ViewedModel:
 
     @functools.cached_property
     def _flat(self) -> tuple[list, Any]:
-        # Once, not with every call: to take a tree of some hundred modules apart takes milliseconds, of the same order as a round.
+        # Once, not in every call: flattening a tree of some hundred modules takes milliseconds, of the same order as a round.
         return jax.tree.flatten(self.model)
 
     def tree_flatten(self):
