@@ -426,7 +426,7 @@ def events(monkeypatch) -> list[str]:
     host sees the new tokens (o)."""
     events = []
     noted = lambda letter, method: lambda *args: events.append(letter) or method(*args)
-    for letter, name in {"a": "begin_prefill", "p": "replace", "u": "rounds"}.items():
+    for letter, name in {"a": "prepare_prefill", "p": "replace", "u": "rounds"}.items():
         monkeypatch.setattr(Engine, name, noted(letter, getattr(Engine, name)))
     monkeypatch.setattr(Prefill, "run_in_parts", noted("e", Prefill.run_in_parts))
     start_poll = Engine.start_poll  # returns the function that fetches: that call is noted

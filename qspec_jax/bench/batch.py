@@ -190,7 +190,7 @@ def _prefill_seconds(prepared: Prepared, strategy: Callable[..., Sampler]) -> fl
         settings = strategy(first.config), first.key[None], make_limits(model, first.config)
         prefills[n] = engine.prefill_of([first.tokens], *settings, layers=layers_at_once(model.config.num_layers, n))
     engine.compile_prefills(prefills.values())
-    prefill = lambda n: jax.block_until_ready(engine.begin_prefill(prefills[n])())
+    prefill = lambda n: jax.block_until_ready(engine.prepare_prefill(prefills[n])())
     total = 0.0
     for n, alike in by_length.items():
         prefill(n)  # to warm up

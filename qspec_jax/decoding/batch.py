@@ -396,7 +396,7 @@ class _Slots:
             if not indices or self._layers(indices) < self.engine.target.model.config.num_layers:
                 return
             self.waiting.reserve(indices, self)
-        self.ahead = Ahead(indices, self.engine.begin_prefill(self._prefill(indices)))
+        self.ahead = Ahead(indices, self.engine.prepare_prefill(self._prefill(indices)))
 
     def _begin_ahead(self) -> bool:
         """Takes what was prepared ahead, and lets the device begin with its prefill, unless that is done; returns whether it is. It is not

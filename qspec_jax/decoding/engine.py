@@ -188,9 +188,9 @@ class Engine:
 
     def prefill(self, prompts: Sequence[Sequence[int]], sampler: Sampler, keys: Key[Array, "B"], limits: Limits) -> DecodeState:
         """The state after prompts, with the first new token of each row. The device may still be computing it."""
-        return self.begin_prefill(self.prefill_of(prompts, sampler, keys, limits))()
+        return self.prepare_prefill(self.prefill_of(prompts, sampler, keys, limits))()
 
-    def begin_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
+    def prepare_prefill(self, prefill: Prefill) -> Callable[[], DecodeState]:
         """Does the host's part of a prefill, and returns the function that starts the device, with hardly any delay."""
         self.compile_prefills([prefill])
 

@@ -309,7 +309,7 @@ class _Run:
             self.decode_s += time.perf_counter() - began
 
     def _prefilled(self) -> tuple[DecodeState, float]:
-        begin = self.engine.begin_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
+        begin = self.engine.prepare_prefill(self.engine.prefill_of(self.prompts, self.sampler, self.keys, self.limits))
         jax.block_until_ready(self.engine.draft)
         began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):
