@@ -79,7 +79,7 @@ def test_what_is_made_fits(model, monkeypatch, caplog, kind):
     assert 2 < run.stats.batch_size <= 9 and sum(made[0]) + row <= capacity.free_bytes()
     assert re.search(rf"batch size auto: {run.stats.batch_size} rows fit", caplog.text)
     monkeypatch.setattr(capacity, "free_bytes", lambda mesh=None: 2 * row)
-    with pytest.raises(InputError, match=r"not one row fits; the request that needs most takes 0\.\d GB more than are free"):
+    with pytest.raises(InputError, match=r"not one row fits; the largest request takes 0\.\d GB more than are free"):
         run_batch(model, with_draft(requests, draft), batch_size=None)
 
 
