@@ -30,7 +30,7 @@ class OnePass(AttendingCache):
     scheme: str | None
     kv_heads: int
 
-    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view, observe) -> tuple[Float[Array, "B T N H"], None, None]:
+    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view) -> tuple[Float[Array, "B T N H"], None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         G = self.group_size

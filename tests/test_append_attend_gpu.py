@@ -17,7 +17,7 @@ from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, View
 from pallas_kernels.rope_append import rotate_and_append
 
-run = jax.jit(append_and_attend, static_argnames=("observe", "implementation"))
+run = jax.jit(append_and_attend, static_argnames="implementation")
 CASES = {
     "T1-MHA": Case(1, 8, 8, 128, group_size=128, capacity=40, groups=(40,)),
     "T1-GQA4-rows": Case(1, 8, 2, 128, group_size=128, capacity=40, groups=(0, 17, 40)),
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-def problem(case: Case, planes: int | None, listed: bool) -> tuple[tuple, View]:
+def problem(case: Case, planes: int | None, listed: bool, *, observe: bool = False) -> tuple[tuple, View]:
     """Arguments of `append_and_attend`; the buffers hold from no token to all but those that a round may add."""
     B, T, G = len(case.groups), case.tokens, case.group_size
     qkv, cos, sin, *_ = random_projections(B, T, case.heads, case.kv_heads, case.head_dim)
@@ -35,16 +35,15 @@ def problem(case: Case, planes: int | None, listed: bool) -> tuple[tuple, View]:
     lengths = Lengths(case.lengths.quantized[:B], buffered)
     if planes is None:
         layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(buffered))
-    return (qkv, cos, sin, layer, lengths), random_lists(case) if listed else DenseView(planes)
+    return (qkv, cos, sin, layer, lengths), random_lists(case) if listed else DenseView(planes, observed=observe)
 
 
-def one_after_the_other(qkv, cos, sin, layer, lengths, view, *, observe, config):
+def one_after_the_other(qkv, cos, sin, layer, lengths, view, *, config):
     hierarchical = isinstance(layer, HierarchicalLayer)
     q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer if hierarchical else layer, lengths.buffered, implementation="mosaic_gpu")
     new = dataclasses.replace(layer, buffer=buffer) if hierarchical else buffer
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
-    found = attention.mosaic_gpu.decode_attention(q, new, longer, view, observe=observe, config=config)
-    return (*found, new) if observe else (found, None, new)
+    return *attention.mosaic_gpu.decode_attention(q, new, longer, view, config=config), new
 
 
 @gpu
@@ -54,11 +53,11 @@ def one_after_the_other(qkv, cos, sin, layer, lengths, view, *, observe, config)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_one_after_the_other(name, planes, listed, observe):
     case = CASES[name]
-    args, view = problem(case, planes, listed)
+    args, view = problem(case, planes, listed, observe=observe)
     config = Config(16, team=2)
     skip_or_fail("mosaic_gpu", attention.mosaic_gpu.no_mosaic_gpu())
-    together = jax.jit(lambda *a: mosaic_gpu.append_and_attend(*a, observe=observe, config=config))
-    apart = jax.jit(lambda *a: one_after_the_other(*a, observe=observe, config=config))
+    together = jax.jit(lambda *a: mosaic_gpu.append_and_attend(*a, config=config))
+    apart = jax.jit(lambda *a: one_after_the_other(*a, config=config))
     out, new, mass = together(*args, view)
     expected, expected_mass, appended = apart(*args, view)
     for ours, theirs in zip(jax.tree.leaves(new), jax.tree.leaves(appended)):
@@ -86,13 +85,12 @@ def test_whatever_runs_equals_the_reference(name, listed):
 
 @pytest.mark.parametrize("observe", [False, True])
 def test_the_reference_is_one_after_the_other(observe):
-    args, view = problem(CASES["T7-GQA4"], 2, False)
+    args, view = problem(CASES["T7-GQA4"], 2, False, observe=observe)
     qkv, cos, sin, layer, lengths = args
-    out, new, mass = run(*args, view, observe=observe, implementation="reference")
+    out, new, mass = run(*args, view, implementation="reference")
     q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer, lengths.buffered)
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + 7)
-    found = attention.decode_attention(q, dataclasses.replace(layer, buffer=buffer), longer, view, observe=observe)
-    expected, expected_mass = found if observe else (found, None)
+    expected, expected_mass = attention.decode_attention(q, dataclasses.replace(layer, buffer=buffer), longer, view)
     np.testing.assert_array_equal(np.asarray(new.buffer.keys), np.asarray(buffer.keys))
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2**-6)
     assert (mass is None) == (not observe)

@@ -35,7 +35,7 @@ def attend_in_chunks(tokens: int) -> Callable:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "CHUNK_TOKENS", tokens)
             patch.setattr(reference, "MAX_LOGITS", 1)
-            return decode_attention(*args, view=DenseView(planes))
+            return decode_attention(*args, view=DenseView(planes))[0]
 
     return jax.jit(attend, static_argnames="planes")
 

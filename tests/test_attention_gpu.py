@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,20 @@ every_kernel = pytest.mark.parametrize("implementation", dispatch.implementation
 every_kind = pytest.mark.parametrize("name, planes", KINDS)
 
 problem = functools.cache(lambda name, data: random_problem(CASES[name], "bfloat16", data))
-attend = jax.jit(decode_attention, static_argnames=("observe", "implementation"))
+attend = jax.jit(decode_attention, static_argnames="implementation")
 
 
-@functools.partial(jax.jit, static_argnames="observe")
-def exactly(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View, *, observe: bool = False):
+@jax.jit
+def exactly_observed(
+    q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View
+) -> tuple[jax.Array, jax.Array | None]:
     wide = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
     layer = wide(layer) if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=wide(layer.buffer))
-    return reference.decode_attention(wide(q), layer, lengths, view, observe=observe)
+    return reference.decode_attention(wide(q), layer, lengths, view)
+
+
+def exactly(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> jax.Array:
+    return exactly_observed(q, layer, lengths, view)[0]
 
 
 def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, planes: int | None) -> jax.Array:
@@ -60,15 +67,26 @@ def expected(q: jax.Array, layer: HierarchicalLayer | FullLayer, lengths: Length
 
 
 def kernel(implementation: str, *args, planes: int | None) -> Callable:
-    """decode_attention by that implementation; skips the test where this machine cannot run it, and fails where it should."""
+    """What decode_attention reads by that implementation; skips the test where this machine cannot run it, and fails where it should."""
     return kernel_for(implementation, *args, view=DenseView(planes))
 
 
-def kernel_for(implementation: str, *args, **settings) -> Callable:
-    """The same with any view, and observing."""
+def kernel_for(implementation: str, *args, view: View) -> Callable:
+    """The same with any view."""
+    run = observing(implementation, *args, view=view)
+    return lambda *args: run(*args)[0]
+
+
+def observing(implementation: str, *args, view: View) -> Callable:
+    """The same, and the attention mass."""
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    skip_or_fail(implementation, module.unsupported(*args, **settings))
-    return functools.partial(attend, **settings, implementation=implementation)
+    skip_or_fail(implementation, module.unsupported(*args, view))
+    return functools.partial(attend, view=view, implementation=implementation)
+
+
+def configured(module: ModuleType, **settings) -> Callable:
+    """What the kernel of that module reads with these settings, compiled."""
+    return jax.jit(lambda *args: module.decode_attention(*args, **settings)[0])
 
 
 def assert_close(out: jax.Array, expected: jax.Array, label: str) -> None:
@@ -140,8 +158,8 @@ def test_every_configuration_worth_measuring(name, planes, implementation):
     _, _, configs = module.tunable(q, layer, view=DenseView(planes))
     assert len(configs) > 1
     for config in configs:
-        run = functools.partial(module.decode_attention, view=DenseView(planes), config=config)
-        assert_close(jax.jit(run)(q, layer, lengths), reference, f"{config}")
+        run = configured(module, view=DenseView(planes), config=config)
+        assert_close(run(q, layer, lengths), reference, f"{config}")
 
 
 @every_kernel
@@ -194,7 +212,7 @@ def test_mosaic_goes_around_its_ring_many_times(warpgroups, team, name, planes):
     except ValueError as reason:
         assert warpgroups == 2 and planes == 2, reason  # no room for the rings of so many teams
         return
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(planes), config=config))
+    run = configured(mosaic_gpu, view=DenseView(planes), config=config)
     first = run(q, layer, lengths)
     assert_close(first, expected(q, layer, lengths, planes=planes), f"{config}")
     for _ in range(20):
@@ -207,7 +225,7 @@ def test_mosaic_with_more_rows_than_splits():
     kernel("mosaic_gpu", q, layer, case.lengths, planes=1)
     from pallas_kernels.attention import mosaic_gpu
 
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(1), config=mosaic_gpu.Config(splits=2)))
+    run = configured(mosaic_gpu, view=DenseView(1), config=mosaic_gpu.Config(splits=2))
     assert_close(run(q, layer, case.lengths), expected(q, layer, case.lengths, planes=1), "2 splits for 6 rows")
 
 
@@ -236,7 +254,7 @@ def test_triton_with_any_number_of_splits(view, splits, num_warps):
     kernel_for("triton", q, layer, lengths, view=view)
     from pallas_kernels.attention import triton
 
-    run = jax.jit(functools.partial(triton.decode_attention, config=triton.Config(splits, num_warps)))
+    run = configured(triton, config=triton.Config(splits, num_warps))
     assert_close(run(q, layer, lengths, view), exactly(q, layer, lengths, view), f"{splits} splits")
 
 
@@ -270,7 +288,7 @@ def test_all_groups_in_a_list_are_the_dense_view(name, team):
     kernel_for("mosaic_gpu", q, layer, case.lengths, view=all_listed(case))
     from pallas_kernels.attention import mosaic_gpu
 
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, config=mosaic_gpu.Config(splits=1, team=team)))
+    run = configured(mosaic_gpu, config=mosaic_gpu.Config(splits=1, team=team))
     dense = run(q, layer, case.lengths, DenseView(1))
     np.testing.assert_array_equal(np.asarray(run(q, layer, case.lengths, all_listed(case))), np.asarray(dense))
 
@@ -295,10 +313,10 @@ def test_one_compilation_whatever_the_lists(implementation):
     compiled = attend._cache_size()
     for seed in range(1, 4):
         view = random_lists(case, seed)
-        out = attend(q, layer, case.lengths, view=view, implementation=implementation)
+        out, _ = attend(q, layer, case.lengths, view=view, implementation=implementation)
         assert_close(out, exactly(q, layer, case.lengths, view), f"lists {seed}")
     none = dataclasses.replace(view, count=jnp.zeros_like(view.count))
-    out = attend(q, layer, case.lengths, view=none, implementation=implementation)
+    out, _ = attend(q, layer, case.lengths, view=none, implementation=implementation)
     assert_close(out, exactly(q, layer, case.lengths, none), "empty lists")
     assert attend._cache_size() == compiled
 
@@ -327,7 +345,7 @@ def test_every_configuration_for_lists(name, implementation):
     _, _, configs = module.tunable(q, layer, view)
     assert len(configs) > 1
     for config in configs:
-        out = jax.jit(functools.partial(module.decode_attention, config=config))(q, layer, lengths, view)
+        out = configured(module, config=config)(q, layer, lengths, view)
         assert_close(out, exactly(q, layer, lengths, view), f"{config}")
 
 
@@ -341,9 +359,9 @@ OBSERVED = [(name, 2) for name in ("T1-MHA-128", "T7-GQA4-128", "T5-GQA7-64", "T
 def test_attention_mass_equals_the_reference(name, planes, data):
     q, layer = problem(name, data)
     case, lengths = CASES[name], CASES[name].lengths
-    run = kernel_for("mosaic_gpu", q, layer, lengths, view=DenseView(planes), observe=True)
+    run = observing("mosaic_gpu", q, layer, lengths, view=DenseView(planes, observed=True))
     out, mass = run(q, layer, lengths)
-    expected_out, expected_mass = exactly(q, layer, lengths, DenseView(planes), observe=True)
+    expected_out, expected_mass = exactly_observed(q, layer, lengths, DenseView(planes, observed=True))
     assert mass.shape == expected_mass.shape and mass.dtype == jnp.float32
     assert_close(out, expected_out, f"{name}, {data}")
     some = np.array(case.groups) > 0
@@ -361,14 +379,14 @@ def test_attention_mass_equals_the_reference(name, planes, data):
 def test_attention_mass_in_every_team(team):
     case = CASES["T7-GQA4-128"]
     q, layer = problem("T7-GQA4-128", "outliers")
-    kernel_for("mosaic_gpu", q, layer, case.lengths, view=DenseView(2), observe=True)
+    kernel_for("mosaic_gpu", q, layer, case.lengths, view=DenseView(2, observed=True))
     from pallas_kernels.attention import mosaic_gpu
 
     config = mosaic_gpu.Config(splits=1, team=team)
-    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(2), observe=True, config=config))
+    run = jax.jit(functools.partial(mosaic_gpu.decode_attention, view=DenseView(2, observed=True), config=config))
     first = run(q, layer, case.lengths)
     some = np.array(case.groups) > 0
-    assert_close(first[1][some], exactly(q, layer, case.lengths, DenseView(2), observe=True)[1][some], f"{config}")
+    assert_close(first[1][some], exactly_observed(q, layer, case.lengths, DenseView(2, observed=True))[1][some], f"{config}")
     for _ in range(20):
         for ours, before in zip(run(q, layer, case.lengths), first):
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(before))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.optimized
 
 FAST = ["bench", "attention", "--shape", "tiny-int8", "--repeats", "2"]
 
-attend = jax.jit(decode_attention)
+attend = jax.jit(lambda *args, **settings: decode_attention(*args, **settings)[0])
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +215,7 @@ def test_a_failure_is_a_row(monkeypatch):
     row = attention.measure_peer(shape, "torch_flash")
     assert (row.status, row.note, row.timing) == ("failed", "RuntimeError: no available kernel", None)
 
-    monkeypatch.setattr(attention, "decode_attention", lambda q, *_, **__: q * jnp.nan)
+    monkeypatch.setattr(attention, "decode_attention", lambda q, *_, **__: (q * jnp.nan, None))
     attention._error.cache_clear()
     row = attention.measure(shape, "reference")
     assert row.status == "failed" and "finite" in row.note

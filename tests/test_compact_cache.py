@@ -8,7 +8,7 @@ from runs import random_model, random_prompts
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths, dequantize_groups
-from pallas_kernels.formats.views import FULL_PRECISION
+from pallas_kernels.formats.views import FULL_PRECISION, DenseView
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax.caches.compact import KINDS, CompactCache
 from qspec_jax.caches.prefill import prefill
@@ -57,7 +57,7 @@ def test_the_first_stay_and_of_the_others_the_most_recent(kind, chunk, monkeypat
     cos, sin = (jnp.asarray(f(np.random.default_rng(2).normal(0, 9, (B, 1, H // 2)))) for f in (np.cos, np.sin))
     qkv = np.random.default_rng(3).normal(0, 1, (3, B, 1, (N + 2 * K) * H))
     attend = jax.jit(lambda cache, i, qkv: cache.attend(i, qkv, cos, sin, view=None), static_argnums=1)
-    read = jax.jit(lambda q, layer, lengths: decode_attention(q, layer, lengths, FULL_PRECISION))
+    read = jax.jit(lambda q, layer, lengths: decode_attention(q, layer, lengths, FULL_PRECISION)[0])
     take_in, r = jax.jit(CompactCache.take_in), np.random.default_rng(4)
     for _ in range(8):
         before, drafted = cache, []
@@ -131,4 +131,4 @@ def test_a_compact_cache_observes_nothing():
     layers = [CompactCache.make_layer(*layer, kind="full", appended=1)]
     cache = CompactCache.of(layers, kept=jnp.array(KEPT), ring=jnp.array(RING), taken=jnp.array(KEPT))
     with pytest.raises(ValueError, match="no groups"):
-        cache.attend(0, jnp.zeros((B, 1, (N + 2 * K) * H)), jnp.ones((B, 1, 8)), jnp.ones((B, 1, 8)), view=None, observe=True)
+        cache.for_pass((DenseView(None, observed=True),))

@@ -112,9 +112,9 @@ def test_observation_runs_on_hopper_alone(monkeypatch, arguments):
     monkeypatch.setattr(triton, "no_triton", lambda: None)
     for view in (DenseView(2), LISTED):
         assert mosaic_gpu.unsupported(*arguments, view=view) is None and triton.unsupported(*arguments, view=view) is None
-    settings = dict(view=DenseView(2), observe=True)
-    assert mosaic_gpu.unsupported(*arguments, **settings) is None
-    assert "what it observes" in triton.unsupported(*arguments, **settings)
+    view = DenseView(2, observed=True)
+    assert mosaic_gpu.unsupported(*arguments, view) is None
+    assert "what it observes" in triton.unsupported(*arguments, view)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_lists_are_tuned_apart(arguments, kernel, names):
 
 
 def test_views_that_no_kernel_takes(monkeypatch, caplog, arguments):
-    """The reference runs, and says that it does; it is not observed through them."""
+    """The reference runs, and says that it does; they cannot be observed."""
     q, layer, lengths = arguments
     views = ChosenTokens(jnp.zeros((2, 2, layer.groups * layer.group_size), bool)), LargestMass(jnp.array([0, 1], jnp.int32), True)
     for view in views:
         assert support.unsupported(q, layer, lengths, view).startswith("reads all")
     for view in (LISTED, *views):
-        with pytest.raises(ValueError, match="observed by passes that read all groups"):
-            attention.decode_attention(q, layer, lengths, view, observe=True)
+        with pytest.raises(TypeError, match="observed"):
+            dataclasses.replace(view, observed=True)
     on_device(monkeypatch, "9.0")
     for view in views:
         dispatch._log_once.cache_clear()

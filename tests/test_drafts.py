@@ -11,6 +11,7 @@ from markov import DRAFTS, ROWS, TABLE, Markov, MarkovDraft, MarkovSteps, V, cou
 from runs import prepared, random_model, random_prompts, run_rounds, with_draft
 
 from pallas_kernels.attention import reference
+from pallas_kernels.formats.views import BOTH_PLANES
 from qspec_jax.caches.cache import AppendedCache, longer
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.decoding import round as rounds
@@ -30,6 +31,7 @@ from qspec_jax.drafts.registry import parse_draft
 from qspec_jax.drafts.triforce import TriForceDraft
 from qspec_jax.errors import InputError
 from qspec_jax.models.prompts import padded
+from qspec_jax.models.viewed import ViewedModel
 
 G = 4
 SAMPLERS = [{"temperature": 1.0}, {"temperature": 1.2}, {"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.8}]
@@ -94,9 +96,8 @@ def test_two_levels_are_greedy():
 class Observed(Markov):
     """A target whose attention mass gives its query tokens away: query t attends to the group with its token's number."""
 
-    def __call__(self, tokens, positions, cache, *, observe=False):
-        out = self.table[tokens], cache.rollback(longer(cache.lengths, tokens.shape[1]))
-        return (*out, (jax.nn.one_hot(tokens, V)[:, None],)) if observe else out
+    def observed(self, tokens, positions, cache):
+        return *self(tokens, positions, cache), (jax.nn.one_hot(tokens, V)[:, None],)
 
 
 @jax.tree_util.register_dataclass
@@ -174,11 +175,11 @@ def test_observing_changes_nothing(model):
     tokens = prompts[:, :3]
     positions = cache.lengths.total[:, None] + jnp.arange(3)
     plain, _ = jax.jit(lambda: model(tokens, positions, cache))()
-    observed, _, masses = jax.jit(lambda: model(tokens, positions, cache, observe=True))()
+    observed, _, masses = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).observed(tokens, positions, cache))()
     np.testing.assert_array_equal(plain, observed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "CHUNK_TOKENS", 5 * G)
-        *_, chunks = jax.jit(lambda: model(tokens, positions, cache, observe=True))()
+        *_, chunks = jax.jit(lambda: ViewedModel(model, BOTH_PLANES).observed(tokens, positions, cache))()
     np.testing.assert_allclose(chunks[0], masses[0], atol=1e-7)
     assert masses[0].shape[3] == 15 and (np.asarray(masses[0]).sum(-1) < 2).all() and np.asarray(masses[0]).sum(-1).max() > 0.5
 

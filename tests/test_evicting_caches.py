@@ -86,7 +86,7 @@ class Oracle(AppendedCache):
     lengths: Lengths
     forget: Callable[[Everything], None]
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+    def attend(self, layer, qkv, cos, sin, *, view):
         held = self.layers[layer]
         q, k, v = (np.asarray(x)[0, 0] for x in split_and_rotate(qkv, cos, sin, kv_heads=len(held.keys)))
         more = lambda x, new: np.concatenate([x, np.broadcast_to(new, (len(k), 1, *x.shape[2:]))], 1)

@@ -96,7 +96,7 @@ def test_attention_reads_what_is_stored(size):
             for x, tokens, channels in ((keys, 24, 1), (values, 1, 8))
         ]
         buffer, lengths = FullLayer(keys[:, :, :9], values[:, :, :9]), Lengths(jnp.array([24, size]), jnp.array([9, 5]))
-        found = decode_attention(q, TokenCodesLayer(*coded, buffer), lengths, BOTH_PLANES)
+        found, _ = decode_attention(q, TokenCodesLayer(*coded, buffer), lengths, BOTH_PLANES)
         for row in range(2):
             quantized, recent = int(lengths.quantized[row]), int(lengths.buffered[row])
             whole = [
@@ -104,7 +104,7 @@ def test_attention_reads_what_is_stored(size):
                 for codes, x in zip(coded, (buffer.keys, buffer.values))
             ]
             layer = FullLayer(*(x[None] for x in whole))
-            expected = decode_attention(q[row][None], layer, Lengths(jnp.zeros(1, int), jnp.array([quantized + recent])), FULL_PRECISION)
+            expected, _ = decode_attention(q[row][None], layer, Lengths(jnp.zeros(1, int), jnp.array([quantized + recent])), FULL_PRECISION)
             np.testing.assert_allclose(found[row], expected[0], atol=1e-12)
 
 

@@ -65,19 +65,19 @@ def problem(bits: int, T: int, heads: int, kv_heads: int, head_dim: int, group: 
 def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
     skip_or_fail("mosaic_gpu", dispatch.no_mosaic_gpu())
     q, layer, lengths = problem(bits, T, heads, kv_heads, head_dim, group, outliers=outliers)
-    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu").astype(jnp.float32)
+    found = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu")[0].astype(jnp.float32)
     expected = exactly(q, layer, lengths)
     scale = float(jnp.abs(expected).max())
     rounded = float(jnp.abs(_attended(q, _in_bfloat16(layer), layer, lengths) - expected).max())  # what that rounding alone makes
     assert float(jnp.abs(found - expected).max()) <= 2 * rounded + 0.01 * scale, (rounded, scale)
-    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu").astype(jnp.float32)
+    again = decode_attention(q, layer, lengths, BOTH_PLANES, implementation="mosaic_gpu")[0].astype(jnp.float32)
     np.testing.assert_array_equal(found, again)
 
 
 @jax.jit
 def exactly(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> Array:
     """What the reference reads, in float32."""
-    return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)
+    return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)[0]
 
 
 @jax.jit
@@ -100,7 +100,7 @@ def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Leng
     token, quantized = jnp.arange(size + rows), lengths.quantized[:, None]
     at = jnp.where(token < quantized, token, token - quantized + size)
     layer = FullLayer(*(jnp.take_along_axis(x, at[:, None, :, None], 2, mode="clip") for x in joined))
-    return reference.decode_attention(WIDE(q), layer, Lengths(jnp.zeros_like(lengths.quantized), lengths.total), FULL_PRECISION)
+    return reference.decode_attention(WIDE(q), layer, Lengths(jnp.zeros_like(lengths.quantized), lengths.total), FULL_PRECISION)[0]
 
 
 def attend_replaced(

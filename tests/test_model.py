@@ -46,12 +46,12 @@ class OnePass(AttendingCache):
 
     kv_heads: int
 
-    def attend(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, view, observe) -> tuple[jax.Array, None, None]:
+    def attend(self, layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array, *, view) -> tuple[jax.Array, None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         B, T, K, H = k.shape
         empty = jnp.zeros(B, jnp.int32)
         whole = FullLayer.zeros(B, K, T, H, k.dtype).append(k, v, empty)
-        return decode_attention(q, whole, Lengths(empty, empty + T), view=DenseView(None)), None, None
+        return decode_attention(q, whole, Lengths(empty, empty + T), view=DenseView(None))[0], None, None
 
     def advance(self, layers: tuple[None, ...], tokens: int) -> "OnePass":
         return self

@@ -15,7 +15,7 @@ from test_batch import outcome, some_requests
 from pallas_kernels.attention import decode_attention
 from pallas_kernels.flush import flush
 from pallas_kernels.formats.kv_cache import Lengths, dequantize_tokens
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, LargestMass, View
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, DenseView, LargestMass, View
 from qspec_jax import drafts
 from qspec_jax.caches.hierarchical import HierarchicalCache
 from qspec_jax.checkpoints.loading import load_model
@@ -45,7 +45,7 @@ def same_bits(found, expected) -> None:
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_attention(view: View):
     q, layer = random_problem(CASE, "float32")
-    attend = jax.jit(decode_attention)
+    attend = jax.jit(lambda *args: decode_attention(*args)[0])
     expected = attend(q, layer, CASE.lengths, view)
     assert np.isfinite(expected).all()
     same_bits(attend(q, in_pages(layer), CASE.lengths, view), expected)
@@ -53,7 +53,7 @@ def test_attention(view: View):
 
 def test_attention_mass():
     q, layer = random_problem(CASE, "float32")
-    attend = jax.jit(lambda layer: decode_attention(q, layer, CASE.lengths, BOTH_PLANES, observe=True))
+    attend = jax.jit(lambda layer: decode_attention(q, layer, CASE.lengths, DenseView(2, observed=True)))
     same_bits(attend(in_pages(layer)), attend(layer))
 
 

@@ -434,15 +434,15 @@ def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLay
     return *random_problem(case, "bfloat16", data), case.lengths
 
 
-def attend(q, layer, lengths, view, config, *, observe=False):
+def attend(q, layer, lengths, view, config):
     """The simulated kernel's output and attention mass."""
-    plan = attention.plan_for(q, layer, view, observe=observe, config=config)
+    plan = attention.plan_for(q, layer, view, config=config)
     return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)[:2]
 
 
-def exactly(q, layer, lengths, view, *, observe=False):
+def exactly(q, layer, lengths, view):
     """The same in float32, by the reference."""
-    attended = jax.jit(functools.partial(attention_reference.decode_attention, view=view, observe=observe))
+    attended = jax.jit(functools.partial(attention_reference.decode_attention, view=view))
     return attended(*test_low_bits_gpu.WIDE((q, layer)), lengths)
 
 
@@ -460,7 +460,7 @@ MANY_ROWS = Case(1, 1, 1, 64, group_size=64, capacity=2, groups=((0, 0, 2, 0, 0)
 def test_attention_of_many_rows(splits, view):
     q, layer, lengths = attention_problem(MANY_ROWS, "gaussian")
     out, _ = attend(q, layer, lengths, view, Config(splits))
-    assert_close(out, exactly(q, layer, lengths, view))
+    assert_close(out, exactly(q, layer, lengths, view)[0])
 
 
 @pytest.mark.parametrize("kind", ["dense", "listed", "long list"])
@@ -482,7 +482,7 @@ def test_attention(case, config, planes, data):
         layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
     out, _ = attend(q, layer, lengths, DenseView(planes), config)
     assert out.dtype == jnp.bfloat16
-    assert_close(out, exactly(q, layer, lengths, DenseView(planes)))
+    assert_close(out, exactly(q, layer, lengths, DenseView(planes))[0])
 
 
 APPENDED = {
@@ -536,7 +536,7 @@ def test_attention_to_listed_groups(case, config, data):
     view = random_lists(case)
     # What is not listed is not read.
     out, _ = attend(q, with_others_spoilt(layer, view), lengths, view, config)
-    assert_close(out, exactly(q, layer, lengths, view))
+    assert_close(out, exactly(q, layer, lengths, view)[0])
 
 
 def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
@@ -547,7 +547,7 @@ def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
     plan = attention.plan_for(q, layer, view, config=config)
     assert plan.list_words == 2 and int(view.count.max()) > 33
     kept, _ = attend(q, layer, lengths, view, config)
-    assert_close(kept, exactly(q, layer, lengths, view))
+    assert_close(kept, exactly(q, layer, lengths, view)[0])
     monkeypatch.setattr(mosaic_plan, "LIST_WORDS", 1)
     assert plan.list_words == 0
     np.testing.assert_array_equal(np.asarray(attend(q, layer, lengths, view, config)[0]), np.asarray(kept))
@@ -571,8 +571,8 @@ def test_attention_to_lists_that_are_wrong_reads_nothing_outside():
     count = jnp.array([[most, 4], [5, -1], [-most - 1, 0]], jnp.int32)
     out, _ = attend(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count), Config(4))
     nearest = ListedGroups(jnp.clip(jnp.array(rows, jnp.int32), 0, 2), jnp.clip(count, 0, 4))
-    expected = exactly(q, layer, lengths, nearest)
-    np.testing.assert_array_equal(exactly(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count)), expected)
+    expected, _ = exactly(q, layer, lengths, nearest)
+    np.testing.assert_array_equal(exactly(q, layer, lengths, ListedGroups(jnp.array(rows, jnp.int32), count))[0], expected)
     assert_close(out, expected)
 
 
@@ -625,8 +625,8 @@ def test_several_copies_of_the_same_wait_for_what_was_read_before_the_first(hear
 )
 def test_attention_mass(case, config, planes, data):
     q, layer, lengths = attention_problem(case, data)
-    out, mass = attend(q, layer, lengths, DenseView(planes), config, observe=True)
-    expected_out, expected = exactly(q, layer, lengths, DenseView(planes), observe=True)
+    out, mass = attend(q, layer, lengths, DenseView(planes, observed=True), config)
+    expected_out, expected = exactly(q, layer, lengths, DenseView(planes, observed=True))
     assert mass.shape == expected.shape and mass.dtype == jnp.float32
     assert_close(out, expected_out)
     assert_close(mass, expected)
@@ -640,6 +640,6 @@ def test_attention_mass(case, config, planes, data):
 def test_there_is_no_mass_without_groups():
     case = Case(2, 2, 1, 64, group_size=64, capacity=0, groups=(0, 0))
     q, layer, lengths = attention_problem(case, "gaussian")
-    out, mass = attend(q, layer, lengths, DenseView(2), Config(2), observe=True)
+    out, mass = attend(q, layer, lengths, DenseView(2, observed=True), Config(2))
     assert mass.shape == (2, 1, 2, 0)
-    assert_close(out, exactly(q, layer, lengths, DenseView(2)))
+    assert_close(out, exactly(q, layer, lengths, DenseView(2))[0])

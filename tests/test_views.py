@@ -10,13 +10,14 @@ from attention_problems import Case, random_problem
 
 from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.formats.kv_cache import Lengths, dequantize_groups
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, HeldKeys, LargestMass, ListedGroups
+from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ChosenTokens, DenseView, HeldKeys, LargestMass, ListedGroups
 from pallas_kernels.rope_append import split_and_rotate
 from qspec_jax import demo, load
 from qspec_jax.caches.prefill import prefill
 from qspec_jax.decoding.config import GenerationConfig
 from qspec_jax.models.llama import Llama
 from qspec_jax.models.prompts import padded
+from qspec_jax.models.viewed import ViewedModel
 from qspec_jax.training import corpus
 
 
@@ -118,14 +119,15 @@ def test_mass_is_that_of_float32_attention(trained):
     positions = cache.lengths.total[:, None] + jnp.arange(5)
 
     class Recording(type(cache)):
-        def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-            out = super().attend(layer, qkv, cos, sin, view=view, observe=observe)
+        def attend(self, layer, qkv, cos, sin, *, view):
+            out = super().attend(layer, qkv, cos, sin, view=view)
             seen.append((split_and_rotate(qkv, cos, sin, kv_heads=model.config.num_kv_heads)[0], out[1]))
             return out
 
     @jax.jit
     def run():
-        logits, _, masses = model(tokens, positions, Recording(cache.layers, cache.lengths, cache.scheme), observe=True)
+        observed = ViewedModel(model, BOTH_PLANES).observed
+        logits, _, masses = observed(tokens, positions, Recording(cache.layers, cache.lengths, cache.scheme))
         return logits, masses, seen
 
     seen = []
@@ -152,4 +154,4 @@ def test_mass_needs_groups(trained):
     _, cache, _ = trained
     layer, q = cache.layers[0], jnp.zeros((2, 1, 4, 32))
     with pytest.raises(ValueError, match="HierarchicalLayer"):
-        decode_attention(q, layer.buffer, cache.lengths, type(BOTH_PLANES)(None), observe=True)
+        decode_attention(q, layer.buffer, cache.lengths, DenseView(None, observed=True))

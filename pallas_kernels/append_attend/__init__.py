@@ -17,20 +17,18 @@ def append_and_attend(
     lengths: Lengths,
     view: View,
     *,
-    observe: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """What `rotate_and_append` does at row `lengths.buffered`, and then `decode_attention`, in which the T new tokens are counted.
 
     Returns what was attended to, the layer with the new tokens in its buffer, and the attention mass where it is observed, else None.
-    qkv, cos, sin: as `rotate_and_append` takes them. lengths: those before the new tokens. view, observe: as `decode_attention` takes them.
+    qkv, cos, sin: as `rotate_and_append` takes them. lengths: those before the new tokens. view: as `decode_attention` takes them.
     Where the buffer has no room for max(2, T) rows more, what is attended to is unspecified.
 
     On a GPU, what the kernel does not support is done by the reference, which calls the two.
     Raises ValueError where `decode_attention` does for the view, and where the implementation asked for does not support the device or
     the arguments.
     """
-    check(layer, view, observe=observe)
-    args, settings = (qkv, cos, sin, layer, lengths), {"view": view, "observe": observe}
-    module = choose("append_attend", implementation, *args, slow_reference=False, **settings)
-    return module.append_and_attend(*args, **settings)
+    check(layer, view)
+    args = qkv, cos, sin, layer, lengths, view
+    return choose("append_attend", implementation, *args, slow_reference=False).append_and_attend(*args)

@@ -12,17 +12,15 @@ from pallas_kernels.formats.views import View
 from pallas_kernels.rope_append import mosaic_gpu as rope_append
 
 
-def unsupported(
-    qkv: Array, cos: Array, sin: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False
-) -> str | None:
+def unsupported(qkv: Array, cos: Array, sin: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if not isinstance(layer, HierarchicalLayer | FullLayer):
         return "reads groups, and not yet tokens with a scale each"
     q = _queries(qkv, layer)
-    reason = attention.unsupported(q, layer, lengths, view=view, observe=observe)
+    reason = attention.unsupported(q, layer, lengths, view)
     if reason := reason or rope_append.unsupported(qkv, cos, sin, _buffer(layer), lengths.buffered):
         return reason
-    apart, together = (attention.plan_for(q, layer, view, observe=observe, appends=appends) for appends in (False, True))
+    apart, together = (attention.plan_for(q, layer, view, appends=appends) for appends in (False, True))
     if dataclasses.replace(together, appends=False) != apart or together.slots < apart.slots:
         return "leaves attention less room for its ring than rotating and appending before it"
     return None
@@ -36,15 +34,14 @@ def append_and_attend(
     lengths: Lengths,
     view: View,
     *,
-    observe: bool = False,
     config: Config | None = None,
 ) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`. Raises ValueError for a configuration that cannot work."""
-    plan = attention.plan_for(_queries(qkv, layer), layer, view, observe=observe, appends=True, config=config)
+    plan = attention.plan_for(_queries(qkv, layer), layer, view, appends=True, config=config)
     angles = cos.astype(qkv.dtype), sin.astype(qkv.dtype)
     attended, mass, buffer = attention.run(plan, qkv, lengths, layer, view if plan.list_width else None, angles)
     new = buffer if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=buffer)
-    return attended, new, mass if observe else None
+    return attended, new, mass if view.observed else None
 
 
 def _buffer(layer: HierarchicalLayer | FullLayer) -> FullLayer:

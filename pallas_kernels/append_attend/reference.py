@@ -18,14 +18,11 @@ def append_and_attend(
     layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
     lengths: Lengths,
     view: View,
-    *,
-    observe: bool = False,
 ) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`."""
     full = isinstance(layer, FullLayer)
     q, buffer = rotate_and_append(qkv, cos, sin, layer if full else layer.buffer, lengths.buffered)
     new = buffer if full else dataclasses.replace(layer, buffer=buffer)
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
-    found = decode_attention(q, new, longer, view, observe=observe)
-    attended, mass = found if observe else (found, None)
+    attended, mass = decode_attention(q, new, longer, view)
     return attended, new, mass

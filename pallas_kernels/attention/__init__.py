@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import DenseView, ListedGroups, View
+from pallas_kernels.formats.views import ListedGroups, View
 
 
 def decode_attention(
@@ -14,34 +14,34 @@ def decode_attention(
     lengths: Lengths,
     view: View,
     *,
-    observe: bool = False,
     implementation: Implementation = "auto",
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """Causal attention of the last T tokens of each row over what the view reads of the cache.
 
     q: queries after RoPE, N = K * (query heads per KV head). The T tokens' own keys and values are already appended and
     counted in `lengths.buffered`: query t sees what the view reads of the quantized region and the first buffered - T + t + 1 rows of
     the buffer. The quantized region is in groups, or in tokens with a scale each, of which both planes are read.
 
-    observe: also returns the attention mass, in float32: the share of a query token's attention that each of the layer's C groups got,
-    summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the buffer.
+    Returns what was read and, where the view is observed, the attention mass in float32: the share of a query token's attention that each
+    of the layer's C groups got, summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the
+    buffer.
 
-    Raises ValueError where the view does not fit the layer, where its lists have other shapes than they should, where anything but all
-    groups is to be observed, and where the implementation asked for does not support the device or the shapes.
+    Raises ValueError where the view does not fit the layer, where its lists have other shapes than they should, where it is observed and
+    the layer has no groups of its own, and where the implementation asked for does not support the device or the shapes.
     """
-    check(layer, view, observe=observe)
-    settings = dict(view=view, observe=observe)
-    return choose("attention", implementation, q, layer, lengths, **settings).decode_attention(q, layer, lengths, **settings)
+    check(layer, view)
+    args = q, layer, lengths, view
+    return choose("attention", implementation, *args).decode_attention(*args)
 
 
-def check(layer: HierarchicalLayer | TokenCodesLayer | FullLayer, view: View, *, observe: bool) -> None:
+def check(layer: HierarchicalLayer | TokenCodesLayer | FullLayer, view: View) -> None:
     """Raises ValueError where a view does not fit a layer, or cannot be observed; see `decode_attention`."""
     planes = {FullLayer: (None,), TokenCodesLayer: (2,), HierarchicalLayer: (1, 2)}[type(layer)]
     if view.planes not in planes:
         fitting = " or ".join(map(str, planes))
         raise ValueError(f"the view reads planes {view.planes}; it should be {fitting} for a {type(layer).__name__}")
-    if observe and (not isinstance(layer, HierarchicalLayer) or not isinstance(view, DenseView)):
-        raise ValueError("attention mass is observed by passes that read all groups of a HierarchicalLayer")
+    if view.observed and not isinstance(layer, HierarchicalLayer):
+        raise ValueError(f"attention mass is that of the groups of a HierarchicalLayer; a {type(layer).__name__} has none to observe")
     if isinstance(view, ListedGroups):
         heads = layer.buffer.keys.shape[:2]
         if view.groups.shape[:2] != heads or view.groups.ndim != 3 or view.groups.shape[2] < 1 or view.count.shape != heads:

@@ -24,9 +24,7 @@ from pallas_kernels.gpu.launch import launch
 MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
 
 
-def unsupported(
-    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False
-) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if isinstance(layer, TokenCodesLayer):
         return mosaic_low_bits.unsupported(q, layer, lengths)
@@ -39,16 +37,15 @@ def decode_attention(
     lengths: Lengths,
     view: View,
     *,
-    observe: bool = False,
     config: Config | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`. config: of anything but a `TokenCodesLayer`. Raises ValueError for one that cannot
     work."""
     if isinstance(layer, TokenCodesLayer):
-        return mosaic_low_bits.decode_attention(q, layer, lengths)
-    plan = plan_for(q, layer, view, observe=observe, config=config)
+        return mosaic_low_bits.decode_attention(q, layer, lengths), None
+    plan = plan_for(q, layer, view, config=config)
     out, mass, _ = run(plan, q, lengths, layer, view if plan.list_width else None)
-    return (out, mass) if observe else out
+    return out, mass if view.observed else None
 
 
 def plan_for(
@@ -56,7 +53,6 @@ def plan_for(
     layer: HierarchicalLayer | FullLayer,
     view: View,
     *,
-    observe: bool = False,
     appends: bool = False,
     config: Config | None = None,
 ) -> Plan:
@@ -79,7 +75,7 @@ def plan_for(
         buffer_rows=buffer.keys.shape[2],
         planes=view.planes if quantized else None,
         list_width=list_width if quantized else None,
-        observe=observe and quantized,
+        observe=view.observed and quantized,
         appends=appends,
         paged=quantized and layer.pages is not None,
     )

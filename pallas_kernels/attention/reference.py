@@ -29,9 +29,7 @@ def decode_attention(
     layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
     lengths: Lengths,
     view: View,
-    *,
-    observe: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B K T C"]]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`."""
     B, T, N, H = q.shape
     buffer = layer if isinstance(layer, FullLayer) else layer.buffer
@@ -44,12 +42,12 @@ def decode_attention(
         chosen = None if isinstance(view, DenseView | ListedGroups) else _chosen(rows, layer, lengths.quantized, view, partial, T)
         load = _groups(rows, layer, lengths.quantized, view, chosen)
         partial = _merge(partial, _attend(rows, *load))
-        by_group = _by_part(rows, *load, parts=layer.groups) if observe else None
+        by_group = _by_part(rows, *load, parts=layer.groups) if view.observed else None
     top, total, values = partial
     out = (values / total[..., None]).reshape(B, K, T, N // K, H)
     out = out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
-    if not observe:
-        return out
+    if not view.observed:
+        return out, None
     if by_group is None:
         return out, jnp.zeros((B, K, T, 0), jnp.float32)
     mass = jnp.exp(by_group - (top + jnp.log(total))[..., None])

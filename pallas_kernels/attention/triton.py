@@ -41,9 +41,7 @@ class Config:
             raise ValueError(f"num_stages is {self.num_stages}, should be at most {MOST_STAGES}")
 
 
-def unsupported(
-    q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, *, view: View, observe: bool = False
-) -> str | None:
+def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton():
         return reason
@@ -51,7 +49,7 @@ def unsupported(
         return "reads groups of tokens, not tokens in KIVI's format or with a scale each"
     if reason := support.unsupported(q, layer, lengths, view):
         return reason
-    return "does not yet say what it observes" if observe else None
+    return "does not yet say what it observes" if view.observed else None
 
 
 def decode_attention(
@@ -60,9 +58,8 @@ def decode_attention(
     lengths: Lengths,
     view: View,
     *,
-    observe: bool = False,
     config: Config | None = None,
-) -> Float[Array, "B T N H"]:
+) -> tuple[Float[Array, "B T N H"], None]:
     """See `pallas_kernels.attention.decode_attention`."""
     import jax_triton
 
@@ -113,7 +110,7 @@ def decode_attention(
         TILE=config.tile,
         SPLITS=splits,
     )
-    return merged(*found, q)
+    return merged(*found, q), None
 
 
 def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:

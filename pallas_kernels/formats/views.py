@@ -1,15 +1,23 @@
-"""Views: what one pass of a model reads of a layer's cache. They are pytrees, so that a jitted pass takes new lists without compiling."""
+"""Views: what one pass of a model reads of a layer's cache. They are pytrees, so that a jitted pass takes new lists without compiling.
+
+Attributes of every view:
+    planes: 1: the upper 4-bit plane of a quantized region; 2: both planes; None: full precision.
+    observed: whether the pass also finds the attention mass of each group.
+"""
+
+from typing import ClassVar
 
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats.pytree import pytree
 
 
-@pytree("planes")
+@pytree("planes", "observed")
 class DenseView:
-    """Everything that is cached: of a quantized region the upper 4-bit plane (planes=1) or both (planes=2); None: full precision."""
+    """Everything that is cached. The only view that can be observed."""
 
     planes: int | None
+    observed: bool = False
 
 
 @pytree()
@@ -25,12 +33,11 @@ class ListedGroups:
     is not quantized yet is read as it happens to lie there: what comes out then is no attention over the row.
     """
 
+    planes: ClassVar[int] = 1
+    observed: ClassVar[bool] = False
+
     groups: Int[Array, "B K n"]
     count: Int[Array, "B K"]
-
-    @property
-    def planes(self) -> int:
-        return 1
 
 
 @pytree()
@@ -40,11 +47,10 @@ class ChosenTokens:
     chosen: which of the region's tokens a row's KV head reads, token 0 of a row first.
     """
 
-    chosen: Bool[Array, "B K S"]
+    planes: ClassVar[int] = 1
+    observed: ClassVar[bool] = False
 
-    @property
-    def planes(self) -> int:
-        return 1
+    chosen: Bool[Array, "B K S"]
 
 
 @pytree("whole_groups")
@@ -56,12 +62,11 @@ class LargestMass:
     whole_groups: groups, or else single tokens.
     """
 
+    planes: ClassVar[int] = 1
+    observed: ClassVar[bool] = False
+
     count: Int[Array, "B"]
     whole_groups: bool
-
-    @property
-    def planes(self) -> int:
-        return 1
 
 
 @pytree()

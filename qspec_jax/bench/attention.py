@@ -140,10 +140,10 @@ def measure(shape: AttentionShape, implementation: str, *, config=None, repeats:
         if reason := unsupported(shape, implementation):
             return row("unavailable", reason)
         if shape.append:
-            function = _append_and_attend(implementation, shape.observe, config)
+            function = _append_and_attend(implementation, config)
             error = appended_error(function, _unnamed(shape.shortened(error_tokens)))
             return row("measured", "", timing=time_appended(function, _unnamed(shape), repeats=repeats), relative_error=error)
-        attend = _attend(implementation, shape.observe, config)
+        attend = _attend(implementation, config)
         error = _error(implementation, _unnamed(shape.shortened(error_tokens)), config)
         problems = _problems(_unnamed(shape))
         timing = time_jax(attend, problems[0][0], [problem[1:] for problem in problems], repeats=repeats, size=bytes_read(shape))
@@ -176,15 +176,15 @@ def unsupported(shape: AttentionShape, implementation: str) -> str | None:
     """Why that implementation cannot run on a shape here, or None."""
     if implementation == "reference":
         return None
-    *problem, view = jax.eval_shape(lambda: _problem(shape, 0))
+    problem = jax.eval_shape(lambda: _problem(shape, 0))
     if shape.append:
         if implementation not in dispatch.implementations("append_attend"):
             return "does not append; the reference is all kernels one after the other"
         module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
         projections = jax.eval_shape(lambda: random_projections(shape, 0))
-        return module.unsupported(*projections, *problem[1:], view=view, observe=shape.observe)
+        return module.unsupported(*projections, *problem[1:])
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.unsupported(*problem, view=view, observe=shape.observe)
+    return module.unsupported(*problem)
 
 
 def _problem(shape: AttentionShape, seed: int) -> tuple[Array, HierarchicalLayer | FullLayer, Lengths, View]:
@@ -197,25 +197,23 @@ def _problems(shape: AttentionShape) -> list[tuple[Array, HierarchicalLayer | Fu
     return [(*caches[i % len(caches)], random_view(shape, i)) for i in range(input_count(bytes_read(shape)))]
 
 
-def _attend(implementation: str, observe: bool, config=None):
+def _attend(implementation: str, config=None):
     """A function (q, layer, lengths, view) of what is attended to, which waits for the attention mass where that is observed."""
-    settings = dict(observe=observe)
     if config is None:
-        call = functools.partial(decode_attention, **settings, implementation=implementation)
+        call = functools.partial(decode_attention, implementation=implementation)
     else:
         module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-        call = functools.partial(module.decode_attention, **settings, config=config)
+        call = functools.partial(module.decode_attention, config=config)
     # Without the barrier XLA would leave out what is made of the mass and not used.
-    return (lambda *args: jax.lax.optimization_barrier(call(*args))[0]) if observe else call
+    return lambda *args: jax.lax.optimization_barrier(call(*args))[0]
 
 
-def _append_and_attend(implementation: str, observe: bool, config=None) -> Callable:
+def _append_and_attend(implementation: str, config=None) -> Callable:
     """`append_and_attend` by that implementation, perhaps with a configuration of its own."""
-    settings = dict(observe=observe)
     if config is None:
-        return functools.partial(append_attend.append_and_attend, **settings, implementation=implementation)
+        return functools.partial(append_attend.append_and_attend, implementation=implementation)
     module = importlib.import_module(f"pallas_kernels.append_attend.{implementation}")
-    return functools.partial(module.append_and_attend, **settings, config=config)
+    return functools.partial(module.append_and_attend, config=config)
 
 
 def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) -> Timing:
@@ -262,7 +260,7 @@ def _without(lengths: Lengths, tokens: int) -> Lengths:
 @functools.cache
 def _error(implementation: str, shape: AttentionShape, config=None) -> float:
     problem = _problem(shape, 0)
-    return _relative_error(jax.jit(_attend(implementation, shape.observe, config))(*problem), *problem)
+    return _relative_error(jax.jit(_attend(implementation, config))(*problem), *problem)
 
 
 @functools.cache
@@ -274,7 +272,7 @@ def _peer_error(name: str, shape: AttentionShape) -> float:
 def _relative_error(out: Array, q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> float:
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     attend = jax.jit(functools.partial(decode_attention, implementation="reference"))
-    expected = attend(wide(q), jax.tree.map(wide, layer), lengths, view)
+    expected, _ = attend(wide(q), jax.tree.map(wide, layer), lengths, view)
     return kernels.relative_error(out, expected)
 
 

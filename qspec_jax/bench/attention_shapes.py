@@ -193,7 +193,7 @@ def random_projections(
 def random_view(shape: AttentionShape, seed: int | Array) -> View:
     """What is read of a random problem. Listed groups are drawn for each KV head, and are in ascending order."""
     if shape.listed is None:
-        return DenseView(shape.planes)
+        return DenseView(shape.planes, observed=shape.observe)
     lead, number = (shape.batch, shape.kv_heads), jnp.arange(shape.groups)
     there = jnp.array([tokens // shape.group_size for tokens in shape.quantized])[:, None, None]
     drawn = jax.random.uniform(jax.random.key(seed), (*lead, shape.groups))

@@ -131,12 +131,12 @@ class StepsOfRound:
         return any(_copied_bytes(self.shapes, UPPER_PLANE if each == 1 else BOTH_PLANES) for each in planes)
 
 
-def _verified(tokens, cache, state, lengths, target, *, observe=False):
-    return *_forward(tokens, cache, lengths, target, width=tokens.shape[1], observe=observe), state
+def _verified(tokens, cache, state, lengths, target):
+    return *_forward(tokens, cache, lengths, target, width=tokens.shape[1]), state
 
 
 def _verified_and_observed(tokens, cache, state, lengths, target):
-    return _verified(tokens, cache, state, lengths, target, observe=True)
+    return *_forward(tokens, cache, lengths, target.observed, width=tokens.shape[1]), state
 
 
 def _drafted(tokens, cache, state, lengths, draft):
@@ -145,9 +145,9 @@ def _drafted(tokens, cache, state, lengths, draft):
     return tokens, cache, state
 
 
-def _forward(tokens, cache, lengths, model, *, width, observe=False):
+def _forward(tokens, cache, lengths, model, *, width):
     positions, before = lengths.total[:, None] + jnp.arange(width), cache.lengths
-    logits, cache, *masses = model(tokens[:, :width], positions, cache, observe=observe)
+    logits, cache, *masses = model(tokens[:, :width], positions, cache)
     for mass in jax.tree.leaves(masses):  # which are never negative, but have to be computed
         logits = jnp.where((mass < 0).any(), 0, logits)
     # Other tokens in every trip, or a cache that fetches only what it has not would soon have all.

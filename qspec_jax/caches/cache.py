@@ -46,11 +46,10 @@ class AppendedCache(AttendingCache, abc.ABC):
         sin: Float[Array, "B T half"],
         *,
         view: View,
-        observe: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Any, Float[Array, "B K T C"] | None]:
         """Appends the keys and values of T tokens to a layer, and lets their queries read what the view lets them.
 
-        Returns what was read, the layer's new entry, and the attention mass of each group where it is asked for, else None; see
+        Returns what was read, the layer's new entry, and the attention mass of each group where the view is observed, else None; see
         `pallas_kernels.attention.decode_attention`.
         """
 

@@ -86,10 +86,8 @@ class CompactCache(AppendedCache):
     def kind(self) -> str:
         return "full" if isinstance(self.layers[0], FullLayer) else "int8"
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+    def attend(self, layer, qkv, cos, sin, *, view):
         """See `AppendedCache.attend`. There is one way to read it, whatever the view."""
-        if observe:
-            raise ValueError("a compact cache has no groups whose attention could be observed")
         view = FULL_PRECISION if self.kind == "full" else BOTH_PLANES
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, view)
 

@@ -25,8 +25,3 @@ class EvictingCache(Cache):
         raise InputError(
             f"cache {self.name} forgets tokens, and this draft takes tokens from it; give a cache that keeps them, such as int8"
         )
-
-    def check_not_observed(self, observe: bool) -> None:
-        """Raises ValueError where attention masses are asked for."""
-        if observe:
-            raise ValueError(f"cache {self.name} has no groups whose attention could be observed")

@@ -63,7 +63,5 @@ class FullCache(Cache):
     def tokens(self, layer, positions, batch_rows=None):
         return self.layers[layer].read(positions, batch_rows)
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe:
-            raise ValueError("a full-precision cache has no groups whose attention could be observed")
+    def attend(self, layer, qkv, cos, sin, *, view):
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, FULL_PRECISION)

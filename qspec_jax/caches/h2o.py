@@ -99,8 +99,7 @@ class H2OCache(EvictingCache):
         kept = self._kept(mass, self.schedule.quantized_length(n), old.mass.shape[2])
         return dataclasses.replace(old, **_rows(FullLayer(keys, values), mass, kept, n))
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        self.check_not_observed(observe)
+    def attend(self, layer, qkv, cos, sin, *, view):
         old, held, T = self.layers[layer], self._held(self.lengths), qkv.shape[1]
         q, tokens = rotate_and_append(qkv, cos, sin, old.tokens, held)
         readable = jnp.arange(old.mass.shape[2]) < (held[:, None] + jnp.arange(1, T + 1))[..., None]

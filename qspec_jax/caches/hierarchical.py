@@ -49,6 +49,7 @@ class HierarchicalCache(PooledCache):
 
     Settings: ClassVar[type] = HierarchicalSettings
     gives: ClassVar[frozenset[Gives]] = frozenset({Gives.GROUPS, Gives.TOKENS})
+    observable: ClassVar[bool] = True
 
     @property
     def group_size(self) -> int:
@@ -148,8 +149,8 @@ class HierarchicalCache(PooledCache):
             return self.tokens(layer, positions)
         return self.layers[layer].buffer.read(positions - self.lengths.quantized[:, None, None])
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view, observe=observe)
+    def attend(self, layer, qkv, cos, sin, *, view):
+        attended, new, mass = append_and_attend(qkv, cos, sin, self._layer(layer), self.lengths, view)
         return attended, dataclasses.replace(new, pages=None), mass
 
     def flushed_layers(self, due):

@@ -130,11 +130,11 @@ class StreamedCache(AppendedCache):
         """A layer with other arrays in place of its `offloaded_part`."""
 
     @abc.abstractmethod
-    def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View, observe: bool) -> tuple[Array, Any, Array | None]:
+    def attend_to(self, layer: int, copied: Any, qkv, cos, sin, *, view: View) -> tuple[Array, Any, Array | None]:
         """`attend`, where the layer's `part_to_copy` is on the device already: copied."""
 
     def for_pass(self, views):
-        return StreamedPass(self, views)
+        return StreamedPass(super().for_pass(views), views)
 
     def with_layer_on_device(self, layer, *, after):
         part = self.offloaded_part(held := self.layers[layer])
@@ -147,9 +147,9 @@ class StreamedCache(AppendedCache):
     def with_rows(self, rows, slots, pages=None):
         return jax.tree.map(lambda held, new: with_rows(held, new, slots), self, rows)
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+    def attend(self, layer, qkv, cos, sin, *, view):
         copied = jax.tree.map(to_device, self.part_to_copy(layer, view))
-        return self.attend_to(layer, copied, qkv, cos, sin, view=view, observe=observe)
+        return self.attend_to(layer, copied, qkv, cos, sin, view=view)
 
 
 class StreamedPass:
@@ -166,11 +166,11 @@ class StreamedPass:
         self._waiting = {layer: part for layer, part in parts.items() if jax.tree.leaves(part)}
         self._copied: dict[int, Any] = {}
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
+    def attend(self, layer, qkv, cos, sin, *, view):
         if layer in self._waiting:  # the first layer of the pass that has a part to copy
             self._copied[layer] = jax.tree.map(to_device, self._waiting.pop(layer))
         following = min(self._waiting, default=None)
         if following is not None and not any(other > layer for other in self._copied):
             qkv, part = lax.optimization_barrier((qkv, self._waiting.pop(following)))
             self._copied[following] = jax.tree.map(to_device, part)
-        return self._cache.attend_to(layer, self._copied.pop(layer, ()), qkv, cos, sin, view=view, observe=observe)
+        return self._cache.attend_to(layer, self._copied.pop(layer, ()), qkv, cos, sin, view=view)

@@ -126,9 +126,7 @@ class KiviCache(Cache):
         choose = lambda old, recent: jnp.where((positions < quantized)[..., None], old.astype(recent.dtype), recent)
         return tuple(map(choose, old, recent))
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe:
-            raise ValueError("a KIVI cache cannot be observed: it does not give the attention mass of each group")
+    def attend(self, layer, qkv, cos, sin, *, view):
         return append_and_attend(qkv, cos, sin, self.layers[layer], self.lengths, BOTH_PLANES)
 
     def flushed_layers(self, due):

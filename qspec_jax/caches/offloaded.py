@@ -77,12 +77,12 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         write = lambda held, new: lax.dynamic_update_slice_in_dim(held, to_host(new) if in_host(held) else new, 0, axis=2)
         return jax.tree.map(write, held, new)
 
-    def attend_to(self, layer, copied, qkv, cos, sin, *, view, observe):
+    def attend_to(self, layer, copied, qkv, cos, sin, *, view):
         held = self.layers[layer]
         read = _with_arrays(held, copied)
         if in_host(read.keys.lower):  # a pass that reads the upper plane alone gets it in place of the lower one too
             read = _with_arrays(read, ({"lower": read.keys.upper}, {"lower": read.values.upper}))
-        attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view, observe=observe)
+        attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view)
         return attended, dataclasses.replace(held, buffer=new.buffer), mass
 
     def flushed_layers(self, due):
@@ -162,10 +162,10 @@ class OffloadedFullCache(StreamedCache, FullCache):
             return super().tokens(layer, positions, batch_rows)
         return taken(held.keys, positions, batch_rows), taken(held.values, positions, batch_rows)
 
-    def attend_to(self, layer, copied, qkv, cos, sin, *, view, observe):
+    def attend_to(self, layer, copied, qkv, cos, sin, *, view):
         held, at, T = self.layers[layer], self.lengths.buffered, qkv.shape[1]
         read = dataclasses.replace(self, layers=(copied or held,))
-        attended, new, mass = FullCache.attend(read, 0, qkv, cos, sin, view=view, observe=observe)
+        attended, new, mass = FullCache.attend(read, 0, qkv, cos, sin, view=view)
         if not copied:
             return attended, new, mass
         newest = lambda x: jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, T, axis=1))(x, at)

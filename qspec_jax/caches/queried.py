@@ -35,8 +35,8 @@ class QueriedCache(AppendedCache):
     def for_pass(self, views):
         return dataclasses.replace(self, cache=self.cache.for_pass(views))
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        attended, new, mass = self.cache.attend(layer, qkv, cos, sin, view=view, observe=observe)
+    def attend(self, layer, qkv, cos, sin, *, view):
+        attended, new, mass = self.cache.attend(layer, qkv, cos, sin, view=view)
         B, T, N, H = attended.shape
         q = rotate(qkv.reshape(B, T, -1, H)[:, :, :N], cos, sin)
         return attended, (new, self.of_queries(layer, q, new)), mass

@@ -168,16 +168,14 @@ class SpeCache(Cache):
     def tokens(self, layer, positions, batch_rows=None):
         return self._codes.tokens(layer, positions, batch_rows)
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe:
-            raise ValueError("a SpeCache cache cannot be observed: it does not give the attention mass of each group")
+    def attend(self, layer, qkv, cos, sin, *, view):
         old = self.layers[layer]
         q, buffer = rotate_and_append(qkv, cos, sin, old.codes.buffer, self.lengths.buffered)
         codes = dataclasses.replace(old.codes, buffer=buffer)
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + q.shape[1])
         fetched = old.fetched
         if not self.layers[0].codes.keys.tokens:
-            return decode_attention(q, codes, lengths, BOTH_PLANES), SpeCacheLayer(codes, old.store, fetched), None
+            return decode_attention(q, codes, lengths, BOTH_PLANES)[0], SpeCacheLayer(codes, old.store, fetched), None
         if self.settings.fetch == "now":
             fetched = self._chosen_by_first(q, codes, old, jnp.ones_like(self.missed))
         if self.settings.fetch == "checked":

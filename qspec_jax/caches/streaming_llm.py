@@ -69,8 +69,7 @@ class StreamingCache(EvictingCache):
     def fill(self, layer, keys, values, n):
         return FullLayer(*FullLayer(keys, values).read(self._positions(n)[:, None]))
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        self.check_not_observed(observe)
+    def attend(self, layer, qkv, cos, sin, *, view):
         held, n, T = self.layers[layer], self.lengths.total, qkv.shape[1]
         q, *new = split_and_rotate(qkv, cos, sin, kv_heads=held.keys.shape[1])
         reader = n[:, None] + jnp.arange(T)

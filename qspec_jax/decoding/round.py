@@ -187,7 +187,7 @@ def feed(target: Step, tokens: Int[Array, "B T"], cache: Cache, round: CurrentRo
     """The target's logits after these tokens, the first of which is the pending one; its cache with them; the masses that it observed."""
     positions = round.position[:, None] + jnp.arange(tokens.shape[1])
     if observe:
-        return target(tokens, positions, cache, observe=True)
+        return target.observed(tokens, positions, cache)
     return *target(tokens, positions, cache), ()
 
 

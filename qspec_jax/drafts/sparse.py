@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.formats.views import BOTH_PLANES, UPPER_PLANE, ListedGroups
+from pallas_kernels.formats.views import UPPER_PLANE, DenseView, ListedGroups
 from qspec_jax.caches.cache import Gives
 from qspec_jax.drafts.choosing import check_budget, check_fits, check_has_groups, parts_asked
 from qspec_jax.drafts.draft import Reads
@@ -66,7 +66,7 @@ class SparseDraft(SelfSpeculativeDraft):
         state = []
         for i, queries in enumerate(prompt.queries):
             on_device, state = prompt.cache.with_layer_on_device(i, after=state)
-            _, mass = decode_attention(queries, on_device.whole_layer(i), prompt.cache.lengths, BOTH_PLANES, observe=True)
+            _, mass = decode_attention(queries, on_device.whole_layer(i), prompt.cache.lengths, DenseView(2, observed=True))
             mass = self.step.model.sum_of_copies(mass)
             seen = jnp.where(real[:, None, :, None], jnp.nan_to_num(mass), 0).sum(2)
             state.append(newer + seen / real.sum(1)[:, None, None])

@@ -97,14 +97,14 @@ class EmulatedCache(Cache):
     def capacity(self):
         return self.layers[0].target.keys.shape[2]
 
-    def attend(self, layer, qkv, cos, sin, *, view, observe=False):
-        if observe or view not in (UPPER_PLANE, BOTH_PLANES):
-            raise ValueError("an emulated cache is read as a draft or as the target reads it, and observes nothing")
+    def attend(self, layer, qkv, cos, sin, *, view):
+        if view not in (UPPER_PLANE, BOTH_PLANES):
+            raise ValueError("an emulated cache is read as a draft or as the target reads it")
         old, total = self.layers[layer], self.lengths.total
         q, draft = rotate_and_append(qkv, cos, sin, old.draft, total)
         _, target = rotate_and_append(qkv, cos, sin, old.target, total)
         lengths = Lengths(jnp.zeros_like(total), total + q.shape[1])
-        attended = decode_attention(q, draft if view == UPPER_PLANE else target, lengths, FULL_PRECISION)
+        attended, _ = decode_attention(q, draft if view == UPPER_PLANE else target, lengths, FULL_PRECISION)
         return attended, EmulatedLayer(draft, target, old.group_size), None
 
     def fill(self, layer, keys, values, n):

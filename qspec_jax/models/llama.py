@@ -8,7 +8,7 @@ The cache decides how attention is done (qspec_jax/caches/cache.py); which imple
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,13 @@ MakeWeight = Callable[[str, tuple[int, ...]], Weight]
 class AttendingCache(Protocol):
     """What the model asks of a cache."""
 
+    observable: ClassVar[bool] = False  # whether passes can give the attention mass of each group
+
     def for_pass(self, views: tuple[Any | None, ...]) -> Self:
         """What one pass, which reads each layer through its view (None: not at all), attends to in the cache's place. It may begin with a
-        layer before that layer's turn."""
+        layer before that layer's turn. Raises ValueError where a view is observed and this cache is not `observable`."""
+        if not self.observable and any(view is not None and view.observed for view in views):
+            raise ValueError(f"a {type(self).__name__} has no groups whose attention could be observed; the cache int8 has")
         return self
 
     def attend(
@@ -46,10 +50,9 @@ class AttendingCache(Protocol):
         sin: Float[Array, "B T half"],
         *,
         view: Any,
-        observe: bool,
     ) -> tuple[Float[Array, "B T N H"], object, Array | None]:
         """Appends keys and values to a layer, after RoPE; returns what the queries read through the view, the layer's new entry, and the
-        attention mass of each group, [B, K, T, C] in float32, where it is to be observed."""
+        attention mass of each group, [B, K, T, C] in float32, or None where the view is not observed."""
         ...
 
     def advance(self, layers: tuple[object, ...], tokens: int) -> Self:
@@ -224,27 +227,38 @@ class Llama(nnx.Module):
         cache: AttendingCache,
         *,
         view: View | tuple[View, ...] = BOTH_PLANES,
-        observe: bool = False,
         lengths: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T V"], AttendingCache] | tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
+    ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         """Logits (at least float32) of T tokens per row and the cache T tokens longer.
 
-        view: what is read of the cache, one view for all layers or one for each (see `pallas_kernels.formats.views`); by default what the
-        target reads. observe: also returns the attention mass of each group, for each layer [B, K, T, C] in float32. lengths: see rope.py;
-        by default position + 1.
+        Args:
+            view: what is read of the cache, one view for all layers or one for each (see `pallas_kernels.formats.views`); by default what
+                the target reads.
+            lengths: see rope.py; by default position + 1.
         """
+        return self.with_masses(tokens, positions, cache, view=view, lengths=lengths)[:2]
+
+    def with_masses(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: AttendingCache,
+        *,
+        view: View | tuple[View, ...],
+        lengths: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"] | None, ...]]:
+        """What a call returns, and of each layer whose view is observed the attention mass of each group, in float32."""
         x = self.embed(tokens)
         cos, sin = self.cos_sin(positions, positions + 1 if lengths is None else lengths)
         y = self.layers[0].qkv(self.layers[0].input_norm(x))
         views = view if isinstance(view, tuple) else (view,) * len(self.layers)
         layers, masses, carry, reading = [], [], None, cache.for_pass(views)
         for i, (block, following) in enumerate(zip(self.layers, [*self.layers[1:], None])):
-            attended, layer, mass = reading.attend(i, y, *self.angles_of(i, cos, sin), view=views[i], observe=observe)
+            attended, layer, mass = reading.attend(i, y, *self.angles_of(i, cos, sin), view=views[i])
             x, y, carry = block.until(following, x, attended, carry)
             layers.append(layer)
             masses.append(None if mass is None else self.sum_of_copies(mass))
-        out = self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1])
-        return (*out, tuple(masses)) if observe else out
+        return self.logits(x, y), cache.advance(tuple(layers), tokens.shape[1]), tuple(masses)
 
     @property
     def checkpoint_config(self) -> LlamaConfig:

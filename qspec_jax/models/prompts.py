@@ -53,7 +53,7 @@ def attend_prompt(q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Flo
 
     def attend(q, end):
         lengths = Lengths(jnp.zeros_like(end[:, -1]), end[:, -1])
-        return decode_attention(q, everything, lengths, FULL_PRECISION, implementation="reference")
+        return decode_attention(q, everything, lengths, FULL_PRECISION, implementation="reference")[0]
 
     return replaced(attend, q, ends, parts=equal_parts(q.shape[1], CHUNK_QUERIES))
 

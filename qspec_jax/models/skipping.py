@@ -96,9 +96,16 @@ class Deferred:
 DEFERRED = Deferred()
 
 
+class _NoTarget(ViewedModel):
+    """A model that reads its cache through a view and is no target, which skips nothing."""
+
+    def observed(self, tokens, positions, cache):
+        raise ValueError("a model that skips layers is no target")
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class SkippingModel(ViewedModel):
+class SkippingModel(_NoTarget):
     """A model that reads its cache through a view, but for what is skipped."""
 
     skipped: Skipped
@@ -112,17 +119,14 @@ class SkippingModel(ViewedModel):
         (tree, skipped), (leaves, view) = aux, children
         return cls(jax.tree.unflatten(tree, leaves), view, skipped)
 
-    def __call__(self, tokens, positions, cache, *, observe: bool = False):
-        """See `Step`. It observes nothing, for a target skips nothing."""
-        if observe:
-            raise ValueError("a model that skips layers is no target")
+    def __call__(self, tokens, positions, cache):
         model, skipped, layers = self.model, self.skipped, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
         kept = [i for i in range(len(layers)) if i not in skipped.attention & skipped.mlp]
         # Between two attentions one kernel does all, where nothing is skipped there. qkv: what it made for the next; added: what the last
         # MLP adds to x.
         qkv = added = carry = None
-        views = self.view if isinstance(self.view, tuple) else (self.view,) * len(layers)
+        views = self.views
         reading = cache.for_pass(tuple(None if i in skipped.attention else view for i, view in enumerate(views)))
         for i, following in zip(kept, [*kept[1:], None]):
             block = model.layers[i]
@@ -130,7 +134,7 @@ class SkippingModel(ViewedModel):
                 x += block.down_proj(block.mlp_hidden(block.post_attention_norm(x)))
                 continue
             qkv = block.qkv(block.input_norm(x)) if qkv is None else qkv
-            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i], observe=False)
+            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i])
             qkv = None
             if i in skipped.mlp:
                 x, carry = block.add_attention(x, attended)[0], None
@@ -144,7 +148,7 @@ class SkippingModel(ViewedModel):
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class GatedModel(ViewedModel):
+class GatedModel(_NoTarget):
     """A model that leaves out the attention of the layers for which keep[layer, 0] is False, and the MLP of those for which keep[layer, 1]
     is. What is left out is computed all the same, so that one program serves whatever is kept; the logits are those of `SkippingModel`."""
 
@@ -159,17 +163,14 @@ class GatedModel(ViewedModel):
         leaves, view, keep = children
         return cls(jax.tree.unflatten(tree, leaves), view, keep)
 
-    def __call__(self, tokens, positions, cache, *, observe: bool = False):
-        """See `Step`. It observes nothing."""
-        if observe:
-            raise ValueError("a model that skips layers is no target")
+    def __call__(self, tokens, positions, cache):
         model, layers = self.model, list(cache.layers)
         x, (cos, sin) = model.embed(tokens), model.cos_sin(positions, positions + 1)
-        views = self.view if isinstance(self.view, tuple) else (self.view,) * len(layers)
+        views = self.views
         reading = cache.for_pass(views)
         for i, block in enumerate(model.layers):
             qkv = block.qkv(block.input_norm(x))
-            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i], observe=False)
+            attended, layers[i], _ = reading.attend(i, qkv, *model.angles_of(i, cos, sin), view=views[i])
             x = jnp.where(self.keep[i, 0], block.add_attention(x, attended)[0], x)
             x = jnp.where(self.keep[i, 1], x + block.down_proj(block.mlp_hidden(block.post_attention_norm(x))), x)
         return model.logits(x), cache.advance(tuple(layers), tokens.shape[1])

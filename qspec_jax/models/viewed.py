@@ -19,7 +19,7 @@ class Step(Protocol):
     ) -> tuple[Float[Array, "B T V"], AttendingCache]:
         """Logits of T tokens per row and the cache T tokens longer.
 
-        As the target of a draft that observes, it must also accept `observe=True`, and then return the masses too, as `Llama` does.
+        The target of a draft that observes must also have a method `observed`, as `ViewedModel` has.
         """
         ...
 
@@ -49,5 +49,17 @@ class ViewedModel:
         leaves, view = children
         return cls(jax.tree.unflatten(tree, leaves), view)
 
-    def __call__(self, tokens, positions, cache, *, observe: bool = False):
-        return self.model(tokens, positions, cache, view=self.view, observe=observe)
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The view of each layer."""
+        return self.view if isinstance(self.view, tuple) else (self.view,) * len(self.model.layers)
+
+    def __call__(self, tokens, positions, cache):
+        return self.model(tokens, positions, cache, view=self.view)
+
+    def observed(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: AttendingCache
+    ) -> tuple[Float[Array, "B T V"], AttendingCache, tuple[Float[Array, "B K T C"], ...]]:
+        """What a call returns, and of each layer the attention mass of each group, [B, K, T, C] in float32."""
+        views = tuple(dataclasses.replace(view, observed=True) for view in self.views)
+        return self.model.with_masses(tokens, positions, cache, view=views)

@@ -72,7 +72,7 @@ class CausalAttention(AttendingCache):
 
     kv_heads: int
 
-    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view: Any, observe: bool) -> tuple[Array, None, None]:
+    def attend(self, layer: int, qkv: Array, cos: Array, sin: Array, *, view: Any) -> tuple[Array, None, None]:
         q, k, v = split_and_rotate(qkv, cos, sin, kv_heads=self.kv_heads)
         fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla"), None, None
