@@ -18,7 +18,7 @@ def unsupported(qkv: Array, cos: Array, sin: Array, layer: HierarchicalLayer | F
         return "reads groups, and not yet tokens with a scale each"
     q = _queries(qkv, layer)
     reason = attention.unsupported(q, layer, lengths, view)
-    if reason := reason or rope_append.unsupported(qkv, cos, sin, _buffer(layer), lengths.buffered):
+    if reason := reason or rope_append.unsupported(qkv, cos, sin, layer.buffer, lengths.buffered):
         return reason
     apart, together = (attention.plan_for(q, layer, view, appends=appends) for appends in (False, True))
     if dataclasses.replace(together, appends=False) != apart or together.slots < apart.slots:
@@ -40,15 +40,10 @@ def append_and_attend(
     plan = attention.plan_for(_queries(qkv, layer), layer, view, appends=True, config=config)
     angles = cos.astype(qkv.dtype), sin.astype(qkv.dtype)
     attended, mass, buffer = attention.run(plan, qkv, lengths, layer, view if plan.list_width else None, angles)
-    new = buffer if isinstance(layer, FullLayer) else dataclasses.replace(layer, buffer=buffer)
-    return attended, new, mass if view.observed else None
-
-
-def _buffer(layer: HierarchicalLayer | FullLayer) -> FullLayer:
-    return layer if isinstance(layer, FullLayer) else layer.buffer
+    return attended, layer.with_buffer(buffer), mass if view.observed else None
 
 
 def _queries(qkv: Array, layer: HierarchicalLayer | FullLayer) -> jax.ShapeDtypeStruct:
     """The queries after RoPE, as attention takes them."""
-    _, K, _, H = _buffer(layer).keys.shape
+    _, K, _, H = layer.buffer.keys.shape
     return jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // H - 2 * K, H), qkv.dtype)

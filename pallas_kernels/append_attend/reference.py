@@ -20,9 +20,8 @@ def append_and_attend(
     view: View,
 ) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`."""
-    full = isinstance(layer, FullLayer)
-    q, buffer = rotate_and_append(qkv, cos, sin, layer if full else layer.buffer, lengths.buffered)
-    new = buffer if full else dataclasses.replace(layer, buffer=buffer)
+    q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer, lengths.buffered)
+    new = layer.with_buffer(buffer)
     longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
     attended, mass = decode_attention(q, new, longer, view)
     return attended, new, mass

@@ -58,11 +58,10 @@ def plan_for(
 ) -> Plan:
     """The kernel for these shapes. Raises ValueError for a configuration that cannot work."""
     B, T, N, H = q.shape
-    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
-    K = buffer.keys.shape[1]
+    K, buffer_rows = layer.buffer.keys.shape[1:3]
     R = T * (N // K)
     list_width = view.groups.shape[2] if isinstance(view, ListedGroups) else None
-    quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
+    quantized = layer.groups > 0
     shapes = functools.partial(
         Plan,
         batch=B,
@@ -71,8 +70,8 @@ def plan_for(
         heads_per_kv_head=N // K,
         head_dim=H,
         group_size=layer.group_size if quantized else 0,
-        groups=layer.groups if quantized else 0,
-        buffer_rows=buffer.keys.shape[2],
+        groups=layer.groups,
+        buffer_rows=buffer_rows,
         planes=view.planes if quantized else None,
         list_width=list_width if quantized else None,
         observe=view.observed and quantized,
@@ -111,7 +110,7 @@ def run(
     """
     from pallas_kernels.attention import mosaic_blocks
 
-    buffer = layer.buffer if isinstance(layer, HierarchicalLayer) else layer
+    buffer = layer.buffer
     # What says how much there is to read in each row.
     sizes = {"quantized": lengths.quantized, "buffered": lengths.buffered}
     if lists is not None:

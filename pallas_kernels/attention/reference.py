@@ -31,14 +31,12 @@ def decode_attention(
     view: View,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`."""
-    B, T, N, H = q.shape
-    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
-    K = buffer.keys.shape[1]
+    (B, T, N, H), K = q.shape, layer.buffer.keys.shape[1]
     rows = _rows(q, K)
-    partial, by_group = _full(rows, buffer, lengths.buffered, T), None
+    partial, by_group = _full(rows, layer.buffer, lengths.buffered, T), None
     if isinstance(layer, TokenCodesLayer):
         partial = _merge(partial, _coded(rows, layer, lengths.quantized))
-    if isinstance(layer, HierarchicalLayer) and layer.groups > 0:
+    if layer.groups > 0:
         chosen = None if isinstance(view, DenseView | ListedGroups) else _chosen(rows, layer, lengths.quantized, view, partial, T)
         load = _groups(rows, layer, lengths.quantized, view, chosen)
         partial = _merge(partial, _attend(rows, *load))

@@ -13,11 +13,8 @@ GROUP_SIZES = (64, 128)
 
 def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
     """Why no GPU kernel takes these arguments, or None. They read memory by its bytes: every dtype counts."""
-    arrays = [q]
-    if isinstance(layer, FullLayer):
-        arrays += [layer.keys, layer.values]
-    else:
-        arrays += [layer.buffer.keys, layer.buffer.values]
+    arrays = [q, layer.buffer.keys, layer.buffer.values]
+    if isinstance(layer, HierarchicalLayer):
         arrays += [x for planes in (layer.keys, layer.values) for x in (planes.scale, planes.zero)]
     if isinstance(view, ChosenTokens | LargestMass):
         return "reads all tokens of a group, and chooses none"
@@ -25,7 +22,7 @@ def unsupported(q: Array, layer: HierarchicalLayer | FullLayer, lengths: Lengths
         return reason
     if isinstance(view, ListedGroups) and {view.groups.dtype, view.count.dtype} != {jnp.dtype(jnp.int32)}:
         return f"needs lists and counts of groups in int32, not {view.groups.dtype} and {view.count.dtype}"
-    if isinstance(layer, HierarchicalLayer) and layer.groups and layer.group_size not in GROUP_SIZES:
+    if layer.groups and layer.group_size not in GROUP_SIZES:
         return f"supports groups of 64 and 128 tokens, not {layer.group_size}"
     return None
 

@@ -67,8 +67,7 @@ def decode_attention(
 
     problem = _Problem.of(q, layer, view)
     B, T, N, H = q.shape
-    buffer = layer if isinstance(layer, FullLayer) else layer.buffer
-    K, capacity = buffer.keys.shape[1:3]
+    K, capacity = layer.buffer.keys.shape[1:3]
     rows = T * (N // K)
     # Without any, q stands for what is not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
@@ -87,8 +86,8 @@ def decode_attention(
         *lists,
         layer.pages if paged else q,
         *quantized,
-        buffer.keys,
-        buffer.values,
+        layer.buffer.keys,
+        layer.buffer.values,
         kernel=triton_kernel.attend,
         name=f"decode_attention_{f'int{4 * problem.planes}' if problem.planes else 'full'}" + "_listed" * bool(problem.list_width),
         out_shape=(jax.ShapeDtypeStruct((*partial.shape, H), jnp.float32), partial, partial),
@@ -134,8 +133,7 @@ class _Problem:
     @classmethod
     def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> "_Problem":
         B, T, N, H = q.shape
-        quantized = isinstance(layer, HierarchicalLayer) and layer.groups > 0
-        K = (layer if isinstance(layer, FullLayer) else layer.buffer).keys.shape[1]
+        quantized, K = layer.groups > 0, layer.buffer.keys.shape[1]
         rows = T * (N // K)
         in_block = block_rows(rows, H)
         programs = B * K * math.ceil(rows / in_block)

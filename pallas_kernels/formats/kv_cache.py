@@ -6,6 +6,9 @@ runs and never shuffles.
 
 Source: QuantSpec (arXiv 2502.10424), section 4.2 and appendix, for the hierarchical format."""
 
+import dataclasses
+from typing import ClassVar, Self
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +33,10 @@ class Lengths:
 
 @pytree()
 class FullLayer:
-    """Keys (after RoPE) and values in full precision, [B, K, S, H] each: a plain cache, or the buffer of recent tokens."""
+    """Keys (after RoPE) and values in full precision, [B, K, S, H] each: a plain cache, which is its own buffer, or the buffer of recent
+    tokens."""
+
+    groups: ClassVar[int] = 0
 
     keys: Float[Array, "B K S H"]
     values: Float[Array, "B K S H"]
@@ -40,6 +46,13 @@ class FullLayer:
         # Two arrays, never one object twice: a donated buffer may be given away once only.
         shape = (batch, kv_heads, rows, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    @property
+    def buffer(self) -> "FullLayer":
+        return self
+
+    def with_buffer(self, buffer: "FullLayer") -> "FullLayer":
+        return buffer
 
     def append(self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], offset: Int[Array, "B"]) -> "FullLayer":
         """Writes T tokens at row `offset[b]` of each batch row; the caller sees to it that offset + T <= S."""
@@ -100,6 +113,9 @@ class HierarchicalLayer:
             planes((head_dim, group_size // 2), (group_size,)),
             FullLayer.zeros(batch, kv_heads, buffer_rows, head_dim, dtype),
         )
+
+    def with_buffer(self, buffer: FullLayer) -> Self:
+        return dataclasses.replace(self, buffer=buffer)
 
     @property
     def group_size(self) -> int:

@@ -6,11 +6,12 @@
 * `TokenCodesLayer`: tokens in codes, `TokenCodes` or those of 1 or 2 bits of `LowBits`, and a full-precision buffer.
 """
 
-from typing import Self
+import dataclasses
+from typing import ClassVar, Self
 
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer
 from pallas_kernels.formats.low_bits import LowBits
 from pallas_kernels.formats.pytree import pytree
 from pallas_kernels.formats.quantization import dequantize, quantize
@@ -62,6 +63,15 @@ class TokenCodesLayer:
     """One layer's cache: the first `lengths.quantized` tokens of a row in 8 bits, or in fewer, and a full-precision buffer for what is
     appended."""
 
+    groups: ClassVar[int] = 0  # tokens are quantized, and no groups
+
     keys: TokenCodes | LowBits
     values: TokenCodes | LowBits
     buffer: FullLayer
+
+    def with_buffer(self, buffer: FullLayer) -> Self:
+        return dataclasses.replace(self, buffer=buffer)
+
+
+# A layer's cache in any format: each has a `buffer`, which `with_buffer` replaces, and `groups`, the number that it has room for.
+Layer = HierarchicalLayer | TokenCodesLayer | FullLayer

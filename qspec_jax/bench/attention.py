@@ -224,14 +224,14 @@ def time_appended(function: Callable, shape: AttentionShape, *, repeats: int) ->
     lengths = _without(problems[0][2], shape.tokens)
 
     def call(qkv, buffer, cos, sin, layer, view):
-        attended, new, mass = function(qkv, cos, sin, _with_buffer(layer, buffer), lengths, view)
-        return (attended, mass), _buffer(new)
+        attended, new, mass = function(qkv, cos, sin, buffer if layer is None else layer.with_buffer(buffer), lengths, view)
+        return (attended, mass), new.buffer
 
     qkv, *angles = random_projections(shape, 0)
     kept, inputs = [], []
     for _, layer, _, view in problems:
-        kept.append(jax.tree.map(jnp.copy, _buffer(layer)))
-        inputs.append((*angles, _with_buffer(layer, None), view))
+        kept.append(jax.tree.map(jnp.copy, layer.buffer))
+        inputs.append((*angles, layer.with_buffer(None), view))
     return time_in_place(call, qkv, kept, inputs, repeats=repeats, size=bytes_read(shape))
 
 
@@ -240,17 +240,8 @@ def appended_error(function: Callable, shape: AttentionShape) -> float:
     qkv, cos, sin = random_projections(shape, 0)
     _, layer, lengths, view = _problem(shape, 0)
     attended, *_ = jax.jit(function)(qkv, cos, sin, layer, _without(lengths, shape.tokens), view)
-    q, buffer = rotate_and_append(qkv, cos, sin, _buffer(layer), _without(lengths, shape.tokens).buffered, implementation="reference")
-    return _relative_error(attended, q, _with_buffer(layer, buffer), lengths, view)
-
-
-def _buffer(layer: HierarchicalLayer | FullLayer) -> FullLayer:
-    return layer if isinstance(layer, FullLayer) else layer.buffer
-
-
-def _with_buffer(layer: HierarchicalLayer | FullLayer | None, buffer: FullLayer | None) -> HierarchicalLayer | FullLayer | None:
-    """The layer with that buffer, of which a layer in full precision has nothing else."""
-    return dataclasses.replace(layer, buffer=buffer) if isinstance(layer, HierarchicalLayer) else buffer
+    q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer, _without(lengths, shape.tokens).buffered, implementation="reference")
+    return _relative_error(attended, q, layer.with_buffer(buffer), lengths, view)
 
 
 def _without(lengths: Lengths, tokens: int) -> Lengths:

@@ -104,7 +104,7 @@ class KiviCache(Cache):
         buffer = FullLayer(rows_from(keys, start, rows), rows_from(values, start, rows))
         whole = min(old.keys.tokens, self.schedule.groups(keys.shape[2]) * self.settings.residual)
         if whole == 0:
-            return dataclasses.replace(old, buffer=buffer)
+            return old.with_buffer(buffer)
         write = lambda held, new: lax.dynamic_update_slice_in_dim(held, new, 0, axis=2)
         encoded = lambda held, x: by_heads(lambda x: self._encoded(held, x[:, :, :whole]), x)
         put = lambda held, x: jax.tree.map(write, held, encoded(held, x))

@@ -83,7 +83,7 @@ class OffloadedCache(StreamedCache, HierarchicalCache):
         if in_host(read.keys.lower):  # a pass that reads the upper plane alone gets it in place of the lower one too
             read = _with_arrays(read, ({"lower": read.keys.upper}, {"lower": read.values.upper}))
         attended, new, mass = append_and_attend(qkv, cos, sin, read, self.lengths, view)
-        return attended, dataclasses.replace(held, buffer=new.buffer), mass
+        return attended, held.with_buffer(new.buffer), mass
 
     def flushed_layers(self, due):
         if self.groups == 0:

@@ -171,7 +171,7 @@ class SpeCache(Cache):
     def attend(self, layer, qkv, cos, sin, *, view):
         old = self.layers[layer]
         q, buffer = rotate_and_append(qkv, cos, sin, old.codes.buffer, self.lengths.buffered)
-        codes = dataclasses.replace(old.codes, buffer=buffer)
+        codes = old.codes.with_buffer(buffer)
         lengths = Lengths(self.lengths.quantized, self.lengths.buffered + q.shape[1])
         fetched = old.fetched
         if not self.layers[0].codes.keys.tokens:
