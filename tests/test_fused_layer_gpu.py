@@ -18,11 +18,14 @@ from matmul_problems import random_weight
 from pallas_kernels import dispatch
 from pallas_kernels.formats.weights import Int4Weight, Int8Weight, dequantize_weight
 from pallas_kernels.fused_layer import between_attentions, mosaic_gpu
+from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange, ptx
 from pallas_kernels.matmul import linear, mosaic_plan
 from pallas_kernels.norm import add_rms_norm
 
 EPS = 1e-5
+# Those of what `problem` returns.
+arguments = functools.partial(LayerArguments, handoff=None, eps=EPS, biases={}, axis=None)
 fused = functools.partial(between_attentions, eps=EPS, implementation="mosaic_gpu")
 run = jax.jit(lambda *args: fused(*args)[:2])
 
@@ -82,7 +85,7 @@ def relative_error(a: jax.Array, b: jax.Array) -> float:
 def test_equals_float32_and_the_same_bits_twice(shape, rows):
     for outliers in (False, True):
         args = problem(*shape, rows, outliers)
-        reason = mosaic_gpu.unsupported(*args, eps=EPS)
+        reason = mosaic_gpu.unsupported(arguments(*args))
         if rows > SHAPES[shape]:
             assert "no place" in reason
             return
@@ -100,7 +103,7 @@ def test_equals_float32_and_the_same_bits_twice(shape, rows):
 def problem_here(*args) -> list:
     """`problem`; skips the test where this machine cannot run the kernel."""
     found = problem(*args)
-    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(*found, eps=EPS))
+    skip_or_fail("mosaic_gpu", mosaic_gpu.unsupported(arguments(*found)))
     return found
 
 
@@ -300,10 +303,10 @@ def test_plans_fit(shape, rows):
 def test_takes_no_other_arguments(monkeypatch, change, reason):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     args = problem(256, 256, 256, (512,), 1)
-    assert mosaic_gpu.unsupported(*args, eps=EPS) is None
+    assert mosaic_gpu.unsupported(arguments(*args)) is None
     for place, value in change.items():
         args[place] = value
-    assert reason in mosaic_gpu.unsupported(*args, eps=EPS)
+    assert reason in mosaic_gpu.unsupported(arguments(*args))
 
 
 def test_which_devices_it_adds_up_over(monkeypatch):
@@ -318,7 +321,7 @@ def test_which_devices_it_adds_up_over(monkeypatch):
     def reason(*devices, axis_size: int) -> str | None:
         monkeypatch.setattr(mosaic_gpu, "num_devices_of", lambda axis: axis_size)
         with dispatch.on(*devices):
-            return mosaic_gpu.unsupported(*args, eps=EPS, axis="model")
+            return mosaic_gpu.unsupported(arguments(*args, axis="model"))
 
     assert reason(one, axis_size=1) is None and reason(one, two, axis_size=2) is None
     assert "is traced for 1" in reason(one, axis_size=2)
@@ -339,8 +342,8 @@ def test_takes_no_biases(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "no_mosaic_gpu", lambda: None)
     args = problem(256, 256, 256, (512,), 1)
     bias = jnp.zeros(256, jnp.bfloat16)
-    assert mosaic_gpu.unsupported(*args, eps=EPS, biases={}) is None
-    assert "adds no biases, and there are some of down" in mosaic_gpu.unsupported(*args, eps=EPS, biases={"down": bias})
+    assert mosaic_gpu.unsupported(arguments(*args, biases={})) is None
+    assert "adds no biases, and there are some of down" in mosaic_gpu.unsupported(arguments(*args, biases={"down": bias}))
     with pytest.raises(ValueError, match="biases of q, should be of some of o, gate, up, down"):
         between_attentions(*args, eps=EPS, biases={"q": bias})
 

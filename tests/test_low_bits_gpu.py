@@ -12,6 +12,7 @@ from runs import random_model
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import decode_attention, mosaic_low_bits, reference
+from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.partials import merged
 from pallas_kernels.formats.kv_cache import FullLayer, Lengths
 from pallas_kernels.formats.low_bits import LowBits
@@ -77,7 +78,7 @@ def test_equals_float32(bits, T, heads, kv_heads, head_dim, group, outliers):
 @jax.jit
 def exactly(q: Array, layer: TokenCodesLayer, lengths: Lengths) -> Array:
     """What the reference reads, in float32."""
-    return reference.decode_attention(WIDE(q), WIDE(layer), lengths, BOTH_PLANES)[0]
+    return reference.decode_attention(AttentionArguments(WIDE(q), WIDE(layer), lengths, BOTH_PLANES))[0]
 
 
 @jax.jit
@@ -100,7 +101,8 @@ def _attended(q: Array, held: list[Array], layer: TokenCodesLayer, lengths: Leng
     token, quantized = jnp.arange(size + rows), lengths.quantized[:, None]
     at = jnp.where(token < quantized, token, token - quantized + size)
     layer = FullLayer(*(jnp.take_along_axis(x, at[:, None, :, None], 2, mode="clip") for x in joined))
-    return reference.decode_attention(WIDE(q), layer, Lengths(jnp.zeros_like(lengths.quantized), lengths.total), FULL_PRECISION)[0]
+    lengths = Lengths(jnp.zeros_like(lengths.quantized), lengths.total)
+    return reference.decode_attention(AttentionArguments(WIDE(q), layer, lengths, FULL_PRECISION))[0]
 
 
 def attend_replaced(

@@ -150,7 +150,7 @@ def test_a_handoff_buffer_that_is_too_small_is_not_used(monkeypatch):
     )
     for size in (None, 8, 288, 1024):
         handoff = None if size is None else jnp.zeros(size, jnp.uint32)
-        fused_layer.between_attentions(*problem, handoff, eps=1e-5)
+        fused_layer.between_attentions(test_fused_layer_gpu.arguments(*problem, handoff=handoff))
         plan, used = plans.pop()
         assert plan.handoff_words == 288
         if size is not None and size >= 288:

@@ -32,6 +32,7 @@ import pallas_kernels.replaced_attention.mosaic_gpu as replaced_attention
 import pallas_kernels.rope_append.mosaic_gpu as rope_append
 from pallas_kernels.attention import mosaic_low_bits_plan, mosaic_plan
 from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.mosaic_plan import Config
 from pallas_kernels.attention.mosaic_stream import Pipeline
 from pallas_kernels.formats.kv_cache import HierarchicalLayer, Lengths
@@ -44,7 +45,9 @@ from pallas_kernels.matmul.mosaic_plan import Plan, Stage
 from pallas_kernels.matmul.mosaic_wide_plan import PARAMETER_GROUPS, PARAMETER_SLOTS
 from pallas_kernels.matmul.mosaic_wide_plan import Config as WideConfig
 from pallas_kernels.matmul.mosaic_wide_plan import Plan as WidePlan
+from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 from pallas_kernels.rope_append import reference as rope_append_reference
+from pallas_kernels.rope_append.arguments import RopeAppendArguments
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +172,7 @@ def test_attention_leaves_multiprocessors_to_fetching(monkeypatch):
     with pytest.raises(InterruptedError):
         low_bits.decode_attention(q, layer, lengths)
     with pytest.raises(InterruptedError):
-        replaced_attention.attend_and_choose(q, layer, lengths, none, 16)
+        replaced_attention.attend_and_choose(ReplacedArguments(q, layer, lengths, none, 16))
     alone, beside = (132 * plan.splits // plan.warps for plan in plans)
     assert alone == 132 and beside / 128 / -(-beside // 128) > 0.9
 
@@ -415,7 +418,7 @@ def test_rope_append(batch, tokens, heads, kv_heads, head_dim, offset):
     cos, sin = (x.astype(jnp.bfloat16) for x in (cos, sin))
     q, new = at_once(rope_append.run)(qkv, cos, sin, buffer, offset)
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    expected = jax.jit(rope_append_reference.rotate_and_append)(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0))
+    expected = jax.jit(rope_append_reference.rotate_and_append)(RopeAppendArguments(*wide((qkv, cos, sin, buffer)), jnp.maximum(offset, 0)))
     for ours, theirs in zip(jax.tree.leaves((q, new)), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs), rtol=2**-8, atol=2**-8)
 
@@ -436,14 +439,13 @@ def attention_problem(case: Case, data: str) -> tuple[jax.Array, HierarchicalLay
 
 def attend(q, layer, lengths, view, config):
     """The simulated kernel's output and attention mass."""
-    plan = attention.plan_for(q, layer, view, config=config)
+    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), config=config)
     return at_once(attention.run)(plan, q, lengths, layer, view if isinstance(view, ListedGroups) else None)[:2]
 
 
 def exactly(q, layer, lengths, view):
     """The same in float32, by the reference."""
-    attended = jax.jit(functools.partial(attention_reference.decode_attention, view=view))
-    return attended(*test_low_bits_gpu.WIDE((q, layer)), lengths)
+    return jax.jit(attention_reference.decode_attention)(AttentionArguments(*test_low_bits_gpu.WIDE((q, layer)), lengths, view))
 
 
 def assert_close(out: jax.Array, expected: jax.Array) -> None:
@@ -507,7 +509,7 @@ def test_append_and_attend_is_the_one_after_the_other(case, config, planes, buff
         layer, lengths = layer.buffer, dataclasses.replace(lengths, quantized=jnp.zeros_like(lengths.quantized))
     old = layer if planes is None else layer.buffer
     q, buffer = at_once(rope_append.run)(qkv, cos, sin, old, lengths.buffered)
-    plan = attention.plan_for(q, layer, view, appends=True, config=config)
+    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), appends=True, config=config)
     lists = view if planes == 1 else None
     out, _, appended = at_once(attention.run)(plan, qkv, lengths, layer, lists, (cos, sin))
     for ours, theirs in zip(jax.tree.leaves(appended), jax.tree.leaves(buffer)):
@@ -544,7 +546,7 @@ def test_a_list_is_kept_by_the_lanes_where_it_is_short(monkeypatch):
     case = Case(1, 1, 1, 64, group_size=64, capacity=36, groups=(36, 34))
     q, layer, lengths = attention_problem(case, "gaussian")
     view, config = random_lists(case), Config(2, warpgroups=2)
-    plan = attention.plan_for(q, layer, view, config=config)
+    plan = attention.plan_for(AttentionArguments(q, layer, lengths, view), config=config)
     assert plan.list_words == 2 and int(view.count.max()) > 33
     kept, _ = attend(q, layer, lengths, view, config)
     assert_close(kept, exactly(q, layer, lengths, view)[0])

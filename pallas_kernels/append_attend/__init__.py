@@ -2,10 +2,11 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.append_attend.arguments import AppendAttendArguments
 from pallas_kernels.attention import check
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.kv_cache import Lengths
+from pallas_kernels.formats.token_codes import Layer
 from pallas_kernels.formats.views import View
 
 
@@ -13,12 +14,12 @@ def append_and_attend(
     qkv: Float[Array, "B T channels"],
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
-    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
+    layer: Layer,
     lengths: Lengths,
     view: View,
     *,
     implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
+) -> tuple[Float[Array, "B T N H"], Layer, Float[Array, "B K T C"] | None]:
     """What `rotate_and_append` does at row `lengths.buffered`, and then `decode_attention`, in which the T new tokens are counted.
 
     Returns what was attended to, the layer with the new tokens in its buffer, and the attention mass where it is observed, else None.
@@ -30,5 +31,5 @@ def append_and_attend(
     the arguments.
     """
     check(layer, view)
-    args = qkv, cos, sin, layer, lengths, view
-    return choose("append_attend", implementation, *args, slow_reference=False).append_and_attend(*args)
+    args = AppendAttendArguments(qkv, cos, sin, layer, lengths, view)
+    return choose("append_attend", implementation, args, slow_reference=False).append_and_attend(args)

@@ -4,24 +4,16 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.append_attend.arguments import AppendAttendArguments
 from pallas_kernels.attention import decode_attention
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import View
+from pallas_kernels.formats.token_codes import Layer
 from pallas_kernels.rope_append import rotate_and_append
 
 
-def append_and_attend(
-    qkv: Float[Array, "B T channels"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
-    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
-    lengths: Lengths,
-    view: View,
-) -> tuple[Float[Array, "B T N H"], HierarchicalLayer | TokenCodesLayer | FullLayer, Float[Array, "B K T C"] | None]:
+def append_and_attend(args: AppendAttendArguments) -> tuple[Float[Array, "B T N H"], Layer, Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.append_attend.append_and_attend`."""
-    q, buffer = rotate_and_append(qkv, cos, sin, layer.buffer, lengths.buffered)
-    new = layer.with_buffer(buffer)
-    longer = dataclasses.replace(lengths, buffered=lengths.buffered + qkv.shape[1])
-    attended, mass = decode_attention(q, new, longer, view)
+    q, buffer = rotate_and_append(*args.of_append)
+    new = args.layer.with_buffer(buffer)
+    longer = dataclasses.replace(args.lengths, buffered=args.lengths.buffered + args.qkv.shape[1])
+    attended, mass = decode_attention(q, new, longer, args.view)
     return attended, new, mass

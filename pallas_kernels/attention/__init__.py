@@ -2,15 +2,16 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
-from pallas_kernels.formats.token_codes import TokenCodesLayer
+from pallas_kernels.formats.token_codes import Layer, TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups, View
 
 
 def decode_attention(
     q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | TokenCodesLayer | FullLayer,
+    layer: Layer,
     lengths: Lengths,
     view: View,
     *,
@@ -30,11 +31,11 @@ def decode_attention(
     the layer has no groups of its own, and where the implementation asked for does not support the device or the shapes.
     """
     check(layer, view)
-    args = q, layer, lengths, view
-    return choose("attention", implementation, *args).decode_attention(*args)
+    args = AttentionArguments(q, layer, lengths, view)
+    return choose("attention", implementation, args).decode_attention(args)
 
 
-def check(layer: HierarchicalLayer | TokenCodesLayer | FullLayer, view: View) -> None:
+def check(layer: Layer, view: View) -> None:
     """Raises ValueError where a view does not fit a layer, or cannot be observed; see `decode_attention`."""
     planes = {FullLayer: (None,), TokenCodesLayer: (2,), HierarchicalLayer: (1, 2)}[type(layer)]
     if view.planes not in planes:

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import support
+from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.attention.partials import block_rows, merged
 from pallas_kernels.dispatch import multiprocessors, no_triton, shared_memory
-from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.formats.views import ListedGroups, View
+from pallas_kernels.formats.views import ListedGroups
 
 KERNEL = "attention.triton"
 WAVES = 64  # most programs for each multiprocessor, and most stages of a loop: more only cost memory
@@ -41,31 +41,24 @@ class Config:
             raise ValueError(f"num_stages is {self.num_stages}, should be at most {MOST_STAGES}")
 
 
-def unsupported(q: Array, layer: HierarchicalLayer | TokenCodesLayer | FullLayer, lengths: Lengths, view: View) -> str | None:
+def unsupported(args: AttentionArguments) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
     if reason := no_triton():
         return reason
-    if isinstance(layer, TokenCodesLayer):
+    if isinstance(args.layer, TokenCodesLayer):
         return "reads groups of tokens, not tokens in KIVI's format or with a scale each"
-    if reason := support.unsupported(q, layer, lengths, view):
+    if reason := support.unsupported(args):
         return reason
-    return "does not yet say what it observes" if view.observed else None
+    return "does not yet say what it observes" if args.view.observed else None
 
 
-def decode_attention(
-    q: Float[Array, "B T N H"],
-    layer: HierarchicalLayer | FullLayer,
-    lengths: Lengths,
-    view: View,
-    *,
-    config: Config | None = None,
-) -> tuple[Float[Array, "B T N H"], None]:
+def decode_attention(args: AttentionArguments, *, config: Config | None = None) -> tuple[Float[Array, "B T N H"], None]:
     """See `pallas_kernels.attention.decode_attention`."""
     import jax_triton
 
     from pallas_kernels.attention import triton_kernel
 
-    problem = _Problem.of(q, layer, view)
+    problem, (q, layer, lengths, view) = _Problem.of(args), args
     B, T, N, H = q.shape
     K, capacity = layer.buffer.keys.shape[1:3]
     rows = T * (N // K)
@@ -112,9 +105,9 @@ def decode_attention(
     return merged(*found, q), None
 
 
-def tunable(q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> tuple[str, dict, list[Config]]:
+def tunable(args: AttentionArguments) -> tuple[str, dict, list[Config]]:
     """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
-    problem = _Problem.of(q, layer, view)
+    problem = _Problem.of(args)
     return KERNEL, problem.named, problem.candidates()
 
 
@@ -131,7 +124,8 @@ class _Problem:
     list_width: int | None = None
 
     @classmethod
-    def of(cls, q: Array, layer: HierarchicalLayer | FullLayer, view: View) -> "_Problem":
+    def of(cls, args: AttentionArguments) -> "_Problem":
+        q, layer, _, view = args
         B, T, N, H = q.shape
         quantized, K = layer.groups > 0, layer.buffer.keys.shape[1]
         rows = T * (N // K)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.weights import Weight
+from pallas_kernels.fused_layer.arguments import LayerArguments
 
 BIASED = "o", "gate", "up", "down"  # projections that may have a bias
 
@@ -49,7 +50,5 @@ def between_attentions(
         raise ValueError("fused_layer: `following` and `following_norm` go together")
     if others := set(biases or ()) - set(BIASED):
         raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
-    args = x, attended, o, norm, gate, up, down, following_norm, following, handoff
-    settings = {"eps": eps, "biases": dict(biases or {}), "axis": axis}
-    module = choose("fused_layer", implementation, *args, slow_reference=False, **settings)
-    return module.between_attentions(*args, **settings)
+    args = LayerArguments(x, attended, o, norm, gate, up, down, following_norm, following, handoff, eps, biases or {}, axis)
+    return choose("fused_layer", implementation, args, slow_reference=False).between_attentions(args)

@@ -11,7 +11,7 @@ other may run at the same time on one device. Where a model is divided over devi
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels.dispatch import devices, multiprocessors, no_mosaic_gpu
-from pallas_kernels.formats.weights import Int4Weight, Weight
+from pallas_kernels.formats.weights import Int4Weight
+from pallas_kernels.fused_layer.arguments import LayerArguments
 from pallas_kernels.gpu import exchange
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.matmul import support
@@ -31,23 +32,9 @@ MAX_DEVICES = 8  # GPUs of a usual Hopper server
 MAX_PIECES = 8  # of the residual stream that a thread keeps in registers, with the norm's weight
 
 
-def unsupported(
-    x: Array,
-    attended: Array,
-    o: Weight,
-    norm: Array,
-    gate: Weight,
-    up: Weight,
-    down: Weight,
-    following_norm: Array | None,
-    following: Sequence[Weight],
-    handoff: Array | None = None,
-    *,
-    eps: float,
-    biases: Mapping[str, Array] | None = None,
-    axis: str | None = None,
-) -> str | None:
+def unsupported(args: LayerArguments) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
+    x, attended, o, norm, gate, up, down, following_norm, following, _, eps, biases, axis = args
     if reason := no_mosaic_gpu():
         return reason
     if not all(isinstance(weight, Int4Weight) for weight in (o, gate, up, down, *following)):
@@ -100,23 +87,9 @@ def plan_for(
     return Plan.fitting(rows, tuple(stages), multiprocessors(), eps, num_devices)
 
 
-def between_attentions(
-    x: Float[Array, "*rows D"],
-    attended: Float[Array, "*rows channels"],
-    o: Int4Weight,
-    norm: Float[Array, "D"],
-    gate: Int4Weight,
-    up: Int4Weight,
-    down: Int4Weight,
-    following_norm: Float[Array, "D"] | None,
-    following: Sequence[Int4Weight],
-    handoff: Array | None = None,
-    *,
-    eps: float,
-    biases: Mapping[str, Array] | None = None,
-    axis: str | None = None,
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
-    """See `pallas_kernels.fused_layer.between_attentions`. biases: none (`unsupported`)."""
+def between_attentions(args: LayerArguments) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array]:
+    """See `pallas_kernels.fused_layer.between_attentions`."""
+    x, attended, o, norm, gate, up, down, following_norm, following, handoff, eps, _, axis = args
     rows = math.prod(x.shape[:-1])
     plan = plan_for(rows, o, gate, down, following, eps, num_devices_of(axis))
     norms = [norm, following_norm] if following else [norm]

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import Lengths
 from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
+from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 
 def attend_and_choose(
@@ -26,5 +27,5 @@ def attend_and_choose(
     With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the reference, which is
     slower. Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    args = q, layer, lengths, replaced
-    return choose("replaced_attention", implementation, *args).attend_and_choose(*args, k)
+    args = ReplacedArguments(q, layer, lengths, replaced, k)
+    return choose("replaced_attention", implementation, args).attend_and_choose(args)

@@ -5,16 +5,16 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import mosaic_low_bits
 from pallas_kernels.attention.partials import merged
-from pallas_kernels.formats.kv_cache import Lengths
-from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import choice, mosaic_choice
+from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
 MOST_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
 
 
-def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced) -> str | None:
+def unsupported(args: ReplacedArguments) -> str | None:
     """Why this kernel cannot run on these arguments here, or None."""
+    q, layer, lengths, replaced, _ = args
     if reason := mosaic_low_bits.unsupported(q, layer, lengths):
         return reason
     if (dtype := replaced.keys_values.dtype) != jnp.bfloat16:
@@ -26,13 +26,14 @@ def unsupported(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Re
     return None if layer.keys.tokens else "needs room for tokens in codes"
 
 
-def attend_and_choose(q: Array, layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced, k: int) -> tuple[Array, Array]:
+def attend_and_choose(args: ReplacedArguments) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
+    q, layer, lengths, replaced, k = args
     # What the layer before chose is being fetched, if the store is in host memory. Where nothing is, these multiprocessors are left idle.
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
-    args = found, replaced.positions, lengths.quantized
+    chosen_from = found, replaced.positions, lengths.quantized
     # Where the kernel that chooses does not support the shapes, XLA chooses. The attention still runs here: it takes most of the time.
     by_kernel = mosaic_choice.unsupported(plan.size, plan.heads, plan.replaced, k) is None
-    positions = mosaic_choice.chosen(*args, k) if by_kernel else choice.chosen(mosaic_low_bits.shares(*args), k)
+    positions = mosaic_choice.chosen(*chosen_from, k) if by_kernel else choice.chosen(mosaic_low_bits.shares(*chosen_from), k)
     return merged(found["out"], found["top"], found["total"], q), positions

@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.formats.kv_cache import FullLayer
+from pallas_kernels.rope_append.arguments import RopeAppendArguments
 from pallas_kernels.rope_append.reference import rotate as rotate
 from pallas_kernels.rope_append.reference import split_and_rotate as split_and_rotate
 
@@ -23,5 +24,5 @@ def rotate_and_append(
     where they are not, the last rows are written instead, the first ones for a negative offset, and nothing beyond the buffer.
     Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
     """
-    module = choose("rope_append", implementation, qkv, cos, sin, buffer, offset, slow_reference=False)
-    return module.rotate_and_append(qkv, cos, sin, buffer, offset)
+    args = RopeAppendArguments(qkv, cos, sin, buffer, offset)
+    return choose("rope_append", implementation, args, slow_reference=False).rotate_and_append(args)

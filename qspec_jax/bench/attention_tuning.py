@@ -10,6 +10,7 @@ import jax
 from rich.console import RenderableType
 
 from pallas_kernels import tuning
+from pallas_kernels.attention.arguments import AttentionArguments
 from qspec_jax.bench import attention
 from qspec_jax.bench.attention_shapes import AttentionShape, random_problem, random_view
 from qspec_jax.bench.kernels import KernelRow
@@ -143,9 +144,9 @@ def choose(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _tunable(shape: AttentionShape, implementation: str) -> tuple[str, dict, list]:
-    (q, layer, _), view = jax.eval_shape(lambda: (random_problem(shape, 0), random_view(shape, 0)))
+    args = jax.eval_shape(lambda: AttentionArguments(*random_problem(shape, 0), random_view(shape, 0)))
     module = importlib.import_module(f"pallas_kernels.attention.{implementation}")
-    return module.tunable(q, layer, view=view)
+    return module.tunable(args)
 
 
 def _describe(config: dict[str, int]) -> str:
