@@ -301,7 +301,7 @@ def test_plain_plans_cover_all_outputs_and_fit(rows, multiprocessors):
 def test_the_plain_kernel_leaves_room_for_the_choice_of_tokens():
     """For a layer of an 8B model at the shape of which docs/measurements/2026-11.md has SpeCache's throughput."""
     choice = mosaic_choice.Plan(16, 8, 32768 + 512, 4, 8, 3, 64, 64)
-    assert choice.shared_bytes + RESERVED_BYTES <= mosaic_plain_plan.OTHERS_BYTES
+    assert choice.shared.total + RESERVED_BYTES <= mosaic_plain_plan.OTHERS_BYTES
     for inputs, outputs in ((4096, (14336, 14336)), (4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,))):
         plan = mosaic_plain_plan.Plan(32, inputs, outputs, 132)
         used = 256 * (plan.slots * (32 + sum(plan.shares)) + 32)

@@ -67,7 +67,7 @@ class NewTokens:
         for there, row, within, token, is_query, is_value, (a, b, cos, sin) in loaded:
             first, second = numerics.rotated(a, b, cos, sin)
             first, second = ptx.select(is_value, a, first), ptx.select(is_value, b, second)
-            new = self.queries + plan.new_at + (row - plan.block_rows) * (2 * H)
+            new = self.queries + plan.of_block.at("new") + (row - plan.block_rows) * (2 * H)
             to = ptx.select(is_query, self.queries + row * plan.query_pitch, new) + within
             with ptx.when(there):
                 ptx.store_shared(to, first)

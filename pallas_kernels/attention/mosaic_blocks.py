@@ -51,14 +51,14 @@ def emit_block(plan: Plan, refs: dict) -> None:
         copy_queries(plan, at, queries, thread, batch, kv_head, row_block)
     ptx.commit_copies()
 
-    shared = queries + plan.query_bytes + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
+    shared = queries + plan.of_block.total + (warp // team) * (plan.team_bytes + plan.slots * plan.slot_bytes)
     barrier = warp // team + 8
     observed = None
     if plan.observe:
         observed = at["observed"] + ptx.i64(head * plan.groups) * (4 * plan.padded_rows) + ptx.i64(row_block * (4 * plan.block_rows))
     tile = Tile(plan, (queries, shared, observed), lane, part, barrier, buffered)
     ring = functools.partial(Pipeline, plan, shared + plan.team_bytes, tile.meet)
-    recent = FullSource(plan, at, head, lane, part, buffered, queries + plan.new_at)
+    recent = FullSource(plan, at, head, lane, part, buffered, queries + plan.of_block.at("new"))
     full = ring(recent, *(ptx.minimum(x, chunks) for x in (first, last)))
     streams = [full]
     if plan.planes is not None:

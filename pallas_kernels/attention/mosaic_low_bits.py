@@ -97,4 +97,4 @@ def run(
         outputs["replaced_logits"] = numbers(B, K, plan.replaced, plan.heads)
         name += "_replaced"
     emit, blocks = functools.partial(emit_block, plan), B * K * plan.splits // plan.warps
-    return launch(name, emit, inputs, outputs, blocks, plan.warps // 4, plan.warps * plan.warp_bytes)
+    return launch(name, emit, inputs, outputs, blocks, plan.warps // 4, plan.warps * plan.warp.total)

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 
 from jaxtyping import Array
 
 from pallas_kernels.dispatch import multiprocessors
 from pallas_kernels.formats.token_codes import TokenCodesLayer
-from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.gpu.layout import ROOM, Layout
 
 ROWS = 8  # query rows of a product
 TILE = 32  # tokens in codes that lie together in shared memory, no more than a word has bits
@@ -91,54 +90,40 @@ class Plan:
         return self.head_dim // self.value_group
 
     @functools.cached_property
-    def parts(self) -> dict[str, tuple[int, int]]:
-        """What a tile brings with it: where each part lies in a slot of the ring, and its bytes."""
+    def tile(self) -> Layout:
+        """What a tile brings with it to a slot of the ring."""
         sizes = {f"{name}_codes": TILE * self.token_bytes for name in ("key", "value")}
-        sizes |= {"key_scale": 2 * self.head_dim} | dict.fromkeys(("value_scale", "value_zero"), 2 * TILE * self.value_groups)
-        starts = itertools.accumulate(sizes.values(), initial=0)
-        return {name: (start, size) for (name, size), start in zip(sizes.items(), starts)}
-
-    @property
-    def tile_bytes(self) -> int:
-        return sum(size for _, size in self.parts.values())
+        return Layout(sizes | {"key_scale": 2 * self.head_dim} | dict.fromkeys(("value_scale", "value_zero"), 2 * TILE * self.value_groups))
 
     @functools.cached_property
     def together(self) -> int:
         """Tiles that are taken in at a time, which is a step."""
-        return TOGETHER if self.warps * self._warp_bytes(TOGETHER) + RESERVED_BYTES <= SHARED_BYTES else 1
+        return TOGETHER if self.warps * self._warp_layout(TOGETHER).total <= ROOM else 1
 
-    def _warp_bytes(self, together: int) -> int:
-        return STAGES * together * self.tile_bytes + (ZEROS + ROWS) * 2 * self.head_dim
+    @functools.cached_property
+    def warp(self) -> Layout:
+        """A warp's shared memory: the slots of its ring, the keys' zeros of ZEROS tiles, and the queries that they are multiplied by."""
+        return self._warp_layout(self.together)
 
-    # A warp's shared memory: the slots of its ring, then the keys' zeros of ZEROS tiles, then the queries that they are multiplied by.
-
-    @property
-    def zeros_start(self) -> int:
-        return STAGES * self.together * self.tile_bytes
-
-    @property
-    def zero_queries_start(self) -> int:
-        return self.zeros_start + ZEROS * 2 * self.head_dim
-
-    @property
-    def warp_bytes(self) -> int:
-        return self._warp_bytes(self.together)
+    def _warp_layout(self, together: int) -> Layout:
+        row = 2 * self.head_dim
+        return Layout({"ring": STAGES * together * self.tile.total, "zeros": ZEROS * row, "zero_queries": ROWS * row})
 
     @property
     def copies(self) -> range:
         """The copies of a slot, of 32 pieces each, one for each lane; the last may have fewer."""
-        return range(math.ceil(self.tile_bytes / (32 * PIECE)))
+        return range(math.ceil(self.tile.total / (32 * PIECE)))
 
     def parts_of(self, copy: int) -> list[str]:
         """The parts that a copy's pieces lie in, in their order."""
-        first, behind = 32 * PIECE * copy, 32 * PIECE * (copy + 1)
-        return [name for name, (start, size) in self.parts.items() if start < behind and first < start + size]
+        first, end = 32 * PIECE * copy, 32 * PIECE * (copy + 1)
+        return [name for name, size in self.tile.sizes.items() if self.tile.at(name) < end and first < self.tile.at(name) + size]
 
     def sharing(self, name: str) -> tuple[int, int]:
         """How many consecutive tiles share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
         if name in ("key_scale", "key_zero"):
             return self.key_group // TILE, 2 * self.head_dim
-        return 1, self.parts[name][1]
+        return 1, self.tile.sizes[name]
 
     def head_bytes(self, name: str) -> int:
         """Bytes that an array has for a KV head, where its tiles' parts lie one after the other."""

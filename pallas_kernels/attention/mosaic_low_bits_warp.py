@@ -1,40 +1,22 @@
-"""What a warp of the attention over KIVI's format does, see mosaic_low_bits.py: logits, softmax and weighted values in registers."""
+"""The program of a block of the attention over KIVI's format, see mosaic_low_bits.py, and what its warps do for tokens in codes."""
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
-
-import jax
 
 from pallas_kernels.attention.mosaic_low_bits_plan import (
     CHUNK,
-    FULL_TILE,
     KEY_CODE,
     LARGER,
     NO_LOGIT,
     PIECE,
-    RISE,
     STAGES,
     TILE,
     VALUE_CODE,
     ZEROS,
     Plan,
 )
+from pallas_kernels.attention.mosaic_low_bits_softmax import LeftOut, SoftmaxWarp
 from pallas_kernels.gpu import fragments, numerics, ptx
-
-
-class LeftOut(NamedTuple):
-    """Tokens of a step's tiles whose codes are left out, since they are read in full precision. The positions of all such tokens of a KV
-    head are divided among the lanes of a warp (`Warp._positions`), so that a lane knows only some of them.
-
-    known: whether a position held by this lane lies in the tiles. without: a function that is given this lane's products with the tiles'
-    tokens, and makes those with left-out tokens minus infinity, with all of these, whichever lane holds their positions. All lanes have to
-    call it together, as they add up what they hold.
-    """
-
-    known: ptx.Value
-    without: Callable
 
 
 def emit_block(plan: Plan, refs: dict) -> None:
@@ -43,32 +25,18 @@ def emit_block(plan: Plan, refs: dict) -> None:
     warp = ptx.uniform(thread >> 5)
     worker = ptx.block_index() * plan.warps + warp
     at = {name: ptx.address(ref) for name, ref in refs.items()}
-    at["shared"] = at["shared"] + warp * plan.warp_bytes
+    at["shared"] = at["shared"] + warp * plan.warp.total
     Warp(plan, at, thread & 31, worker // plan.splits, worker % plan.splits).emit()
 
 
-class Warp:
-    """A warp's share of the attention of a KV head. Tokens of a tile have numbers, in an order of their own (`Plan.token`).
+class Warp(SoftmaxWarp):
+    """A warp's share of the attention of a KV head, of which it reads first the tokens in codes. Tokens of a tile have numbers, in an order
+    of their own (`Plan.token`).
 
-    Lane 4 g + t works for query rows 2 t and 2 t + 1, and brings in the queries' row g. state: out[s][i] are the weighted values of product
-    s, as `fragments.mma` has them: of channels 16 s + 2 g (in the first two registers) and 16 s + 2 g + 1; top is what logits (base 2) are
-    taken relative to, at most RISE below the largest so far, and total the sum of the weights of this lane's tokens. While codes are read,
-    out and total carry powers of 2; zero is the product of the weights and the values' zero points, of_zeros that of the queries and the
-    keys' zero points of ZEROS tiles, and slots are the ring's, the next first.
+    While codes are read, out and total of the state carry powers of 2, and it has more entries: zero is the product of the weights and the
+    values' zero points, of_zeros that of the queries and the keys' zero points of ZEROS tiles, and slots are those of the ring, the next
+    first.
     """
-
-    def __init__(self, plan: Plan, at: dict, lane, head, split):
-        self.plan, self.at, self.head, self.split = plan, at, head, split
-        self.lane, self.g, self.t = lane, lane >> 2, lane & 3
-        batch = head // plan.kv_heads
-        self.quantized, self.buffered = (
-            ptx.uniform(ptx.load_global(at[name] + ptx.i64(batch) * 4)[0]) for name in ("quantized", "buffered")
-        )
-        row = ptx.minimum(self.g, ptx.i32(plan.rows - 1))
-        query_head = head % plan.kv_heads * plan.heads + row % plan.heads
-        place = (batch * plan.tokens + row // plan.heads) * (plan.kv_heads * plan.heads) + query_head
-        self.query_row = at["q"] + ptx.i64(place) * (2 * plan.head_dim)
-        self.to_base_2 = math.log2(math.e) / math.sqrt(plan.head_dim)
 
     def emit(self) -> None:
         plan, zero = self.plan, ptx.f32(0.0)
@@ -85,11 +53,6 @@ class Warp:
         state = self._read_full(keys, values, size, self.buffered, plan.buffer_rows, self._is_seen, state)
         self._store(state)
 
-    def _queries(self) -> list:
-        """This lane's words of each product's queries."""
-        at = self.query_row + ptx.i64(self.t * 8)
-        return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
-
     def _below_one(self, queries: list) -> ptx.Value:
         """The power of 2, from 2^-63 to 2^63, that brings all entries of this lane's query row below 1."""
         largest = numerics.largest([ptx.i32(0x7FFF7FFF) & x for words in queries for x in words])
@@ -102,16 +65,12 @@ class Warp:
         """Pairs of bfloat16 times a factor, as pairs of float16."""
         return [numerics.pair(*(x * factor for x in numerics.bf16_entries(word)), "f16") for word in words]
 
-    def _share(self, tiles) -> tuple:
-        """This warp's first tile, and the one behind its last."""
-        return self.split * tiles // self.plan.splits, (self.split + 1) * tiles // self.plan.splits
-
     # Tokens in codes. They come through a ring in shared memory that is the warp's own, with all that belongs to them.
 
     def _sources(self) -> list:
         """Where this lane's pieces of a KV head's first tile lie: for each 32 pieces of a slot, one."""
         first = lambda name: self.at[name] + ptx.i64(self.head) * self.plan.head_bytes(name)
-        within = lambda i, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * i - self.plan.parts[name][0])
+        within = lambda i, name: ptx.i64(self.lane * PIECE) + (PIECE * 32 * i - self.plan.tile.at(name))
         return [self._of_part(i, {name: first(name) + within(i, name) for name in self.plan.parts_of(i)}) for i in self.plan.copies]
 
     def _of_part(self, i: int, each: dict):
@@ -119,7 +78,7 @@ class Warp:
         names = list(each)
         value = each[names[0]]
         for name in names[1:]:
-            value = ptx.select(self.lane < self.plan.parts[name][0] // PIECE - 32 * i, value, each[name])
+            value = ptx.select(self.lane < self.plan.tile.at(name) // PIECE - 32 * i, value, each[name])
         return value
 
     def _copy(self, tile, last, slot, sources: list) -> None:
@@ -134,12 +93,12 @@ class Warp:
                     (start,) = starts.values()
                 else:
                     start = self._of_part(i, {name: starts[plan.sharing(name)] for name in plan.parts_of(i)})
-                to = slot + (self.lane * PIECE + (PIECE * 32 * i + n * plan.tile_bytes))
+                to = slot + (self.lane * PIECE + (PIECE * 32 * i + n * plan.tile.total))
                 copy = functools.partial(ptx.copy_async, to, source + ptx.i64(start), size)
-                if PIECE * 32 * (i + 1) <= plan.tile_bytes:
+                if PIECE * 32 * (i + 1) <= plan.tile.total:
                     copy()
                 else:
-                    with ptx.when(self.lane < plan.tile_bytes // PIECE - 32 * i):
+                    with ptx.when(self.lane < plan.tile.total // PIECE - 32 * i):
                         copy()
         ptx.commit_copies()
 
@@ -147,14 +106,14 @@ class Warp:
         """This lane's words [run of 16 bytes][of 8 tokens]: word t of each run of tokens number g, g + 8, g + 16 and g + 24 (`Plan.token`);
         transposed, bytes 2 g and 2 g + 1 of tokens number 2 t and 2 t + 1, and so on."""
         plan = self.plan
-        first = slot + (plan.token(self.lane) * plan.token_bytes + plan.parts[name][0])
+        first = slot + (plan.token(self.lane) * plan.token_bytes + plan.tile.at(name))
         return [fragments.load_matrices(first + CHUNK * h, transposed=transposed) for h in range(plan.chunks)]
 
     def _read_codes(self, state: dict) -> dict:
         plan = self.plan
         first, last = self._share_of_tiles()
         sources = self._sources()
-        slots = [self.at["shared"] + stage * (plan.together * plan.tile_bytes) for stage in range(STAGES)]
+        slots = [self.at["shared"] + stage * (plan.together * plan.tile.total) for stage in range(STAGES)]
         self._copy_zeros(first, last)
         for stage in range(STAGES - 1):
             self._copy(first + stage * plan.together, last, slots[stage], sources)
@@ -175,7 +134,7 @@ class Warp:
             number = i * plan.together % ZEROS
             state["of_zeros"] = ptx.changed_if(number == 0, state["of_zeros"], lambda _: self._zero_products(tile + ZEROS, last))
             self._copy(tile + (STAGES - 1) * plan.together, last, others[-1], sources)
-            each = [slot + n * plan.tile_bytes for n in range(tiles)]
+            each = [slot + n * plan.tile.total for n in range(tiles)]
             products = [x for at in each for x in self._key_products(at, queries)]
             offsets = self._of_tiles(number, tiles, state["of_zeros"])
             offsets = [[x * unit for x, unit in zip(both, units)] for both in offsets]
@@ -215,7 +174,7 @@ class Warp:
             row = tile + piece // pieces
             size = ptx.select(row < last, ptx.i32(PIECE), ptx.i32(0))
             source = ptx.i64(plan.tile_start("key_zero", row) + piece % pieces * PIECE)
-            ptx.copy_async(self.at["shared"] + (self.lane * PIECE + (plan.zeros_start + 32 * PIECE * i)), first + source, size)
+            ptx.copy_async(self.at["shared"] + (self.lane * PIECE + (plan.warp.at("zeros") + 32 * PIECE * i)), first + source, size)
 
     def _store_queries_of_zeros(self, factor) -> None:
         """Stores, for this lane, the queries that zeros are multiplied by; these take eight neighbouring channels of each 32."""
@@ -224,12 +183,12 @@ class Warp:
             ptx.store_shared(self._query_of_zeros(u), *self._halves(ptx.load_global(at + 64 * u, 4), factor))
 
     def _query_of_zeros(self, u: int):
-        return self.at["shared"] + (self.lane * PIECE + (self.plan.zero_queries_start + 32 * PIECE * u))
+        return self.at["shared"] + (self.lane * PIECE + (self.plan.warp.at("zero_queries") + 32 * PIECE * u))
 
     def _zero_products(self, following, last) -> tuple:
         """The products of queries and the zeros that are there, whose rows are tiles. Starts the copies of the zeros from tile `following`
         on."""
-        at = self.at["shared"] + (self.g * (2 * self.plan.head_dim) + self.t * PIECE + self.plan.zeros_start)
+        at = self.at["shared"] + (self.g * (2 * self.plan.head_dim) + self.t * PIECE + self.plan.warp.at("zeros"))
         acc = (ptx.f32(0.0),) * 4
         for u in range(self.plan.head_dim // 32):
             one, other = (ptx.load_shared(at + (64 * u + row * 2 * self.plan.head_dim), 4) for row in (0, 8))
@@ -252,7 +211,7 @@ class Warp:
         plan = self.plan
         # Bytes as halves of words: of channels 16 s + 4 t and 16 s + 4 t + 1, then of the two after them.
         halves = [list(map(numerics.spread_bytes, words)) for words in self._load_codes("key_codes", slot, transposed=False)]
-        start = slot + self.t * 8 + plan.parts["key_scale"][0]
+        start = slot + self.t * 8 + plan.tile.at("key_scale")
         products = [(ptx.f32(0.0),) * 4] * 2
         for s, query in enumerate(queries):
             (h, _), mask = plan.place(s), plan.mask(s)
@@ -294,45 +253,6 @@ class Warp:
 
         return LeftOut(functools.reduce(lambda a, b: a | b, within), without)
 
-    def _weigh(
-        self, products: list, units: list, offsets: list, state: dict, power: int, left_out: LeftOut | None = None
-    ) -> tuple[list, dict]:
-        """Softmax weights of this lane's two queries, as pairs in bfloat16 [of 8 tokens], and the state. A weight is
-        2^(logit - top + power), and 0 for a token that is left out. A logit, to base 2, is a product [of 16 tokens] times units, plus the
-        offset of its tile. Where one is more than RISE above the top, the state comes back relative to the new top."""
-        each = len(products) // len(offsets)
-        in_tiles = lambda products: [products[i : i + each] for i in range(0, len(products), each)]
-
-        def highest(products: list) -> list:
-            mine = lambda tile, c: functools.reduce(ptx.maximum, [x for some in tile for x in some[c::2]])
-            logit = lambda tile, offset, c: numerics.fma(mine(tile, c), units[c], offset[c])
-            return [functools.reduce(ptx.maximum, [logit(*both, c) for both in zip(in_tiles(products), offsets)]) for c in (0, 1)]
-
-        def changed(carry: tuple) -> tuple:
-            products, held = carry
-            if left_out is not None:
-                products = left_out.without(products)
-            top = [ptx.maximum(old, fragments.all_rows(new, ptx.maximum)) for old, new in zip(held["top"], highest(products))]
-            decay = [numerics.exp2(old - new) for old, new in zip(held["top"], top)]
-            # Leaves alternate between this lane's two queries: the lists of the state have an even number of entries.
-            leaves, structure = jax.tree.flatten({name: x for name, x in held.items() if name != "top"})
-            return products, {**jax.tree.unflatten(structure, [x * decay[i % 2] for i, x in enumerate(leaves)]), "top": top}
-
-        # Few tiles have tokens to leave out, few raise the top: one branch for both. In floating point, weights up to 2^RISE are as exact
-        # as those up to 1.
-        rises = [(x, top + RISE) for x, top in zip(highest(products), state["top"])]
-        known = [] if left_out is None else [(ptx.select(left_out.known, ptx.f32(1.0), ptx.f32(0.0)), ptx.f32(0.0))]
-        rare = ptx.any_greater([*rises, *known])
-        held = {name: state[name] for name in ("out", "top", "total", "zero") if name in state}
-        products, held = ptx.changed_if(rare == 1, (products, held), changed)
-        state = {**state, **held}
-        starts = [[offset - top + power for offset, top in zip(both, state["top"])] for both in offsets]
-        weight = lambda x, start, c: numerics.exp2(numerics.fma(x, units[c % 2], start[c % 2]))
-        weights = [[weight(x, start, c) for c, x in enumerate(some)] for tile, start in zip(in_tiles(products), starts) for some in tile]
-        added = [numerics.total([x for tile in weights for x in tile[c::2]]) for c in (0, 1)]
-        state["total"] = [old + new for old, new in zip(state["total"], added)]
-        return [numerics.pair(*tile[2 * row : 2 * row + 2], "bf16") for tile in weights for row in (0, 1)], state
-
     def _store_weights(self, tile, tiles: int, weights: list, top: list) -> None:
         """Stores the weights of the last token's queries in so many tiles from this one on, and what they are relative to."""
         plan = self.plan
@@ -353,27 +273,6 @@ class Warp:
         self._where_last(store_both, store)
         with ptx.when(self.g < tiles):
             self._store_floats(self.at["relative_to"] + (start + ptx.i64(self.g)) * (4 * plan.heads), [x - LARGER for x in top])
-
-    def _store_floats(self, at, both: list) -> None:
-        """Stores a float32 of each of this lane's two queries where they are the last token's."""
-        self._where_last(
-            lambda query: ptx.store_global_words(at + ptx.i64(query * 4), *map(ptx.as_bits, both)),
-            lambda query, c: ptx.store_global(at + ptx.i64(query * 4), both[c]),
-        )
-
-    def _where_last(self, store_both: Callable, store: Callable) -> None:
-        """Emits store_both(number of the first) where this lane's two queries are of the last token, whose first is number 0; or, where a
-        token has an odd number of them, store(number, which of the two) for each that is."""
-        plan = self.plan
-        first = plan.rows - plan.heads
-        query = self.t * 2
-        if plan.heads % 2 == 0:
-            with ptx.when((ptx.i32(first - 1) < query) & (query < plan.rows)):
-                store_both(query - first)
-            return
-        for c in (0, 1):
-            with ptx.when((ptx.i32(first - 1) < query + c) & (query + c < plan.rows)):
-                store(query + (c - first), c)
 
     def _add_values(self, slot, weights: list, state: dict) -> dict:
         """The state with the values of a tile. weights: 2^LARGER times as large, as the second operand [of 8 tokens]."""
@@ -406,7 +305,7 @@ class Warp:
     def _value_scales(self, slot) -> list:
         """For each 8 tokens, of each group of channels the pair of scales of tokens number 8 j + 2 t and 8 j + 2 t + 1."""
         plan = self.plan
-        first = slot + plan.parts["value_scale"][0]
+        first = slot + plan.tile.at("value_scale")
         of_rows = []
         for i in range(max(1, plan.tile_rows // 8)):
             rows = [ptx.load_shared(first + self._row_number(self.t * 2 + (8 * i + n)) * PIECE, 4) for n in (0, 1)]
@@ -428,7 +327,7 @@ class Warp:
         """For each 8 tokens this lane's word of a first operand: row g has the zeros of tokens number 8 j to 8 j + 7 if they are token
         number g / groups of their rows, of group g % groups; else 0."""
         plan = self.plan
-        at = slot + (self._row_number(self.lane) * PIECE + plan.parts["value_zero"][0])
+        at = slot + (self._row_number(self.lane) * PIECE + plan.tile.at("value_zero"))
         words = fragments.load_matrices(at, transposed=True)
 
         def of(j: int):
@@ -452,68 +351,9 @@ class Warp:
         out = [tuple(numerics.fma(x, unit(s), more(s)[c % 2]) for c, x in enumerate(acc)) for s, acc in enumerate(state["out"])]
         return {"out": out, "top": state["top"], "total": [x * 2.0**-LARGER for x in state["total"]]}
 
-    # Tokens in full precision.
-
     def _is_replaced(self, tokens: list) -> tuple[list, list]:
         first = self.at["positions"] + ptx.i64(self.head * self.plan.replaced) * 4
         last = ptx.i32(self.plan.replaced - 1)
         positions = [ptx.load_global(first + ptx.i64(ptx.minimum(token, last)) * 4)[0] for token in tokens]
         there = [(token < self.plan.replaced) & (ptx.i32(-1) < position) for token, position in zip(tokens, positions)]
         return there, [x for x in there for _ in (0, 1)]
-
-    def _is_seen(self, tokens: list) -> tuple[list, list]:
-        plan = self.plan
-        seen = [self.buffered - plan.tokens + 1 + (self.t * 2 + c) // plan.heads for c in (0, 1)]
-        there = [token < self.buffered for token in tokens]
-        return there, [(token < x) & present for token, present in zip(tokens, there) for x in seen]
-
-    def _read_full(self, keys, values, pitch: int, count, room: int, sees: Callable, state: dict, logits_at=None) -> dict:
-        """The state with this warp's share of `count` tokens, of which there is room for so many.
-
-        keys, values: where those of the first token begin; pitch: bytes from one token to the next. sees: of two tokens, whether there are
-        such, and whether each of this lane's two queries sees the first, and the second. logits_at: where the last token's queries' logits
-        with the first token are stored; None: nowhere.
-        """
-        plan, queries = self.plan, self._queries()
-
-        def step(i, state):
-            tokens = [i * FULL_TILE + self.g, i * FULL_TILE + self.g + 8]
-            places = [ptx.i64(ptx.minimum(token, ptx.i32(room - 1))) * pitch + ptx.i64(self.t * 8) for token in tokens]
-            load = lambda base: [[ptx.load_global(base + place + 2 * CHUNK * s, 2) for place in places] for s in plan.products]
-            # All at once: each waits for memory.
-            of_keys, of_values = load(keys), load(values)
-            acc = (ptx.f32(0.0),) * 4
-            for (one, other), query in zip(of_keys, queries):
-                acc = fragments.mma(acc, (one[0], other[0], one[1], other[1]), query, "bf16")
-            if logits_at is not None:
-                for row, token in enumerate(tokens):
-                    with ptx.when(token < room):
-                        logits = [x * self.to_base_2 for x in acc[2 * row : 2 * row + 2]]
-                        self._store_floats(logits_at + ptx.i64(token * (4 * plan.heads)), logits)
-            there, seen = sees(tokens)
-            products = [ptx.select(x, product, ptx.f32(-math.inf)) for x, product in zip(seen, acc)]
-            weights, state = self._weigh([products], [ptx.f32(self.to_base_2)] * 2, [[ptx.f32(0.0)] * 2], state, 0)
-            weights = list(map(fragments.transpose, weights))
-            out = list(state["out"])
-            for s, both in enumerate(of_values):
-                # Where there is no token may lie what is no number, and that is not to be multiplied by 0.
-                loaded = [[ptx.select(present, x, ptx.i32(0)) for x in words] for present, words in zip(there, both)]
-                turned = [fragments.transpose(x) for words in loaded for x in numerics.swap_neighbours(*words)]
-                out[s] = fragments.mma(out[s], turned, weights, "bf16")
-            return {**state, "out": out}
-
-        return ptx.loop(*self._share((count + FULL_TILE - 1) // FULL_TILE), state, step)
-
-    def _store(self, state: dict) -> None:
-        plan = self.plan
-        total = [fragments.all_rows(x, numerics.add) for x in state["total"]]
-        for c in (0, 1):
-            query = self.t * 2 + c
-            row = (self.head * plan.splits + self.split) * plan.rows + query
-            with ptx.when(query < plan.rows):
-                at = self.at["out"] + ptx.i64(row) * (4 * plan.head_dim) + ptx.i64(self.g * 8)
-                for s, acc in enumerate(state["out"]):
-                    ptx.store_global_words(at + 4 * CHUNK * s, ptx.as_bits(acc[c]), ptx.as_bits(acc[c + 2]))
-                with ptx.when(self.g == 0):
-                    ptx.store_global(self.at["top"] + ptx.i64(row) * 4, state["top"][c])
-                    ptx.store_global(self.at["total"] + ptx.i64(row) * 4, total[c])

@@ -8,7 +8,8 @@ import math
 from pallas_kernels import tuning
 from pallas_kernels.attention.support import listed_problem
 from pallas_kernels.dispatch import multiprocessors
-from pallas_kernels.gpu.launch import SHARED_BYTES
+from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.gpu.layout import Layout
 
 KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
@@ -230,26 +231,28 @@ class Plan:
         """Bytes from one query to the next in shared memory: eight of them start in different banks."""
         return self.head_dim * 2 + 16
 
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of the queries in bfloat16 and, where there are codes, in float16, with the factor of each and its inverse; then new
-        keys and values."""
-        return self.new_at + (4 * self.tokens * self.head_dim if self.appends else 0)
+    @functools.cached_property
+    def of_block(self) -> Layout:
+        """What a block keeps for all its teams: the queries in bfloat16 and, where there are codes, in float16, with the factor of each and
+        its inverse; then new keys and values."""
+        queries = self.block_rows * self.query_pitch
+        coded = {"halves": queries, "factors": 8 * self.block_rows} if self.planes is not None else {}
+        return Layout({"queries": queries, **coded, "new": 4 * self.tokens * self.head_dim if self.appends else 0})
+
+    @functools.cached_property
+    def of_team(self) -> Layout:
+        """What the warps of a team share: operands for the logits, which are queries times scales, and for the weighted values, which are
+        softmax weights; then arrays of a number for each query. One array is added to logits, and each warp has two, or three where it
+        observes. A team of one warp shares nothing."""
+        keys = 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
+        arrays = 1 + (3 if self.observe else 2) * self.config.team
+        weights = 16 * max(self.group_size, self.chunk) * self.block_tiles
+        return Layout({"keys": keys, "weights": weights, "numbers": arrays * self.numbers_bytes})
 
     @property
-    def new_at(self) -> int:
-        """Where new keys and values are, behind the queries."""
-        return self.block_rows * (self.query_pitch if self.planes is None else 2 * self.query_pitch + 8)
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the operands that a team shares for the logits: queries times scales."""
-        return 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
-
-    @property
-    def operand_bytes(self) -> int:
-        """Bytes of the operands that a team shares for the weighted values: softmax weights."""
-        return 16 * max(self.group_size, self.chunk) * self.block_tiles
+    def team_bytes(self) -> int:
+        """Bytes of a team beside its ring."""
+        return 0 if self.config.team == 1 else self.of_team.total
 
     @property
     def numbers_bytes(self) -> int:
@@ -258,15 +261,6 @@ class Plan:
         Each of a row's four lanes holds two entries per tile, padded to a power of two of at least 4.
         """
         return 4 * 4 * max(4, 1 << (2 * self.block_tiles - 1).bit_length())
-
-    @property
-    def team_bytes(self) -> int:
-        """Bytes that a team shares: operands, and per-query arrays.
-
-        One array is added to logits, and each warp has two, or three where it observes.
-        """
-        arrays = 1 + (3 if self.observe else 2) * self.config.team
-        return 0 if self.config.team == 1 else self.key_bytes + self.operand_bytes + arrays * self.numbers_bytes
 
     @property
     def chunk(self) -> int:
@@ -285,9 +279,9 @@ class Plan:
     @property
     def slots(self) -> int:
         """Slots of a team's ring, as many as there is room for, up to 8."""
-        available = SHARED_BYTES // self.config.blocks - 2048 - self.query_bytes - self.teams * self.team_bytes
+        available = SHARED_BYTES // self.config.blocks - RESERVED_BYTES - self.of_block.total - self.teams * self.team_bytes
         return min(8, available // (self.teams * self.slot_bytes))
 
     @property
     def shared_bytes(self) -> int:
-        return self.query_bytes + self.teams * (self.team_bytes + self.slots * self.slot_bytes)
+        return self.of_block.total + self.teams * (self.team_bytes + self.slots * self.slot_bytes)

@@ -40,10 +40,9 @@ class Tile:
         self.masks = numerics.nibble_masks(length >> 31)  # no length is negative
         self.g, self.t, self.lane, self.part = lane >> 2, lane & 3, lane, part
         self.queries, self.shared, self.observed = at
-        self.weights = self.shared + plan.key_bytes
-        self.numbers = self.weights + plan.operand_bytes
-        self.halves = self.queries + plan.block_rows * plan.query_pitch
-        self.factors = self.halves + plan.block_rows * plan.query_pitch
+        self.weights, self.numbers = (self.shared + plan.of_team.at(part) for part in ("weights", "numbers"))
+        if plan.planes is not None:
+            self.halves, self.factors = (self.queries + plan.of_block.at(part) for part in ("halves", "factors"))
         self.tiles = range(plan.block_tiles)
         self.team = plan.config.team
         self.meet = functools.partial(ptx.synchronize, barrier, self.team)

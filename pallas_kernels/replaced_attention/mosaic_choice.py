@@ -14,7 +14,8 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.attention.mosaic_low_bits_plan import TILE
 from pallas_kernels.dispatch import no_mosaic_gpu
-from pallas_kernels.gpu.launch import RESERVED_BYTES, SHARED_BYTES, launch
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.layout import ROOM
 from pallas_kernels.replaced_attention.mosaic_choice_plan import MOST_ENTRIES, MOST_HEADS, Plan
 
 
@@ -31,8 +32,8 @@ def unsupported(size: int, heads: int, replaced: int, k: int) -> str | None:
     plan = Plan(1, 1, size, heads, heads, 1, replaced, k)
     if max(plan.tiles, plan.candidates) > MOST_ENTRIES:
         return f"supports up to {MOST_ENTRIES} tiles of {TILE} tokens, and tokens of k tiles, not {plan.tiles} and {plan.candidates}"
-    if (needed := plan.shared_bytes + RESERVED_BYTES) > SHARED_BYTES:
-        return f"supports what fits in {SHARED_BYTES} bytes of shared memory, not {needed}"
+    if (needed := plan.shared.total) > ROOM:
+        return f"supports what fits in {ROOM} bytes of shared memory, not {needed}"
     return None
 
 
@@ -60,4 +61,4 @@ def run(plan: Plan, found: dict[str, Array], positions: Int[Array, "B K n"], qua
     inputs = {**found, "positions": positions, "quantized": quantized}
     outputs = {"chosen": jax.ShapeDtypeStruct((plan.batch, plan.kv_heads, plan.k), jnp.int32)}
     emit = functools.partial(emit_block, plan)
-    return launch("largest_shares", emit, inputs, outputs, plan.batch * plan.kv_heads, plan.warpgroups, plan.shared_bytes)["chosen"]
+    return launch("largest_shares", emit, inputs, outputs, plan.batch * plan.kv_heads, plan.warpgroups, plan.shared.total)["chosen"]

@@ -37,7 +37,7 @@ class Block:
         self.warp, self.lane = ptx.uniform(thread >> 5), thread & 31
         self.part = thread & (plan.lanes - 1)
         self.within = self.part * plan.chunk_tokens
-        self.shared = {name: at["shared"] + start for name, (start, _) in plan.parts.items()}
+        self.shared = {name: at["shared"] + plan.shared.at(name) for name in plan.shared.sizes}
         self.quantized = ptx.uniform(ptx.load_global(at["quantized"] + ptx.i64(head // plan.kv_heads) * 4)[0])
 
     def emit(self) -> None:

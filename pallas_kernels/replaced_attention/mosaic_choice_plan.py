@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 
 from pallas_kernels.attention.mosaic_low_bits_plan import TILE
+from pallas_kernels.gpu.layout import Layout
 
 MOST_HEADS = 8  # query heads of a KV head
 MOST_ENTRIES = 1 << 15  # tiles, or tokens of the tiles that are read again: two counts of them share a word
@@ -91,16 +91,11 @@ class Plan:
         return math.ceil(entries / (32 * self.warps)) * 32 * self.warps
 
     @functools.cached_property
-    def parts(self) -> dict[str, tuple[int, int]]:
-        """What shared memory holds: where each part lies, and its bytes. counts: two words of each warp, three times. largest: of each
-        tile, and once tiles are chosen its place among them. chosen_tiles: their numbers. shares: of their tokens."""
+    def shared(self) -> Layout:
+        """What shared memory holds. counts: two words of each warp, three times. largest: of each tile, and once tiles are chosen its
+        place among them. chosen_tiles: their numbers. shares: of their tokens."""
         words = {"counts": 3 * 2 * self.warps}
         if not self.all_tiles:
             words |= {"largest": self.padded(self.tiles), "chosen_tiles": self.k}
         words["shares"] = self.padded(self.candidates)
-        starts = itertools.accumulate(words.values(), initial=0)
-        return {name: (4 * start, 4 * size) for (name, size), start in zip(words.items(), starts)}
-
-    @property
-    def shared_bytes(self) -> int:
-        return sum(size for _, size in self.parts.values())
+        return Layout({name: 4 * count for name, count in words.items()})
