@@ -14,7 +14,8 @@ from attention_problems import Case, all_listed, random_lists, random_problem, w
 from gpus import needs_gpu, skip_or_fail
 from paging import in_pages
 
-from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention, reference
+from pallas_kernels import dispatch
+from pallas_kernels.attention import decode_attention, reference
 from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import DenseView, ListedGroups, View

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import append_attend
+from pallas_kernels import append_attend, dispatch
 from pallas_kernels.append_attend.arguments import AppendAttendArguments
-from pallas_kernels.attention import GPU_IMPLEMENTATIONS, decode_attention
+from pallas_kernels.attention import decode_attention
 from pallas_kernels.attention.arguments import AttentionArguments
 from pallas_kernels.formats.kv_cache import FullLayer, HierarchicalLayer, Lengths
 from pallas_kernels.formats.views import FULL_PRECISION, View
