@@ -334,7 +334,7 @@ def test_which_devices_it_adds_up_over(monkeypatch):
 def test_weights_that_follow_have_a_norm(missing):
     args = problem(256, 256, 256, (512,), 1)
     args[missing] = None if missing == 7 else []
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="given together"):
         between_attentions(*args, eps=EPS)
 
 
@@ -344,7 +344,7 @@ def test_takes_no_biases(monkeypatch):
     bias = jnp.zeros(256, jnp.bfloat16)
     assert mosaic_gpu.unsupported(arguments(*args, biases={})) is None
     assert "adds no biases, and there are some of down" in mosaic_gpu.unsupported(arguments(*args, biases={"down": bias}))
-    with pytest.raises(ValueError, match="biases of q, should be of some of o, gate, up, down"):
+    with pytest.raises(ValueError, match="biases of q, should be of o, gate, up, down"):
         between_attentions(*args, eps=EPS, biases={"q": bias})
 
 

@@ -7,7 +7,7 @@ from simulated_gpu import here, launch
 from simulated_ptx import at_once, simulate
 
 from pallas_kernels.attention.mosaic_low_bits import TILE
-from pallas_kernels.attention.partials import LEAST
+from pallas_kernels.attention.partials import MIN_LOG_SHARE
 from pallas_kernels.gpu import ptx
 from pallas_kernels.replaced_attention import mosaic_choice, mosaic_choice_block
 
@@ -67,7 +67,7 @@ def shares(weights, relative_to, top, total, replaced_logits, positions, quantiz
     most = top.max(1, keepdims=True)
     whole = np.log2((wide(total)[..., -N:] * np.exp2(top - most)).sum(1)) + most[:, 0]
     whole = whole.reshape(B, K, 1, N)
-    of_all = lambda parts: np.fmax(parts, 2.0**LEAST).sum(-1)
+    of_all = lambda parts: np.fmax(parts, 2.0**MIN_LOG_SHARE).sum(-1)
     out = of_all(wide(weights) * np.exp2(np.repeat(wide(relative_to), TILE, axis=2) - whole))
     for (b, j, i), position in np.ndenumerate(positions):
         if position >= 0:

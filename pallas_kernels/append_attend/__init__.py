@@ -20,15 +20,22 @@ def append_and_attend(
     *,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N H"], Layer, Float[Array, "B K T C"] | None]:
-    """What `rotate_and_append` does at row `lengths.buffered`, and then `decode_attention`, in which the T new tokens are counted.
+    """RoPE and append (`rotate_and_append`) from row `lengths.buffered` on, and then `decode_attention`, for which the T new tokens count.
 
-    Returns what was attended to, the layer with the new tokens in its buffer, and the attention mass where it is observed, else None.
-    qkv, cos, sin: as `rotate_and_append` takes them. lengths: those before the new tokens. view: as `decode_attention` takes them.
-    Where the buffer has no room for max(2, T) rows more, what is attended to is unspecified.
+    On a GPU, the reference, which calls the two, does what the kernel does not support.
 
-    On a GPU, what the kernel does not support is done by the reference, which calls the two.
-    Raises ValueError where `decode_attention` does for the view, and where the implementation asked for does not support the device or
-    the arguments.
+    Args:
+        qkv, cos, sin: see `pallas_kernels.rope_append.rotate_and_append`.
+        layer: the cache without the new tokens. Where its buffer has no room for max(2, T) rows more, the values read are unspecified.
+        lengths: those before the new tokens.
+        view: what is read, see `pallas_kernels.attention.decode_attention`.
+
+    Returns:
+        The values read, the layer with the new tokens in its buffer, and the attention mass where the view is observed, else None.
+
+    Raises:
+        ValueError: see `decode_attention`.
+        NotImplementedError: the implementation asked for does not support the device or the arguments.
     """
     check(layer, view)
     args = AppendAttendArguments(qkv, cos, sin, layer, lengths, view)

@@ -19,16 +19,22 @@ def decode_attention(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """Causal attention of the last T tokens of each row over what the view reads of the cache.
 
-    q: queries after RoPE, N = K * (query heads per KV head). The T tokens' own keys and values are already appended and
-    counted in `lengths.buffered`: query t sees what the view reads of the quantized region and the first buffered - T + t + 1 rows of
-    the buffer. The quantized region is in groups, or in tokens with a scale each, of which both planes are read.
+    Args:
+        q: queries after RoPE; N = K * (query heads of a KV head).
+        layer: the cache. The T tokens' own keys and values are appended already. Its quantized region is in groups, or in tokens with a
+            scale each, of which both planes are read.
+        lengths: of the rows, the T tokens counted in `lengths.buffered`: query t sees what the view reads of the quantized region and the
+            first buffered - T + t + 1 rows of the buffer.
+        view: what is read.
 
-    Returns what was read and, where the view is observed, the attention mass in float32: the share of a query token's attention that each
-    of the layer's C groups got, summed over the query heads of a KV head, so at most N / K. What is missing from that sum went to the
-    buffer.
+    Returns:
+        The values read, and where the view is observed the attention mass in float32, else None: the share of a query token's attention
+        that each of the layer's C groups got, summed over the query heads of a KV head, so at most N / K. The rest of that sum went to the
+        buffer.
 
-    Raises ValueError where the view does not fit the layer, where its lists have other shapes than they should, where it is observed and
-    the layer has no groups of its own, and where the implementation asked for does not support the device or the shapes.
+    Raises:
+        ValueError: the view does not fit the layer, has lists of the wrong shapes, or is observed where the layer has no groups.
+        NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
     check(layer, view)
     args = AttentionArguments(q, layer, lengths, view)

@@ -1,7 +1,7 @@
-"""The newest tokens, where attention takes the projections as they are: RoPE, and their keys and values at the end of the buffer.
+"""The newest tokens, where attention takes the projections as they are: RoPE, and new keys and values at the end of the buffer.
 
-Each block rotates the queries that it reads and, for itself, all new keys of its KV head, so that none waits for another. What one block
-writes to the buffer nobody reads in the same launch.
+Each block rotates the queries that it reads and, for itself, all new keys of its KV head, so that no block waits for another. No block of
+the launch reads what another writes to the buffer.
 """
 
 import dataclasses
@@ -12,9 +12,14 @@ from pallas_kernels.gpu import numerics, ptx
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """The projections of a row's T tokens that a block needs: its queries, in shared memory from `queries` on, then T keys and T values.
+    """The projections of a row's T tokens that a block needs: its queries, then T keys and T values.
 
-    batch, kv_head, row_block: which row of the batch, KV head and query rows. writes: whether this block writes the buffer.
+    Attributes:
+        at: addresses by the names of the arrays.
+        queries: the address of the block's queries in shared memory.
+        batch, kv_head, row_block: which row of the batch, KV head and query rows the block works on.
+        offset: the row of the buffer at which the new keys and values go.
+        writes: whether this block writes the buffer.
     """
 
     plan: Plan
@@ -28,8 +33,8 @@ class NewTokens:
     writes: ptx.Value
 
     def load(self, threads: int) -> list[tuple]:
-        """Starts the loads: in each turn a thread loads two neighbouring channels and the two half a head further, with which RoPE pairs
-        them. Returns what `place` takes."""
+        """Starts the loads, and returns the argument of `place`. In each turn a thread loads two neighbouring channels and the two half a
+        head further, with which RoPE pairs them."""
         plan = self.plan
         pairs = plan.head_dim // 4
         everything = (plan.block_rows + 2 * plan.tokens) * pairs
@@ -60,9 +65,9 @@ class NewTokens:
         return token, head, is_query, is_value
 
     def place(self, loaded: list[tuple]) -> None:
-        """Rotates what was loaded, and puts it into shared memory and into the buffer. The block is to meet before any of it is read."""
+        """Rotates the loaded channels, and puts them into shared memory and into the buffer. The block must meet before it reads any."""
         plan, H = self.plan, self.plan.head_dim
-        # As `rotate_and_append`: nothing is written behind the buffer.
+        # As `rotate_and_append`: nothing is written beyond the buffer.
         offset = ptx.maximum(ptx.minimum(self.offset, ptx.i32(plan.buffer_rows - max(2, plan.tokens))), ptx.i32(0))
         for there, row, within, token, is_query, is_value, (a, b, cos, sin) in loaded:
             first, second = numerics.rotated(a, b, cos, sin)

@@ -32,7 +32,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
     split, rest = block % plan.splits, block // plan.splits
     row_block, kv_head = rest % plan.blocks_of_rows, rest // plan.blocks_of_rows
     part = warp % team
-    # Of a single row, which is known to be that one, the list is on its way together with the lengths.
+    # A single row of the batch is known before its lengths are, so its list is loaded together with them.
     listed = QuantizedSource.load_list(plan, at, kv_head, lane) if plan.batch == 1 else None
     share = Partition(plan, at, kv_head, lane).of_block(split)
     batch, chunks, groups = share.batch, share.chunks, share.groups
@@ -107,7 +107,7 @@ def emit_block(plan: Plan, refs: dict) -> None:
 def emit_merge(plan: Plan, refs: dict) -> None:
     """Emits the merging of the partial results for one query row, which four warps divide among them.
 
-    Where attention is observed it also writes the logarithm (base 2) of the row's sum of exponentials, of which `Tile` wrote each group's.
+    Where attention is observed it also writes the logarithm (base 2) of the row's sum of exponentials; `Tile` wrote that of each group.
     """
     H, R = plan.head_dim, plan.heads_per_kv_head
     at = {name: ptx.address(ref) for name, ref in refs.items()}

@@ -1,9 +1,9 @@
 """Decode attention on NVIDIA Hopper in Pallas Mosaic GPU: split over the tokens, read at the speed of the memory.
 
-A team of warps owns a run of groups and a softmax of its own, so that nothing waits for another team; the partial results are
-merged once at the end. The cache streams through a ring in shared memory, keys and values in turn. Codes become floats in
-registers, where they are the first operand of the tensor cores (16 tokens or channels a tile); the queries, or their softmax
-weights, are the second (8 rows a tile). So the keys' scales multiply queries, and the values' scales weights, 8 rows at a time.
+A team of warps owns a run of groups and a softmax of its own, so that no team waits for another; the partial results are merged once at
+the end. The cache streams through a ring in shared memory, keys and values in turn. Codes become floats in registers, where they are the
+first operand of the tensor cores (16 tokens or channels a tile); the queries, or their softmax weights, are the second (8 rows a tile). So
+the keys' scales multiply queries, and the values' scales weights, 8 rows at a time.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups
 from pallas_kernels.gpu.launch import launch
 
-MAX_ROWS = 64, 32, 16, 8  # query rows of a block; more are another block's, which reads the cache again
+MAX_ROWS = 64, 32, 16, 8  # query rows of a block; another block, which reads the cache again, takes the rest
 
 
 def unsupported(args: AttentionArguments) -> str | None:
@@ -69,9 +69,9 @@ def plan_for(args: AttentionArguments, *, appends: bool = False, config: Config 
         appends=appends,
         paged=quantized and layer.pages is not None,
     )
-    # As many query rows in a block as leave room for the ring.
-    for most in MAX_ROWS:
-        blocks = math.ceil(R / most)
+    # The most query rows in a block that leave room for the ring.
+    for max_rows in MAX_ROWS:
+        blocks = math.ceil(R / max_rows)
         plan = shapes(blocks_of_rows=blocks, block_tiles=math.ceil(R / blocks / ROWS))
         if plan.default().slots >= 3:
             break
@@ -79,7 +79,7 @@ def plan_for(args: AttentionArguments, *, appends: bool = False, config: Config 
 
 
 def tunable(args: AttentionArguments) -> tuple[str, dict, list[Config]]:
-    """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
+    """The kernel, the problem, and the configurations to measure, the default first, for `tuning`."""
     plan = plan_for(args)
     return KERNEL, plan.problem, [candidate.config for candidate in plan.candidates()]
 
@@ -94,15 +94,21 @@ def run(
     lists: ListedGroups | None = None,
     angles: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"], FullLayer]:
-    """A launch for the partial results of teams and one that merges them. Also returns the attention mass, of no groups where it is not
-    observed, and the buffer.
+    """A launch for the partial results of teams, and one that merges them.
 
-    Where the plan appends, q are the projections [B T channels], `lengths` those before, and `angles` cosines and sines in bfloat16.
+    Args:
+        q: the queries, or where the plan appends the projections [B T channels].
+        lengths: where the plan appends, those before the new tokens.
+        lists: the groups to read; None: all.
+        angles: cosines and sines in bfloat16, where the plan appends.
+
+    Returns:
+        The values read, the attention mass (of no groups where it is not observed), and the buffer.
     """
     from pallas_kernels.attention import mosaic_blocks
 
     buffer = layer.buffer
-    # What says how much there is to read in each row.
+    # How much there is to read in each row.
     sizes = {"quantized": lengths.quantized, "buffered": lengths.buffered}
     if lists is not None:
         sizes["count"] = lists.count
@@ -150,11 +156,12 @@ def attention_mass(
 ) -> Float[Array, "B K T C"]:
     """Each group's share of a query token's attention, summed over the query heads of a KV head; 0 for groups that are not quantized yet.
 
-    observed: the logarithm (base 2) of each group's sum of exponentials, for the R padded query rows of a KV head. everything: the same of
-    all that a query reads, for the N query heads of a KV head.
+    Args:
+        observed: the logarithm (base 2) of each group's sum of exponentials, for the R padded query rows of a KV head.
+        everything: the same of all that a query reads, for the N query heads of a KV head.
     """
     by_group = observed[..., : plan.rows].reshape(*observed.shape[:3], plan.tokens, plan.heads_per_kv_head)
     shares = jnp.exp2(by_group - everything.transpose(0, 2, 1, 3)[:, :, None])
-    # Nobody has written what is not there. Chosen before the sum, so that XLA makes one launch of it all.
+    # The kernel has not written groups that are not there. They are left out before the sum, so that XLA makes one launch of it all.
     there = jnp.arange(plan.groups) < (quantized // plan.group_size)[:, None]
     return jnp.where(there[:, None, :, None, None], shares, 0).sum(-1).swapaxes(2, 3)

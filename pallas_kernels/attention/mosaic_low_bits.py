@@ -58,8 +58,8 @@ def decode_attention(q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths
 
 
 def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"]) -> Float[Array, "B K S"]:
-    """The logarithms of shares, see `reference.attend_replaced`. found: what `run` returns."""
-    # A weight of 0 gives minus infinity, which counts as LEAST; what lies behind the last token is ignored.
+    """The logarithms of shares, see `reference.attend_replaced`. found: the result of `run`."""
+    # A weight of 0 gives minus infinity, which counts as MIN_LOG_SHARE; entries after the last token are ignored.
     coded = jnp.log2(found["weights"].astype(jnp.float32)) + jnp.repeat(found["relative_to"], TILE, axis=2)
     return log_shares(coded, found["replaced_logits"], log_total(found["top"], found["total"]), quantized, positions)
 
@@ -69,14 +69,17 @@ def shares(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: I
 def run(
     plan: Plan, q: Float[Array, "B T N H"], lengths: Lengths, layer: TokenCodesLayer, replaced: Replaced | None = None
 ) -> dict[str, Array]:
-    """One launch. Returns float32 arrays, but for the weights, and logarithms to base 2:
+    """One launch.
 
-    out [B K, splits, rows, H], total [B K, splits, rows]: of each warp's share of a KV head's tokens the weighted values and the sum of the
-    weights. A weight is 2^(logit - top), with top [B K, splits, rows].
-
-    Where tokens are replaced, also for the last token's queries: weights [B, K, S, heads] in bfloat16 of the tokens in codes, 0 for those
-    that are replaced; relative_to [B, K, tiles, heads]: a stored weight is 2^(logit - relative_to) of its tile of 32 tokens;
-    replaced_logits [B, K, n, heads]. Behind a row's quantized tokens, weights and relative_to are whatever was there.
+    Returns:
+        Arrays by their names, in float32 but for the weights; logarithms are to base 2.
+        out [B K, splits, rows, H], total [B K, splits, rows]: the weighted values and the sum of the weights, over each warp's share of a
+            KV head's tokens. A weight is 2^(logit - top).
+        top [B K, splits, rows]: see `total`.
+        With replaced tokens, also for the last token's queries (entries after a row's quantized tokens are undefined):
+        weights [B, K, S, heads]: in bfloat16, of the tokens in codes; 0 for those that are replaced.
+        relative_to [B, K, tiles, heads]: a stored weight is 2^(logit - relative_to) of its tile of 32 tokens.
+        replaced_logits [B, K, n, heads].
     """
     from pallas_kernels.attention.mosaic_low_bits_warp import emit_block
 

@@ -16,27 +16,34 @@ ZEROS = 16  # tiles whose keys' zeros are multiplied at a time
 CHUNK = 16  # a product takes 16 bytes of each token's codes: one code of each byte, so 16 channels
 FULL_TILE = 16  # tokens in full precision
 
-WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, for each head_dim: as many as a multiprocessor has registers for
-WAVES = 6  # most waves of blocks that `_splits` tries
+WARPGROUPS = {64: 3, 128: 3, 256: 2}  # of a block, by head_dim: the most that a multiprocessor has registers for
+WAVES = 6  # of blocks, at most, that `_splits` tries
 NO_LOGIT = -1e30  # less than any logit
 TOGETHER = 2  # tiles that are taken in at a time, where there is room for them
 STAGES = 2  # steps whose tiles a warp has room for in shared memory
 
 PIECE = 16  # bytes that a lane copies at a time
-RISE = 8.0  # how far a logit (base 2) may rise above what weights are relative to before they are rescaled
+RISE = 8.0  # how far a logit (base 2) may rise above the logit that weights are relative to before they are rescaled
 
-# Powers of 2. KEY_CODE, VALUE_CODE: what a code of 1 in the lowest bit is, read as float16 or as bfloat16. LARGER: what weights are
-# multiplied by, so that their products with codes are normal numbers. A query must stay below 2^63, and a value's scale below
-# 2^(63 - RISE).
+# Powers of 2. KEY_CODE, VALUE_CODE: a code of 1 in the lowest bit, read as float16 or as bfloat16. LARGER: the factor of weights, with
+# which their products with codes are normal numbers. A query must stay below 2^63, and a value's scale below 2^(63 - RISE).
 KEY_CODE, VALUE_CODE, LARGER = -24, -133, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. tokens: of each row's queries, T. heads: query heads of a KV head. size: tokens that there is
-    room for in codes. key_group: tokens that share a key's scale. value_group: channels that share a value's. buffer_rows: tokens that the
-    buffer has room for. replaced: how many tokens of a KV head may be read in full precision; None where attention is plain. splits: warps
-    that share the tokens of a KV head."""
+    """The kernel for one set of shapes.
+
+    Attributes:
+        tokens: of each row's queries, T.
+        heads: query heads of a KV head.
+        size: tokens in codes that there is room for.
+        key_group: tokens that share a key's scale.
+        value_group: channels that share a value's scale.
+        buffer_rows: tokens that the buffer has room for.
+        replaced: tokens of a KV head, at most, that are read in full precision; None where attention is plain.
+        splits: warps that share the tokens of a KV head.
+    """
 
     batch: int
     kv_heads: int
@@ -72,7 +79,7 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's codes, which are as many for its key as for its value."""
+        """Bytes of the codes of a token's key, and of its value."""
         return self.head_dim * self.bits // 8
 
     @property
@@ -91,7 +98,7 @@ class Plan:
 
     @functools.cached_property
     def tile(self) -> Layout:
-        """What a tile brings with it to a slot of the ring."""
+        """The parts of a tile in a slot of the ring."""
         sizes = {f"{name}_codes": TILE * self.token_bytes for name in ("key", "value")}
         return Layout(sizes | {"key_scale": 2 * self.head_dim} | dict.fromkeys(("value_scale", "value_zero"), 2 * TILE * self.value_groups))
 
@@ -120,7 +127,7 @@ class Plan:
         return [name for name, size in self.tile.sizes.items() if self.tile.at(name) < end and first < self.tile.at(name) + size]
 
     def sharing(self, name: str) -> tuple[int, int]:
-        """How many consecutive tiles share one part of this array, and its bytes. Parts for which both agree have the same `tile_start`."""
+        """How many consecutive tiles share one part of this array, and its bytes. Parts with equal results have the same `tile_start`."""
         if name in ("key_scale", "key_zero"):
             return self.key_group // TILE, 2 * self.head_dim
         return 1, self.tile.sizes[name]
@@ -148,7 +155,7 @@ class Plan:
         return TILE // self.row_tokens
 
     def token(self, number):
-        """The token of a tile that comes as this number in that order."""
+        """The token of a tile that has this number in that order."""
         return number % self.tile_rows * self.row_tokens + number // self.tile_rows
 
     def place(self, s: int) -> tuple[int, int]:
@@ -161,9 +168,14 @@ class Plan:
 
 
 def _splits(heads: int, warps: int, places: int) -> int:
-    """The number of splits of each KV head, a warp for each: the fewest with which all blocks are full, and the multiprocessors within 5 %
-    of as busy as with any number. heads: KV heads of all rows of the batch. warps: of a block. places: blocks that run at the same time,
-    which are called a wave."""
+    """The number of splits of each KV head, a warp for each: the smallest with which all blocks are full and multiprocessors are as busy as
+    with any number, within 5 %.
+
+    Args:
+        heads: KV heads of all rows of the batch.
+        warps: of a block.
+        places: blocks that run at the same time, which are called a wave.
+    """
     step = warps // math.gcd(heads, warps)
 
     def busy(splits: int) -> float:
@@ -171,5 +183,5 @@ def _splits(heads: int, warps: int, places: int) -> int:
         return blocks / places / math.ceil(blocks / places)
 
     candidates = range(step, max(step, WAVES * places * warps // heads) + 1, step)
-    most = max(map(busy, candidates))
-    return next(splits for splits in candidates if busy(splits) >= 0.95 * most)
+    busiest = max(map(busy, candidates))
+    return next(splits for splits in candidates if busy(splits) >= 0.95 * busiest)

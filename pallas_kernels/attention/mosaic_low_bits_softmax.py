@@ -16,9 +16,10 @@ class LeftOut(NamedTuple):
     """Tokens of a step's tiles whose codes are left out, since they are read in full precision. The positions of all such tokens of a KV
     head are divided among the lanes of a warp (`Warp._positions`), so that a lane knows only some of them.
 
-    known: whether a position held by this lane lies in the tiles. without: a function that is given this lane's products with the tiles'
-    tokens, and makes those with left-out tokens minus infinity, with all of these, whichever lane holds their positions. All lanes have to
-    call it together, as they add up what they hold.
+    Attributes:
+        known: whether a position held by this lane lies in the tiles.
+        without: a function that takes this lane's products with the tiles' tokens, and makes those with left-out tokens minus infinity,
+            whichever lane holds their positions. All lanes must call it together, as they add up what they hold.
     """
 
     known: ptx.Value
@@ -53,7 +54,7 @@ class SoftmaxWarp:
         return [ptx.load_global(at + 2 * CHUNK * s, 2) for s in self.plan.products]
 
     def _share(self, tiles) -> tuple:
-        """This warp's first tile, and the one behind its last."""
+        """This warp's first tile, and the one after its last."""
         return self.split * tiles // self.plan.splits, (self.split + 1) * tiles // self.plan.splits
 
     def _weigh(
@@ -117,11 +118,14 @@ class SoftmaxWarp:
                 store(query + (c - first), c)
 
     def _read_full(self, keys, values, pitch: int, count, room: int, sees: Callable, state: dict, logits_at=None) -> dict:
-        """The state with this warp's share of `count` tokens, of which there is room for so many.
+        """The state with this warp's share of `count` tokens.
 
-        keys, values: where those of the first token begin; pitch: bytes from one token to the next. sees: of two tokens, whether there are
-        such, and whether each of this lane's two queries sees the first, and the second. logits_at: where the last token's queries' logits
-        with the first token are stored; None: nowhere.
+        Args:
+            keys, values: addresses of those of the first token.
+            pitch: bytes from one token to the next.
+            room: tokens that there is room for.
+            sees: of two tokens, whether each is there, and whether each of this lane's two queries sees the first, and the second.
+            logits_at: where the last token's queries' logits with the first token are stored; None: nowhere.
         """
         plan, queries = self.plan, self._queries()
 
@@ -145,7 +149,7 @@ class SoftmaxWarp:
             weights = list(map(fragments.transpose, weights))
             out = list(state["out"])
             for s, both in enumerate(of_values):
-                # Where there is no token may lie what is no number, and that is not to be multiplied by 0.
+                # Where there is no token there may be NaN, which must not be multiplied by 0.
                 loaded = [[ptx.select(present, x, ptx.i32(0)) for x in words] for present, words in zip(there, both)]
                 turned = [fragments.transpose(x) for words in loaded for x in numerics.swap_neighbours(*words)]
                 out[s] = fragments.mma(out[s], turned, weights, "bf16")

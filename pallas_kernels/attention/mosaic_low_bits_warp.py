@@ -156,10 +156,10 @@ class Warp(SoftmaxWarp):
         return self._finished(state)
 
     def _share_of_tiles(self) -> tuple:
-        """This warp's first tile of codes, and the one behind its last. The first begins a step for which there is room."""
+        """This warp's first tile of codes, and the one after its last. The first begins a step for which there is room."""
         tiles, together = self.quantized // TILE, self.plan.together
-        first, behind = self._share((tiles + together - 1) // together)
-        return first * together, ptx.minimum(behind * together, tiles)
+        first, end = self._share((tiles + together - 1) // together)
+        return first * together, ptx.minimum(end * together, tiles)
 
     # The keys' zeros of ZEROS tiles, which are multiplied by the queries at a time.
 
@@ -200,8 +200,8 @@ class Warp(SoftmaxWarp):
         return acc
 
     def _of_tiles(self, number, tiles: int, products: tuple) -> list:
-        """Picks this lane's two queries' products with the zero points of so many tiles, from `number` of the ZEROS tiles on. They must not
-        cross a multiple of 8: two of them begin with an even number."""
+        """This lane's two queries' products with the zero points of `tiles` tiles, from `number` of the ZEROS tiles on. They must not cross
+        a multiple of 8: two tiles begin with an even number."""
         mine = [ptx.select(number < 8, products[c], products[c + 2]) for c in (0, 1)]
         lane = number % 8 * 4 + self.t
         return [[ptx.of_lanes(x, lane + 4 * n) for x in mine] for n in range(tiles)]
@@ -254,21 +254,21 @@ class Warp(SoftmaxWarp):
         return LeftOut(functools.reduce(lambda a, b: a | b, within), without)
 
     def _store_weights(self, tile, tiles: int, weights: list, top: list) -> None:
-        """Stores the weights of the last token's queries in so many tiles from this one on, and what they are relative to."""
+        """Stores the weights of the last token's queries in `tiles` tiles from this one on, and what they are relative to."""
         plan = self.plan
         start = ptx.i64(self.head * (plan.size // TILE) + tile)
         first = self.at["weights"] + start * (2 * TILE * plan.heads)
         # Of token number g and of those that come 8, 16 and 24 later, in each tile.
-        behind = [2 * plan.heads * (TILE * n + plan.token(8 * j)) for n in range(tiles) for j in range(TILE // 8)]
+        offsets = [2 * plan.heads * (TILE * n + plan.token(8 * j)) for n in range(tiles) for j in range(TILE // 8)]
         at = first + ptx.i64(plan.token(self.g) * (2 * plan.heads))
 
         def store_both(query):
-            for bytes_behind, pair in zip(behind, weights):
-                ptx.store_global(at + ptx.i64(query * 2) + bytes_behind, pair)
+            for offset, pair in zip(offsets, weights):
+                ptx.store_global(at + ptx.i64(query * 2) + offset, pair)
 
         def store(query, c: int):
-            for bytes_behind, pair in zip(behind, weights):
-                ptx.store_global_half(at + ptx.i64(query * 2) + bytes_behind, pair >> 16 * c)
+            for offset, pair in zip(offsets, weights):
+                ptx.store_global_half(at + ptx.i64(query * 2) + offset, pair >> 16 * c)
 
         self._where_last(store_both, store)
         with ptx.when(self.g < tiles):
@@ -299,7 +299,7 @@ class Warp(SoftmaxWarp):
         return 8 * j % rows // 8, 8 * j // rows if rows >= 8 else self.t * 2 // rows + 8 * j // rows
 
     def _row_number(self, number):
-        """The row of 16 bytes of the values' parameters that comes as this one; with few of them they come again and again."""
+        """The row of 16 bytes of the values' parameters that comes as this one; where there are few they repeat."""
         return number % self.plan.tile_rows
 
     def _value_scales(self, slot) -> list:

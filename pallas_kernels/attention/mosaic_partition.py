@@ -1,6 +1,6 @@
 """Which blocks of a KV head read which row of the batch: rows get blocks in proportion to what there is to read in them, one at least.
 
-Every warp finds it out for itself: a lane has every 32nd row, so that code and registers hardly grow with the batch.
+Every warp computes this for itself: a lane has every 32nd row, so that code and registers hardly grow with the batch.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ LANES = 32
 class Share:
     """The part of a KV head's blocks that reads one row of the batch.
 
-    chunks, groups: what the KV head reads in the row, chunks of the buffer and groups. first, end: its first block, and the first one
-    behind its last.
+    Attributes:
+        chunks, groups: what the KV head reads in the row: chunks of the buffer, and groups.
+        first, end: its first block, and the one after its last.
     """
 
     batch: ptx.Value
@@ -28,7 +29,7 @@ class Share:
 
 
 def groups_to_read(plan: Plan, at: dict, row, kv_head):
-    """How many groups a KV head reads in a row of the batch: as many as its list counts, or all that are quantized."""
+    """How many groups a KV head reads in a row of the batch: the count of its list, or all that are quantized."""
     if plan.planes is None:
         return ptx.i32(0)
     if plan.list_width is None:
@@ -38,7 +39,7 @@ def groups_to_read(plan: Plan, at: dict, row, kv_head):
 
 
 def buffered_tokens(plan: Plan, at: dict, row):
-    """How many tokens of a row of the batch are in full precision, those that the kernel appends among them."""
+    """How many tokens of a row of the batch are in full precision, including those that the kernel appends."""
     (buffered,) = ptx.load_global(at["buffered"] + ptx.i64(row) * 4)
     return buffered + plan.tokens if plan.appends else buffered
 

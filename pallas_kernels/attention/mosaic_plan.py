@@ -15,15 +15,15 @@ KERNEL = "attention.mosaic_gpu"
 WARPS = 4  # of a warpgroup
 WARPGROUPS = 8  # of a block, at most
 TEAMS = 8  # of a block: each has a named barrier
-WAVES = 64  # most blocks for each multiprocessor: more only cost memory for their partial results
-# Blocks for a batch (`Plan.balanced`): one for each row, and at least TURNS times as many as are resident at once. Up to MORE_EACH more for
-# each row are tried as well, and the fewest taken that keep BUSY of the best share of multiprocessors at work.
+WAVES = 64  # blocks for each multiprocessor, at most: more only cost memory for their partial results
+# Blocks for a batch (`Plan.balanced`): one for each row, and besides at least TURNS times the resident ones. Up to MORE_EACH more for each
+# row are tried as well, and the smallest number is taken that keeps BUSY of the best share of multiprocessors at work.
 TURNS, MORE_EACH, BUSY = 2, 4, 0.95
-MORE_TILES = 3  # of query rows: a problem that was tuned with up to so many more lends its configuration (`alike`)
-LEAST_SLOTS = 2  # of a team: keys and values in turn
+MORE_TILES = 3  # of query rows: a problem that was tuned with up to 3 tiles more lends its configuration (`alike`)
+MIN_SLOTS = 2  # of a team: keys and values in turn
 LIST_WORDS = 2  # of a list that a lane keeps, 32 columns each
 ROWS = 8  # query rows of a tile
-# What a multiprocessor has, and what a thread may have at most.
+# Registers of a multiprocessor, and of a thread at most.
 REGISTERS, THREAD_REGISTERS = 65536, 255
 SPILLED = 16  # registers of a thread that may be in memory at times, where more than three warpgroups share a multiprocessor
 
@@ -32,8 +32,11 @@ SPILLED = 16  # registers of a thread that may be in memory at times, where more
 class Config:
     """How the work is divided.
 
-    splits: blocks that share the tokens of a KV head, of all rows of the batch together. blocks: how many of them are to be resident on a
-    multiprocessor, each of `warpgroups` times four warps. team: warps that work on one group together, for many query rows.
+    Attributes:
+        splits: blocks that share the tokens of a KV head, of all rows of the batch together.
+        blocks: blocks that should be resident on a multiprocessor.
+        warpgroups: of a block, of four warps each.
+        team: warps that work on one group together, for many query rows.
     """
 
     splits: int
@@ -46,8 +49,8 @@ class Config:
 
 
 def alike(problem: dict) -> list[dict]:
-    """A problem, and those whose best teams and blocks will do for it: of one row of the batch, of a few tiles of query rows more, and,
-    where one row reads everything, of twice the heads, of which each of two devices has half."""
+    """A problem, and those whose best teams and blocks serve it too: with one row of the batch, with a few tiles of query rows more, and,
+    where one row reads everything, with twice the heads, of which each of two devices has half."""
     batches = dict.fromkeys((problem["batch"], 1))
     tiles = range(problem["block_tiles"], problem["block_tiles"] + MORE_TILES + 1)
     one_row = problem["batch"] == 1 and "list_width" not in problem
@@ -57,11 +60,15 @@ def alike(problem: dict) -> list[dict]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The kernel for one set of shapes: who does what, and where it lies in shared memory.
+    """The kernel for one set of shapes: which warps do what, and where it lies in shared memory.
 
-    block_tiles: query tiles of a block. list_width: columns of the lists of groups to read; None: all groups are read. observe: whether
-    each group's attention mass is to be found. appends: whether queries, keys and values come as they were projected, for the kernel to
-    rotate and to append. paged: whether the rows' groups lie in pages of a pool.
+    Attributes:
+        block_tiles: query tiles of a block.
+        blocks_of_rows: blocks that divide the query rows of a KV head.
+        list_width: columns of the lists of groups to read; None: all groups are read.
+        observe: whether each group's attention mass is found.
+        appends: whether queries, keys and values come as they were projected, for the kernel to rotate and to append.
+        paged: whether the rows' groups lie in pages of a pool.
     """
 
     batch: int
@@ -82,12 +89,12 @@ class Plan:
     config: Config = Config(1)
 
     def configured(self, config: Config | None) -> "Plan":
-        """The plan with this configuration, or the one that measured best here, or a sane one. Raises ValueError where it cannot work."""
+        """The plan with this configuration, or the one that measured best here, or the default. Raises ValueError where it cannot work."""
         if config is None:
             found = (tuning.tuned(KERNEL, problem, functools.partial(self._tuned, problem)) for problem in alike(self.problem))
             return next(filter(None, found), None) or self.default().balanced()
-        if config.splits > self.most_splits:
-            raise ValueError(f"splits is {config.splits}, should be at most {self.most_splits}")
+        if config.splits > self.max_splits:
+            raise ValueError(f"splits is {config.splits}, should be at most {self.max_splits}")
         if config.warpgroups > WARPGROUPS:
             raise ValueError(f"{config} has {config.warpgroups} warpgroups; a block may have {WARPGROUPS}")
         divided = [WARPS * config.warpgroups, self.head_dim // 16, *([self.group_size // 32] if self.planes else [])]
@@ -99,7 +106,7 @@ class Plan:
         return plan
 
     def _tuned(self, problem: dict, found: dict) -> "Plan":
-        """The plan with what was found to be best for a problem, this one or one of `alike`."""
+        """The plan with the best configuration of a problem, this one or one of `alike`."""
         config = Config(**found)
         if problem == self.problem:
             return self.configured(config).with_room()
@@ -111,22 +118,25 @@ class Plan:
     def balanced(self) -> "Plan":
         """The plan with splits to deal out among the rows of a batch, in a number that leaves few multiprocessors idle at the end.
 
-        Its splits so far are as many blocks as are resident at once. Each row gets one, whatever it holds, so there have to be more for
-        rows that hold much; and a multiple of the rows, for rows that all hold the same.
+        Its splits before are the blocks that are resident at once. Each row gets one, whatever it holds, so rows that hold much need more;
+        and the number should be a multiple of the rows, for rows that all hold the same.
         """
         if self.batch == 1:
             return self
         resident = self.config.splits
-        busy = lambda splits: splits / (math.ceil(splits / resident) * resident)
-        least = math.ceil((self.batch + TURNS * resident) / self.batch)
-        options = [self.batch * each for each in range(least, least + resident // self.batch + MORE_EACH)]
+        min_each = math.ceil((self.batch + TURNS * resident) / self.batch)
+        options = [self.batch * each for each in range(min_each, min_each + resident // self.batch + MORE_EACH)]
+
+        def busy(splits: int) -> float:
+            return splits / (math.ceil(splits / resident) * resident)
+
         splits = next(splits for splits in options if busy(splits) >= BUSY * max(map(busy, options)))
         return dataclasses.replace(self, config=dataclasses.replace(self.config, splits=splits))
 
     def with_room(self) -> "Plan":
         """The plan itself. Raises ValueError where its configuration leaves too few slots of the ring."""
-        if self.slots < LEAST_SLOTS:
-            raise ValueError(f"{self.config} leaves no room for {LEAST_SLOTS} slots of {self.slot_bytes} bytes for each team")
+        if self.slots < MIN_SLOTS:
+            raise ValueError(f"{self.config} leaves no room for {MIN_SLOTS} slots of {self.slot_bytes} bytes for each team")
         return self
 
     def default(self) -> "Plan":
@@ -147,8 +157,8 @@ class Plan:
     def candidates(self) -> list["Plan"]:
         """Plans worth measuring: the default first, then all that leave three slots of the ring and the registers that they need.
 
-        Where more than three warpgroups share a multiprocessor two slots and fewer registers may do, for some of them wait while others
-        compute.
+        Where more than three warpgroups share a multiprocessor, two slots and fewer registers may be enough, as some of them wait while
+        others compute.
         """
         configs = [self._resident(*shape).config for shape in itertools.product((1, 2, 3), (1, 2, 3, 4), (1, 2, 4))]
         plans = []
@@ -162,22 +172,22 @@ class Plan:
             needed = 80 + 4 * self.block_tiles * tiles // team
             there = min(THREAD_REGISTERS, REGISTERS // (32 * WARPS * warpgroups * blocks))
             crowded = warpgroups * blocks > 3
-            slots = LEAST_SLOTS if crowded else 3
+            slots = MIN_SLOTS if crowded else 3
             if plan.slots >= slots and needed <= there + (SPILLED if crowded else 0):
-                plans += [each for each in (plan, plan.balanced()) if each.splits <= self.most_splits]
+                plans += [each for each in (plan, plan.balanced()) if each.splits <= self.max_splits]
         return list(dict.fromkeys([self.default().balanced(), *plans]))
 
     def _resident(self, blocks: int, warpgroups: int, team: int) -> "Plan":
-        """The plan with as many blocks as are resident at once."""
+        """The plan with the blocks that are resident at once."""
         return dataclasses.replace(self, config=Config(max(1, multiprocessors() * blocks // self.heads), blocks, warpgroups, team))
 
     @property
-    def most_splits(self) -> int:
+    def max_splits(self) -> int:
         return max(1, WAVES * multiprocessors() // self.heads)
 
     @property
     def heads(self) -> int:
-        """Blocks there would be without splits."""
+        """Blocks without splits."""
         return self.kv_heads * self.blocks_of_rows
 
     @property
@@ -204,7 +214,7 @@ class Plan:
 
     @property
     def padded_rows(self) -> int:
-        """Query rows of a KV head in all its blocks, those that fill up the last tiles among them."""
+        """Query rows of a KV head in all its blocks, including those that fill up the last tiles."""
         return self.blocks_of_rows * self.block_rows
 
     @property
@@ -233,17 +243,17 @@ class Plan:
 
     @functools.cached_property
     def of_block(self) -> Layout:
-        """What a block keeps for all its teams: the queries in bfloat16 and, where there are codes, in float16, with the factor of each and
-        its inverse; then new keys and values."""
+        """The parts that all teams of a block share: the queries in bfloat16; where there are codes, the queries in float16, with the
+        factor of each and its inverse; then new keys and values."""
         queries = self.block_rows * self.query_pitch
         coded = {"halves": queries, "factors": 8 * self.block_rows} if self.planes is not None else {}
         return Layout({"queries": queries, **coded, "new": 4 * self.tokens * self.head_dim if self.appends else 0})
 
     @functools.cached_property
     def of_team(self) -> Layout:
-        """What the warps of a team share: operands for the logits, which are queries times scales, and for the weighted values, which are
-        softmax weights; then arrays of a number for each query. One array is added to logits, and each warp has two, or three where it
-        observes. A team of one warp shares nothing."""
+        """The parts that the warps of a team share: operands for the logits, which are queries times scales, and for the weighted values,
+        which are softmax weights; then arrays of a number for each query. One array is added to logits, and each warp has two, or three
+        where it observes. A team of one warp shares nothing."""
         keys = 0 if self.planes is None else 16 * self.head_dim * self.block_tiles
         arrays = 1 + (3 if self.observe else 2) * self.config.team
         weights = 16 * max(self.group_size, self.chunk) * self.block_tiles
@@ -278,7 +288,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Slots of a team's ring, as many as there is room for, up to 8."""
+        """Slots of a team's ring, up to 8."""
         available = SHARED_BYTES // self.config.blocks - RESERVED_BYTES - self.of_block.total - self.teams * self.team_bytes
         return min(8, available // (self.teams * self.slot_bytes))
 

@@ -1,4 +1,4 @@
-"""The ring in shared memory through which the cache streams, and what fills it."""
+"""The ring in shared memory through which the cache streams, and the sources that fill it."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pallas_kernels.gpu import ptx
 
 
 class Pipeline:
-    """Streams the keys and values of steps lower to upper - 1 through the ring, in turn, as many ahead as it has slots for."""
+    """Streams the keys and values of steps lower to upper - 1 through the ring, in turn, up to slots - 1 half steps ahead."""
 
     def __init__(self, plan: Plan, ring, meet: Callable, source, lower, upper):
         self.plan, self.ring, self.meet = plan, ring, meet
@@ -57,7 +57,7 @@ class Pipeline:
     def _refill(self, unit: int, step, place, slot) -> None:
         if self.plan.config.team > 1:
             self.meet()
-        # Everyone is done with the slot before this one: it takes the half step that is slots - 1 ahead.
+        # All warps are done with the slot before this one: it takes the half step that is slots - 1 ahead.
         self._issue(unit, step, place, ptx.select(slot == 0, ptx.i32(self.plan.slots - 1), slot - 1))
 
 
@@ -95,8 +95,8 @@ class QuantizedSource:
         """Where a group of the row lies."""
         plan = self.plan
         if plan.list_width is not None or plan.paged:
-            # Whatever stands in a list, nothing is read that is not of this KV head. Steps beyond the last, whose places are looked up
-            # ahead, stay within the table of pages.
+            # Whatever is in a list, only groups of this KV head are read. Steps beyond the last, whose places are looked up ahead, stay
+            # within the table of pages.
             group = ptx.minimum(ptx.maximum(group, ptx.i32(0)), ptx.i32(plan.groups - 1))
         if not plan.paged:
             return self.head * plan.groups + group

@@ -1,4 +1,4 @@
-"""What a program of decode attention works on, and how the partial results of several become one."""
+"""How the partial results of the programs that share a KV head's tokens become one."""
 
 import math
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LEAST = -120  # a share of 2^LEAST is as good as any smaller one, and the sum of some is a number in float32
-MAX_OUTPUTS = 64 * 128  # rows times channels of a program; more rows are another one's, which reads the cache again
+MIN_LOG_SHARE = -120  # to base 2: shares below count as this one, of which a sum is still a number in float32
+MAX_OUTPUTS = 64 * 128  # rows times channels of a program; another program, which reads the cache again, takes more rows
 
 
 def block_rows(rows: int, head_dim: int) -> int:
-    """Query rows of a program, for a KV head that has so many."""
+    """Query rows of a program, for a KV head with this many rows."""
     return min(64, MAX_OUTPUTS // head_dim, max(16, 2 ** math.ceil(math.log2(rows))))
 
 
@@ -20,8 +20,12 @@ def merged(
 ) -> Float[Array, "B T N H"]:
     """The attention of all tokens, from the partial results of the programs that share a KV head's tokens (axis 1, splits).
 
-    The weight of a token is 2^(logit - top), with logits to base 2. out: sums of weighted values. total: sums of weights. top: for each
-    query row the largest logit of the program's tokens, or somewhat less than that in `mosaic_low_bits`, where weights may exceed 1.
+    The weight of a token is 2^(logit - top), with logits to base 2.
+
+    Args:
+        out: sums of weighted values.
+        top: for each query row the largest logit of the program's tokens; somewhat less in `mosaic_low_bits`, where weights may exceed 1.
+        total: sums of weights.
     """
     B, T, N, H = q.shape
     weight = jnp.exp2(top - top.max(1, keepdims=True))
@@ -32,8 +36,8 @@ def merged(
 
 def log_total(top: Float[Array, "BK splits R"], total: Float[Array, "BK splits R"]) -> Float[Array, "BK R"]:
     """The logarithm, base 2, of the sum over all tokens of 2^logit. top, total: as in `merged`."""
-    most = top.max(1, keepdims=True)
-    return most[:, 0] + jnp.log2((total * jnp.exp2(top - most)).sum(1))
+    highest = top.max(1, keepdims=True)
+    return highest[:, 0] + jnp.log2((total * jnp.exp2(top - highest)).sum(1))
 
 
 def log_shares(
@@ -43,15 +47,23 @@ def log_shares(
     quantized: Int[Array, "B"],
     positions: Int[Array, "B K n"],
 ) -> Float[Array, "B K S"]:
-    """The shares of `reference.attend_replaced`: their logarithms, at least 2^LEAST for each of the last token's N query heads.
+    """The logarithms of the shares of `reference.attend_replaced`, of at least 2^MIN_LOG_SHARE for each of the last token's N query heads.
 
-    logits: with the tokens in codes, of which a row has so many. replaced_logits: with those at these positions. everything: `log_total`,
-    whose last N query rows are the last token's. All to base 2. Logits are read once, where a logsumexp, which looks for the largest first,
-    would have XLA read them twice.
+    Logits are read once. With a logsumexp, which looks for the largest first, XLA would read them twice.
+
+    Args:
+        logits: with the tokens in codes; to base 2, as all others.
+        replaced_logits: with the replaced tokens.
+        everything: `log_total`, whose last N query rows are the last token's.
+        quantized: of a row, the number of its tokens in codes.
+        positions: of the replaced tokens; -1: none.
     """
     B, K, S, N = logits.shape
     whole = everything.reshape(B, K, 1, -1)[..., -N:]
-    share = lambda logits: jnp.log(jnp.exp2(jnp.maximum(logits - whole, LEAST)).sum(-1))
+
+    def share(logits: Array) -> Array:
+        return jnp.log(jnp.exp2(jnp.maximum(logits - whole, MIN_LOG_SHARE)).sum(-1))
+
     coded = jnp.where(jnp.arange(S) < quantized[:, None, None], share(logits), -jnp.inf)
     put = jax.vmap(jax.vmap(lambda share, at, new: share.at[at].set(new, mode="drop")))
     return put(coded, jnp.where(positions < 0, S, positions), share(replaced_logits))

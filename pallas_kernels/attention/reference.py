@@ -1,7 +1,7 @@
 """Plain JAX attention: runs everywhere, and is what every kernel is tested against.
 
-The cache is read in chunks with a running softmax (flash decoding in series), as many as the longest row fills: logits of
-bounded size in prefill, and dequantized keys and values of one chunk at a time, so that nothing of cache size is ever made.
+The cache is read in chunks with a running softmax (flash decoding in series), up to the end of the longest row: logits of bounded size in
+prefill, and dequantized keys and values of one chunk at a time, so that nothing of cache size is ever made.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from pallas_kernels.formats.token_codes import Replaced, TokenCodesLayer
 from pallas_kernels.formats.views import BOTH_PLANES, ChosenTokens, DenseView, HeldKeys, ListedGroups, View
 
 CHUNK_TOKENS = 1024
-# A full-precision cache is read without a copy where the logits of all its tokens are no more than this.
+# A full-precision cache is read without a copy where the logits of all its tokens are not more than this.
 MAX_LOGITS = 1 << 21
 
 Partial = tuple[Array, Array, Array]  # running maximum [B, K, R], sum of exponentials [B, K, R], weighted values [B, K, R, H]
@@ -66,7 +66,7 @@ def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Par
     def load(i):
         start = jnp.minimum(i * chunk, capacity - chunk)
         token = start + jnp.arange(chunk)
-        # The last chunk is pulled back to end at the capacity: leave out what the one before it has read.
+        # The last chunk is pulled back to end at the capacity: leave out the tokens that the one before it has read.
         visible = (token >= i * chunk) & (token < seen[..., None])
         return _slice(layer.keys, start, chunk), _slice(layer.values, start, chunk), visible[:, None]
 
@@ -87,7 +87,7 @@ def attend_readable(
     over the query heads of a KV head."""
     (B, T, N, H), K = q.shape, layer.keys.shape[1]
     weights = attention_weights(q, layer.keys, readable)
-    # What nobody may read has a weight of 0, but may be no number.
+    # A value that no query may read has a weight of 0, but may be NaN.
     values = jnp.where(readable.any(1)[:, None, :, None], layer.values, 0)
     out = _product("bkrs,bksh->bkrh", weights.astype(values.dtype), values, weights.dtype).reshape(B, K, T, N // K, H)
     return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype), weights.reshape(B, K, T, N // K, -1).sum(3)
@@ -96,8 +96,8 @@ def attend_readable(
 def attend_replaced(
     q: Float[Array, "B T N H"], layer: TokenCodesLayer, lengths: Lengths, replaced: Replaced
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
-    """What the queries read, with some tokens in full precision in place of their codes; and the logarithm of the share of each quantized
-    token in the last of the T tokens' attention, summed over the query heads of a KV head: minus infinity where there is no token."""
+    """Attention that reads some tokens in full precision instead of their codes; and the logarithm of the share of each quantized token in
+    the last of the T tokens' attention, summed over the query heads of a KV head: minus infinity where there is no token."""
     B, T, N, H = q.shape
     K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
     size, group = layer.keys.tokens, N // K
@@ -131,7 +131,7 @@ def _coded(rows: Array, layer: TokenCodesLayer, length: Int[Array, "B"]) -> Part
 def _coded_load(
     layer: TokenCodesLayer, length: Int[Array, "B"], dtype, left_out: Bool[Array, "B K S"] | None = None
 ) -> tuple[Load, int, int, Array]:
-    """How to load the quantized tokens, chunk by chunk, but for those that are left_out: see `_attend`."""
+    """How to load the quantized tokens, chunk by chunk, except those that are left out: see `_attend`."""
     capacity = layer.keys.tokens
     group = max(capacity // x.shape[2] for x in jax.tree.leaves((layer.keys, layer.values)))
     chunk = min(CHUNK_TOKENS - CHUNK_TOKENS % group, capacity)
@@ -140,7 +140,7 @@ def _coded_load(
         start = jnp.minimum(i * chunk, capacity - chunk)
         token = start + jnp.arange(chunk)
         visible = (token >= i * chunk) & (token < length[:, None])
-        # Of what stands for several tokens, such as a scale, there are fewer.
+        # Of entries that several tokens share, such as scales, there are fewer.
         part = lambda x: _slice(x, start // (capacity // x.shape[2]), chunk * x.shape[2] // capacity)
         wide = lambda codes: jax.tree.map(part, codes).dequantized(dtype)
         visible = visible[:, None, None]
@@ -154,7 +154,7 @@ def _coded_load(
 def _groups(
     rows: Array, layer: HierarchicalLayer, length: Int[Array, "B"], view: View, chosen: Bool[Array, "B K #R S"] | None = None
 ) -> tuple[Load, int, int, Array]:
-    """How to load what a view reads of the quantized region, chunk by chunk: see `_attend`. chosen: the tokens to read of it; None: all."""
+    """How to load the tokens of the quantized region that a view reads, chunk by chunk: see `_attend`. chosen: of these; None: all."""
     G, listed = layer.group_size, isinstance(view, ListedGroups)
     groups = view.groups.shape[2] if listed else layer.groups
     count = jnp.clip(view.count, 0, groups) if listed else (length // G)[:, None]
@@ -166,7 +166,7 @@ def _groups(
         visible = (group >= i * chunk) & (group < count[..., None])
         take = lambda x: _slice(x, start, chunk)
         if listed or layer.pages is not None:
-            # What stands behind the count is no group, perhaps, and must not be read as NaN: it is weighted with 0.
+            # Numbers after the count may be of no group. They are weighted with 0, and must not be read as NaN.
             numbers = jnp.clip(take(view.groups), 0, layer.groups - 1) if listed else group[None, None]
             places = layer.places(numbers)
             take = lambda x: x.at[places].get(mode="promise_in_bounds")
@@ -201,16 +201,19 @@ def _chosen(
     by_query = (mass - everything[..., None]).reshape(*mass.shape[:2], T, -1, parts)
     score = jax.nn.logsumexp(by_query, 3)
     last = jnp.maximum(jnp.minimum(view.count, parts) - 1, 0)[:, None, None, None]
-    least = jnp.take_along_axis(jnp.sort(score, -1, descending=True), last, -1)
-    most = (score >= least) & (view.count > 0)[:, None, None, None]
-    return there & jnp.repeat(jnp.repeat(most, layer.groups * G // parts, axis=-1), by_query.shape[3], axis=2)
+    lowest = jnp.take_along_axis(jnp.sort(score, -1, descending=True), last, -1)
+    largest = (score >= lowest) & (view.count > 0)[:, None, None, None]
+    return there & jnp.repeat(jnp.repeat(largest, layer.groups * G // parts, axis=-1), by_query.shape[3], axis=2)
 
 
 def covered(q: Float[Array, "B T N H"], layer: HierarchicalLayer, lengths: Lengths, choice: View | HeldKeys) -> Float[Array, "B T"]:
-    """The share of attention over everything that is cached that falls on what a draft reads, the mean over all query heads.
+    """The share of attention over everything cached that the tokens get that a draft reads, the mean over all query heads.
 
-    Other arguments as in `pallas_kernels.attention.decode_attention`. A view chooses by what it reads itself; its choice is weighed with
-    the attention that both planes get.
+    A view chooses by what it reads itself; its choice is weighed with the attention that both planes get.
+
+    Args:
+        q, layer, lengths: see `pallas_kernels.attention.decode_attention`.
+        choice: what the draft reads.
     """
     (B, T), rows = q.shape[:2], _rows(q, layer.buffer.keys.shape[1])
     buffered = _full(rows, layer.buffer, lengths.buffered, T)
@@ -249,7 +252,7 @@ def _attend(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Arra
 
 
 def _by_part(rows: Array, load: Load, capacity: int, chunk: int, length: Int[Array, ""], *, parts: int) -> Float[Array, "B K R P"]:
-    """The logarithm of the sum of exponentials of the logits in each of so many equal parts; -inf where nothing of it is read."""
+    """The logarithm of the sum of exponentials of the logits in each of `parts` equal parts; -inf where nothing of it is read."""
     size = capacity // parts
 
     def step(i, found: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What the GPU kernels of decode attention ask of their arguments, and what lists are to their tuning."""
+"""Arguments that the GPU kernels of decode attention support, and how lists of groups enter their tuning."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -30,7 +30,7 @@ def unsupported(args: AttentionArguments) -> str | None:
 
 
 def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
-    """Why no GPU kernel takes these queries, whatever format the cache has; or None. arrays: q, and what else is read in its dtype."""
+    """Why no GPU kernel takes these queries, whatever the format of the cache, or None. arrays: q, and all others of its dtype."""
     q = arrays[0]
     if others := {x.dtype.name for x in arrays} - {"bfloat16"}:
         return f"needs queries and a cache in bfloat16, not {', '.join(sorted(others))}"
@@ -44,7 +44,7 @@ def unsupported_queries(arrays: list[Array], lengths: Lengths) -> str | None:
 
 
 def listed_problem(width: int | None) -> dict[str, int]:
-    """What lists of groups add to the problem that a best configuration is kept for: their width, rounded up to a power of two.
+    """The part that lists of groups add to the problem that a best configuration is kept for: their width, rounded up to a power of two.
 
     A short list is another problem than a long cache, as a warp then has a step or two. width: None where all groups are read, which adds
     nothing.

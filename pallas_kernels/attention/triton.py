@@ -16,14 +16,19 @@ from pallas_kernels.formats.token_codes import TokenCodesLayer
 from pallas_kernels.formats.views import ListedGroups
 
 KERNEL = "attention.triton"
-WAVES = 64  # most programs for each multiprocessor, and most stages of a loop: more only cost memory
-MOST_STAGES = 8
+WAVES = 64  # programs for each multiprocessor, at most: more only cost memory
+MAX_STAGES = 8  # of a loop, likewise
 RESIDENT_WARPS = 8  # of a multiprocessor, where each takes all the registers that it can
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """splits: programs that share the tokens of a KV head, at most. tile: tokens of the full-precision cache that are read at a time."""
+    """How the work is divided.
+
+    Attributes:
+        splits: programs that share the tokens of a KV head, at most.
+        tile: tokens of the full-precision cache that are read at a time.
+    """
 
     splits: int
     num_warps: int
@@ -37,8 +42,8 @@ class Config:
                 raise ValueError(f"{name} is {value}, should be a power of two")
         if self.num_warps > 32 or self.tile < 16:
             raise ValueError(f"num_warps is {self.num_warps} and tile {self.tile}, should be at most 32 and at least 16")
-        if self.num_stages > MOST_STAGES:
-            raise ValueError(f"num_stages is {self.num_stages}, should be at most {MOST_STAGES}")
+        if self.num_stages > MAX_STAGES:
+            raise ValueError(f"num_stages is {self.num_stages}, should be at most {MAX_STAGES}")
 
 
 def unsupported(args: AttentionArguments) -> str | None:
@@ -62,7 +67,7 @@ def decode_attention(args: AttentionArguments, *, config: Config | None = None) 
     B, T, N, H = q.shape
     K, capacity = layer.buffer.keys.shape[1:3]
     rows = T * (N // K)
-    # Without any, q stands for what is not read.
+    # q is passed for arrays that are not read.
     quantized = [x for p in (layer.keys, layer.values) for x in (p.upper, p.lower, p.scale, p.zero)] if problem.planes else [q] * 8
     lists = [view.groups, view.count] if problem.list_width else [q] * 2
     paged = bool(problem.planes) and layer.pages is not None
@@ -106,15 +111,20 @@ def decode_attention(args: AttentionArguments, *, config: Config | None = None) 
 
 
 def tunable(args: AttentionArguments) -> tuple[str, dict, list[Config]]:
-    """For `tuning`: the kernel, the problem, and the configurations to measure, the default first."""
+    """The kernel, the problem, and the configurations to measure, the default first, for `tuning`."""
     problem = _Problem.of(args)
     return KERNEL, problem.named, problem.candidates()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """What the best configuration depends on. planes: 0 where nothing is quantized. programs: without splits. list_width: columns of the
-    lists of groups to read; None: all groups are read."""
+    """The shapes that the best configuration depends on.
+
+    Attributes:
+        planes: 0 where nothing is quantized.
+        programs: without splits.
+        list_width: columns of the lists of groups to read; None: all groups are read.
+    """
 
     planes: int
     head_dim: int
@@ -147,12 +157,12 @@ class _Problem:
         tile = 4 * config.tile * self.head_dim  # and of a tile's, in 16 bits
         if (needed := config.num_stages * max(codes, tile)) > (there := shared_memory()):
             raise ValueError(f"{config} needs {needed} bytes of shared memory; there are {there}")
-        if config.splits > (most := max(1, WAVES * multiprocessors() // self.programs)):
-            raise ValueError(f"splits is {config.splits}, should be at most {most}")
+        if config.splits > (limit := max(1, WAVES * multiprocessors() // self.programs)):
+            raise ValueError(f"splits is {config.splits}, should be at most {limit}")
         return config
 
     def default(self) -> Config:
-        # One warp waits for nobody. More share the registers that larger tiles need.
+        # One warp waits for no other. Several share the registers that larger tiles need.
         alone = self.planes == 1 and self.head_dim <= 128 and self.block_rows == 16
         num_warps = 1 if alone else 2 if self.planes == 1 and max(self.head_dim // 8, self.block_rows) <= 32 else 4
         return self._config(num_warps, 1 if self.planes else 3 if self.head_dim <= 128 else 2)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from pallas_kernels.gpu.triton_unpack import unpack
 
-# High bytes, and what they make of code n.
+# High bytes, and the numbers that they make of code n.
 KEY_UPPER = tl.constexpr(0x64)  # float16 1024 + n
 KEY_LOWER = tl.constexpr(0x54)  # float16 64 + n / 16
 VALUE_UPPER = tl.constexpr(0x43)  # bfloat16 128 + n
@@ -50,8 +50,8 @@ def normalized(low, high):
 
 @triton.jit
 def query_rows(T: tl.constexpr, K: tl.constexpr, PER_HEAD: tl.constexpr, M: tl.constexpr):
-    """The program's block of query rows: their numbers in the KV head, which of its T tokens each is of, whether there is such a row,
-    and where it stands among all rows of the queries."""
+    """The program's block of query rows: their numbers in the KV head, which of its T tokens each is of, whether there is such a row, and
+    its number among all rows of the queries."""
     head = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(2) * M + tl.arange(0, M)
     query = rows // PER_HEAD
@@ -73,7 +73,7 @@ def take_in(logits, values, acc, top, total):
 def store_partial(
     out_ptr, top_ptr, total_ptr, acc, top, total, rows, valid, R: tl.constexpr, H: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Stores what the program came to, for each of its query rows."""
+    """Stores the partial results for each of the program's query rows."""
     row = (tl.program_id(0).to(tl.int64) * SPLITS + tl.program_id(1)) * R + rows
     tl.store(out_ptr + row[:, None] * H + tl.arange(0, H)[None, :], acc, mask=valid[:, None])
     tl.store(top_ptr + row, top, mask=valid)
@@ -159,7 +159,7 @@ def attend(
         for i in range(first, last):
             number = i
             if LIST_WIDTH > 0:
-                # Whatever stands in a list, nothing is read that is not of this KV head.
+                # Whatever is in a list, only groups of this KV head are read.
                 number = tl.minimum(tl.maximum(tl.load(listed_ptr + head * LIST_WIDTH + i), 0), GROUPS - 1)
             group = head * GROUPS + number
             if PAGED:

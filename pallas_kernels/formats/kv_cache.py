@@ -61,8 +61,7 @@ class FullLayer:
     def read(
         self, rows: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None
     ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-        """Keys and values of these rows; a number beyond either end stands for the row at that end. batch_rows: in these rows of the
-        batch; None: in all."""
+        """Keys and values of these rows; a number beyond either end means the row at that end. batch_rows: of the batch; None: all."""
         rows = jnp.clip(rows, 0, self.keys.shape[2] - 1)
         return take(self.keys, rows, batch_rows), take(self.values, rows, batch_rows)
 
@@ -73,8 +72,8 @@ class Planes:
 
     keys:   upper, lower [B, K, C, G, H/2];  scale, zero [B, K, C, H]   (a scale per channel and group of G tokens)
     values: upper, lower [B, K, C, H, G/2];  scale, zero [B, K, C, G]   (a scale per token)
-    C is the capacity in groups. Where rows share a pool of P pages, [P, K, 1] stands in place of [B, K, C]. The lower code, -8..7, is
-    stored plus 8.
+    C is the capacity in groups. Where rows share a pool of P pages, the arrays begin with [P, K, 1] instead of [B, K, C]. The lower code,
+    -8..7, is stored plus 8.
     """
 
     upper: UInt8[Array, "..."]
@@ -87,9 +86,9 @@ class Planes:
 class HierarchicalLayer:
     """One layer's cache: the quantized region and the full-precision buffer of recent tokens.
 
-    pages: None where each row has room of its own for C groups. Otherwise the rows share a pool of P pages, each of which has room for one
-    group of every KV head: pages[b, c] is the page that holds group c of row b, and the arrays of `Planes` begin with [P, K, 1] in place
-    of [B, K, C].
+    Attributes:
+        pages: None where each row has room of its own for C groups. Otherwise the rows share a pool of P pages, each of which has room for
+            one group of every KV head, and pages[b, c] is the page that holds group c of row b (see `Planes`).
     """
 
     keys: Planes
@@ -138,7 +137,7 @@ class HierarchicalLayer:
         return self.pages[row, groups], head, jnp.zeros_like(groups)
 
     def next_places(self, lengths: Lengths, due: Bool[Array, "B"]) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-        """Where each row's next quantized group is to lie: its first and its third index in the arrays of `Planes`.
+        """Where each row's next quantized group goes: its first and its third index in the arrays of `Planes`.
 
         For a row that is not due, or has no room for another group, one of the two is beyond its axis, so that nothing is written.
         """
@@ -150,13 +149,13 @@ class HierarchicalLayer:
 
 
 def rows_from(x: Float[Array, "B K S H"], start: Int[Array, "B"], rows: int) -> Float[Array, "B K rows H"]:
-    """So many rows of each batch row from start[b] on; zeros behind the end."""
+    """`rows` rows of each batch row from start[b] on; zeros beyond the end."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0)))
     return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, rows, axis=1))(padded, start)
 
 
 def moved_up(x: Float[Array, "B K S H"], rows: int, due: Bool[Array, "B"]) -> Float[Array, "B K S H"]:
-    """x with its first `rows` rows moved behind the others, in the batch rows that are due."""
+    """x with its first `rows` rows moved to the end, in the batch rows that are due."""
     return jnp.where(due[:, None, None, None], jnp.roll(x, -rows, axis=2), x)
 
 
@@ -191,7 +190,7 @@ def dequantize_groups(keys: Planes, values: Planes, *, planes: int, dtype) -> tu
 def dequantize_tokens(
     layer: HierarchicalLayer, tokens: Int[Array, "#R #K T"], batch_rows: Int[Array, "R"] | None = None, *, dtype
 ) -> tuple[Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Keys and values of single quantized tokens, from both planes; a number beyond either end stands for the token at that end.
+    """Keys and values of single quantized tokens, from both planes; a number beyond either end means the token at that end.
 
     batch_rows: in these rows of the batch; None: in all.
     """

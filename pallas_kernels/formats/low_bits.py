@@ -19,18 +19,20 @@ RULES = ("centred", "extremes")
 def key_parameter_dtype(dtype) -> jnp.dtype:
     """Dtype of the scales and zeros of keys: float16 for 16-bit models, else the model's own.
 
-    A query times such a scale, rounded to float16, has the digits that a logit needs; rounded to bfloat16 it has not. Keys of 65,520 and
-    more, which float16 does not hold, are not to be expected: their groups read as NaN.
+    A query times such a scale, rounded to float16, has the digits that a logit needs; rounded to bfloat16 it does not. Keys of 65,520 and
+    more, which float16 does not hold, are not expected: their groups read as NaN.
     """
     return jnp.dtype(jnp.float16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
 
 @pytree("bits")
 class LowBits:
-    """Keys or values of S tokens in so many bits: code * scale + zero.
+    """Keys or values of S tokens in a few bits: code * scale + zero.
 
-    codes: a byte holds the codes of 8 / bits channels, which are H * bits / 8 apart, the first in its lowest bits. Each scale and zero is
-    shared by a group of S / Sg tokens and H / Hg channels.
+    Attributes:
+        codes: a byte holds the codes of 8 / bits channels, which are H * bits / 8 apart, the first in its lowest bits.
+        scale, zero: each is shared by a group of S / Sg tokens and H / Hg channels.
+        bits: of a code, one of `BITS`.
     """
 
     codes: UInt8[Array, "B K S bytes"]
@@ -40,11 +42,14 @@ class LowBits:
 
     @classmethod
     def of(cls, x: Float[Array, "B K S H"], *, bits: int, tokens: int, channels: int, rule: str, dtype=None) -> Self:
-        """x in so many bits, with a scale and a zero for each group of so many tokens and channels, which divide S and H.
+        """x in codes. A group with a number that is not finite, or with parameters beyond their dtype, reads as NaN.
 
-        rule: "extremes" spaces the levels evenly from the group's minimum to its maximum; with 1 bit "centred" puts the two of them a
-        quarter of that range inside of it (SpeCache, equation 3), and with 2 bits it is the same as "extremes". A group with a number that
-        is not finite reads as NaN. dtype: of scales and zeros, `parameter_dtype` by default; a group beyond what it holds reads as NaN.
+        Args:
+            bits: of a code.
+            tokens, channels: of a group, which has a scale and a zero; they divide S and H.
+            rule: "extremes" spaces the levels evenly from the group's minimum to its maximum; with 1 bit "centred" puts the two of them a
+                quarter of that range inside of it (SpeCache, equation 3), and with 2 bits it is the same as "extremes".
+            dtype: of scales and zeros; `parameter_dtype` by default.
         """
         B, K, S, H = x.shape
         dtype, wide = dtype or parameter_dtype(x.dtype), accumulation_dtype(x.dtype)
@@ -63,7 +68,7 @@ class LowBits:
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, size: int, head_dim: int, dtype, *, bits: int, tokens: int, channels: int) -> Self:
-        """Room for `size` tokens, in groups of so many tokens and channels, with scales and zeros of `dtype`."""
+        """Room for `size` tokens. tokens, channels: of a group. dtype: of scales and zeros."""
         parameters = (batch, kv_heads, size // tokens, head_dim // channels)
         # Two arrays, never one object twice: a donated buffer may be given away once only.
         scale, zero = (jnp.zeros(parameters, dtype) for _ in range(2))
@@ -90,7 +95,7 @@ class LowBits:
         return (codes.astype(wide) * scale + zero).reshape(B, K, S, -1).astype(dtype)
 
     def read(self, tokens: Int[Array, "#R #K T"], rows: Int[Array, "R"], dtype) -> Float[Array, "R K T H"]:
-        """Single tokens of these rows of the batch; a number beyond either end stands for the token at that end."""
+        """Single tokens of these rows of the batch; a number beyond either end means the token at that end."""
         at = jnp.clip(tokens, 0, self.tokens - 1)
         row, head = rows[:, None, None], jnp.arange(self.codes.shape[1])[:, None]
         codes = LowBits(self.codes[row, head, at], self.scale[:, :, :0], self.zero[:, :, :0], self.bits)._unpacked()

@@ -2,7 +2,7 @@
 
 * `TokenCodes`: tokens in 8 bits. Each token has a scale and a zero point of its own and belongs to no group, so that tokens can be added
   and replaced one by one. A code is one byte: the upper 4-bit code in its high nibble, the lower one in its low nibble.
-* `Replaced`: tokens in full precision, which are read in place of their codes.
+* `Replaced`: tokens in full precision, which are read instead of their codes.
 * `TokenCodesLayer`: tokens in codes, `TokenCodes` or those of 1 or 2 bits of `LowBits`, and a full-precision buffer.
 """
 
@@ -43,8 +43,12 @@ class TokenCodes:
 
 @pytree()
 class Replaced:
-    """Tokens that are read in full precision in place of their codes. positions: in the row, no two the same;
-    -1 stands for none. keys_values: of each its key, then its value."""
+    """Tokens that are read in full precision instead of their codes.
+
+    Attributes:
+        positions: in the row, no two the same; -1: none.
+        keys_values: of each token its key, then its value.
+    """
 
     positions: Int[Array, "B K n"]
     keys_values: Float[Array, "B K n 2 H"]
@@ -60,8 +64,8 @@ class Replaced:
 
 @pytree()
 class TokenCodesLayer:
-    """One layer's cache: the first `lengths.quantized` tokens of a row in 8 bits, or in fewer, and a full-precision buffer for what is
-    appended."""
+    """One layer's cache: the first `lengths.quantized` tokens of a row in 8 bits, or in fewer, and a full-precision buffer for the tokens
+    after them."""
 
     groups: ClassVar[int] = 0  # tokens are quantized, and no groups
 

@@ -24,13 +24,15 @@ class DenseView:
 class ListedGroups:
     """The upper plane of some groups of the quantized region, and the whole buffer of recent tokens.
 
-    groups: the numbers of the groups that a row's KV head reads, each of them once, in any order, in the first count[b, k] of n columns,
-    n >= 1; what stands behind is not read. A group's number counts from the row's first token: group c holds the tokens c * G to
-    (c + 1) * G - 1.
+    Nothing outside the row's KV head is ever read, whatever is in the lists. A count below 0 is taken as 0, one above n as n. In a layer of
+    C groups, a number below 0 means group 0 and one above C - 1 means group C - 1. A group that is listed twice weighs twice. A group that is
+    not quantized yet is read with undefined contents, and the result is then no attention over the row.
 
-    Nothing outside the row's KV head is ever read, whatever the lists say. A count below 0 is taken as 0, one above n as n. Of a layer of C
-    groups, a number below 0 stands for group 0 and one above C - 1 for group C - 1. A group that is listed twice weighs twice, and one that
-    is not quantized yet is read as it happens to lie there: what comes out then is no attention over the row.
+    Attributes:
+        groups: the numbers of the groups that a row's KV head reads, each of them once, in any order, in the first count[b, k] of n
+            columns, n >= 1; the other columns are not read. A group's number counts from the row's first token: group c holds the tokens
+            c * G to (c + 1) * G - 1.
+        count: the number of groups in each list.
     """
 
     planes: ClassVar[int] = 1
@@ -44,7 +46,8 @@ class ListedGroups:
 class ChosenTokens:
     """The upper plane of some tokens of the quantized region, and the whole buffer of recent tokens.
 
-    chosen: which of the region's tokens a row's KV head reads, token 0 of a row first.
+    Attributes:
+        chosen: which of the region's tokens a row's KV head reads, token 0 of a row first.
     """
 
     planes: ClassVar[int] = 1
@@ -58,8 +61,11 @@ class LargestMass:
     """The upper plane of those tokens, or groups, of the quantized region that a query attends to most, and the whole buffer.
 
     Each query token chooses for itself, in each KV head, by the attention that its query heads pay to the upper plane and the buffer. For
-    that all keys are read first, so this view says what a choice could be worth, and saves nothing. count: how many it reads in a row;
-    whole_groups: groups, or else single tokens.
+    that all keys are read first, so this view measures what a choice could be worth, and saves nothing.
+
+    Attributes:
+        count: of groups or tokens that are read in a row.
+        whole_groups: groups, or else single tokens.
     """
 
     planes: ClassVar[int] = 1
@@ -73,8 +79,10 @@ class LargestMass:
 class HeldKeys:
     """The keys of those tokens that a draft holds in a cache of its own, as they were taken from the target's cache.
 
-    No pass reads a cache through it: it tells measurements what such a draft reads, as a view tells what another one reads. keys: of which
-    the first count[b] rows are held, in any order, those of the current round not among them.
+    No pass reads a cache through it: it is for measurements of such a draft, as views are for those of others.
+
+    Attributes:
+        keys: the first count[b] rows are held, in any order, without those of the current round.
     """
 
     keys: Float[Array, "B K S H"]

@@ -1,4 +1,4 @@
-"""All that a layer does between its attention and the next layer's."""
+"""Everything in a layer between its attention and the next layer's."""
 
 from collections.abc import Mapping, Sequence
 
@@ -30,25 +30,33 @@ def between_attentions(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows out"], Array | None]:
     """Output projection, residual connection, norm, gated MLP, residual connection, and the next layer's norm and projections.
 
-    x: the residual stream. attended: what attention read. The weights [out, in] may be of any format; `norm`, `following_norm` and `eps`
-    are those of RMSNorm. biases: those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
+    On a GPU, the reference, a composition of kernels, does what the kernel does not support.
 
-    axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. What `o` gives on each of
-    them is then a partial sum, and so is what `down` gives; the sums are the same on all of them. None: nothing is divided.
+    Args:
+        x: the residual stream.
+        attended: the output of attention.
+        o, gate, up, down: weights [out, in] in any format.
+        norm: of RMSNorm, before the MLP.
+        following_norm: the next layer's; None after the last layer.
+        following: the weights of the next layer's projections; empty after the last layer.
+        handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. Only the
+            kernel knows what it holds.
+        eps: of both norms.
+        biases: of those of the projections "o", "gate", "up" and "down" that have one; `following` get none here.
+        axis: of the mesh over whose devices the heads and the columns of the MLP are divided, within `jax.shard_map`. The results of `o`
+            and `down` on a device are then partial sums; the sums are the same on all devices. None: nothing is divided.
 
-    Returns the new residual stream and the outputs of `following`, one after the other in the last axis; without `following` and its
-    norm, the stream before the MLP and what the MLP adds to it. Last comes the handoff buffer for the next layer's call.
+    Returns:
+        The new residual stream, the outputs of `following` one after the other in the last axis, and the handoff buffer for the next
+        layer's call. Without `following`: the stream before the MLP, and what the MLP adds to it.
 
-    handoff: the buffer that the call for the layer before returned, which saves this one a launch; None before the first. What it holds is
-    the kernel's affair: callers pass it on and never look into it.
-
-    On a GPU, what the kernel does not support is done by the reference, a composition of kernels.
-    Raises ValueError where `following` or its norm is missing without the other, where a bias is for no such projection, and where the
-    implementation asked for does not support the device or the arguments.
+    Raises:
+        ValueError: `following` or its norm is missing without the other, or a bias is of no such projection.
+        NotImplementedError: the implementation asked for does not support the device or the arguments.
     """
     if (following_norm is None) == bool(following):
-        raise ValueError("fused_layer: `following` and `following_norm` go together")
+        raise ValueError("fused_layer: `following` and `following_norm` should be given together")
     if others := set(biases or ()) - set(BIASED):
-        raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of some of {', '.join(BIASED)}")
+        raise ValueError(f"fused_layer: biases of {', '.join(sorted(others))}, should be of {', '.join(BIASED)}")
     args = LayerArguments(x, attended, o, norm, gate, up, down, following_norm, following, handoff, eps, biases or {}, axis)
     return choose("fused_layer", implementation, args, slow_reference=False).between_attentions(args)

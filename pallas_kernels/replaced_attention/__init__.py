@@ -1,5 +1,5 @@
-"""Decode attention over quantized tokens, some of which are read in full precision instead, and the choice of those that the next pass
-reads so."""
+"""Decode attention over quantized tokens, some of which are read in full precision instead, and the choice of the tokens that the next
+pass reads so."""
 
 from jaxtyping import Array, Float, Int
 
@@ -18,14 +18,23 @@ def attend_and_choose(
     *,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B K k"]]:
-    """What the queries read, and for each KV head the positions of the k quantized tokens with the largest shares in the last of the T
-    tokens' attention, summed over the query heads of the KV head: in any order, with -1 behind them where there are fewer tokens.
+    """Attention, and of each KV head the positions of the k quantized tokens with the largest shares in the attention of the last of the T
+    tokens, summed over the query heads of the KV head.
 
-    q, lengths: as in `pallas_kernels.attention.decode_attention`. k: at most S, the tokens that `layer.keys` has room for. Source: SpeCache
-    (arXiv 2503.16163), equation 1.
+    Source: SpeCache (arXiv 2503.16163), equation 1. With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot
+    run, and "auto" takes the reference, which is slower.
 
-    With room for more than 128 replaced tokens of a KV head the kernel for Hopper cannot run, and "auto" takes the reference, which is
-    slower. Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
+    Args:
+        q, lengths: see `pallas_kernels.attention.decode_attention`.
+        layer: the cache, whose `keys` have room for S tokens.
+        replaced: tokens that are read in full precision instead of their codes.
+        k: at most S.
+
+    Returns:
+        The values read, and the positions in any order, followed by -1 where there are fewer than k tokens.
+
+    Raises:
+        NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
     args = ReplacedArguments(q, layer, lengths, replaced, k)
     return choose("replaced_attention", implementation, args).attend_and_choose(args)

@@ -4,20 +4,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-RUN = 32  # tokens that come one after the other, see `largest`
+RUN = 32  # tokens, one after the other, see `largest`
 
 
 def chosen(share: Float[Array, "B K S"], k: int) -> Int[Array, "B K k"]:
-    """The positions of the k largest shares; -1 for those that are minus infinity."""
+    """The positions of the k largest shares; -1 for shares of minus infinity."""
     found, positions = largest(share, k)
     return jnp.where(found > -jnp.inf, positions, -1).astype(jnp.int32)
 
 
 def largest(x: Float[Array, "B K S"], k: int) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
-    """What `lax.top_k` gives, which on a GPU sorts everything.
+    """The result of `lax.top_k`, which on a GPU sorts everything.
 
-    The k largest are in the k runs whose own largest come first, so that no more than those are sorted, and one number of each run. Of
-    equal numbers the first are taken here too.
+    The k largest are in the k runs whose own largest come first, so only the numbers of these runs are sorted, and one number of each run.
+    Of equal numbers the first are taken here too.
     """
     S = x.shape[2]
     if 2 * RUN * k >= S:

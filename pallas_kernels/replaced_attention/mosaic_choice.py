@@ -16,36 +16,37 @@ from pallas_kernels.attention.mosaic_low_bits_plan import TILE
 from pallas_kernels.dispatch import no_mosaic_gpu
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.layout import ROOM
-from pallas_kernels.replaced_attention.mosaic_choice_plan import MOST_ENTRIES, MOST_HEADS, Plan
+from pallas_kernels.replaced_attention.mosaic_choice_plan import MAX_ENTRIES, MAX_HEADS, Plan
 
 
 def unsupported(size: int, heads: int, replaced: int, k: int) -> str | None:
     """Why this kernel cannot run on such shapes here, or None. See `Plan`."""
     if reason := no_mosaic_gpu():
         return reason
-    if not 1 <= heads <= MOST_HEADS:
-        return f"supports 1 to {MOST_HEADS} query heads of a KV head, not {heads}"
+    if not 1 <= heads <= MAX_HEADS:
+        return f"supports 1 to {MAX_HEADS} query heads of a KV head, not {heads}"
     if size == 0 or size % TILE:
         return f"supports tokens in codes by tiles of {TILE}, not {size} tokens"
     if not replaced or not k:
         return "needs room for a replaced token, and at least one to choose"
     plan = Plan(1, 1, size, heads, heads, 1, replaced, k)
-    if max(plan.tiles, plan.candidates) > MOST_ENTRIES:
-        return f"supports up to {MOST_ENTRIES} tiles of {TILE} tokens, and tokens of k tiles, not {plan.tiles} and {plan.candidates}"
+    if max(plan.tiles, plan.candidates) > MAX_ENTRIES:
+        return f"supports up to {MAX_ENTRIES} tiles of {TILE} tokens, and tokens of k tiles, not {plan.tiles} and {plan.candidates}"
     if (needed := plan.shared.total) > ROOM:
-        return f"supports what fits in {ROOM} bytes of shared memory, not {needed}"
+        return f"supports shapes that need up to {ROOM} bytes of shared memory, not {needed}"
     return None
 
 
 def chosen(found: dict[str, Array], positions: Int[Array, "B K n"], quantized: Int[Array, "B"], k: int) -> Int[Array, "B K k"]:
     """The positions of the k tokens of each KV head that have the largest shares of the last token's attention, each once, in the order of
-    positions; -1 behind them where a row has fewer tokens. Of equal shares the first are taken.
+    positions, followed by -1 where a row has fewer tokens. Of equal shares the first are taken.
 
-    found: of `mosaic_low_bits.run`. positions: of tokens that are replaced, all before `quantized`; -1 stands for none. What is found for
-    tokens from `quantized`, a multiple of 32, on does not matter.
+    A token's share is the sum over heads of its part of all weights. Each part counts as at least 2^MIN_LOG_SHARE (partials.py), and NaN
+    counts as that.
 
-    A token's share is the sum over heads of its part of all weights. Each part counts as at least 2^LEAST (partials.py), and NaN as just
-    that.
+    Args:
+        found: the result of `mosaic_low_bits.run`. Its entries for tokens from `quantized` on, a multiple of 32, do not matter.
+        positions: of tokens that are replaced, all before `quantized`; -1: none.
     """
     (B, K, S, N), (splits, rows) = found["weights"].shape, found["top"].shape[1:]
     inputs = {name: found[name] for name in ("weights", "relative_to", "top", "total", "replaced_logits")}

@@ -1,21 +1,22 @@
-"""What a block of mosaic_choice.py does: the shares of a KV head's tokens, and which are the largest."""
+"""The program of a block of mosaic_choice.py: the shares of a KV head's tokens, and the choice of the largest."""
 
 import functools
 import math
 from collections.abc import Callable
 
 from pallas_kernels.attention.mosaic_low_bits_plan import LARGER, NO_LOGIT, TILE
-from pallas_kernels.attention.partials import LEAST
+from pallas_kernels.attention.partials import MIN_LOG_SHARE
 from pallas_kernels.gpu import fragments, numerics, ptx
 from pallas_kernels.replaced_attention.mosaic_choice_plan import Plan
 
-SPLIT_WORDS = 16  # maxima of splits, and as many sums, that a lane loads at a time
-# Shares are 2^LARGER times as large here, as weights are, or what they are relative to would be lost at the lower end of float32.
-LEAST_SHARE = LEAST + LARGER
-# A share is found by its bits, which lie from FLOOR to MOST, a range of SEARCHED bits. 0 stands for no token; what is too large
-# to be a share counts as MOST.
-FLOOR, SEARCHED = 127 + LEAST_SHARE - 1 << 23, 30
-MOST = FLOOR + (1 << SEARCHED) - 1
+SPLIT_WORDS = 16  # maxima of splits, and the same number of sums, that a lane loads at a time
+# Shares are 2^LARGER times as large here, as weights are; otherwise the logits that they are relative to would be lost at the lower end of
+# float32. The logarithm of the smallest, to base 2:
+MIN_SHARE = MIN_LOG_SHARE + LARGER
+# A share is found by its bits, which lie from FLOOR to CEILING, a range of SEARCHED bits. 0: there is no token. Numbers too large for a
+# share count as CEILING.
+FLOOR, SEARCHED = 127 + MIN_SHARE - 1 << 23, 30
+CEILING = FLOOR + (1 << SEARCHED) - 1
 HALF = 0xFFFF
 HELD_ROWS = 16  # rows of 32 numbers that a warp keeps in registers while it compares them
 
@@ -76,7 +77,7 @@ class Block:
         return self.shared[part] + index * 4
 
     def _of_head(self, name: str, words: int):
-        """Where an array begins that has so many words for each KV head."""
+        """The address of this KV head's part of an array with `words` words for each KV head."""
         return self.at[name] + ptx.i64(self.head) * (4 * words)
 
     def _result(self, place):
@@ -106,13 +107,13 @@ class Block:
         state = [(ptx.f32(NO_LOGIT), ptx.f32(0.0)) for _ in range(plan.heads)]
         state = ptx.loop(ptx.i32(0), ptx.i32(math.ceil(plan.splits / (32 * at_once))), state, step)
         of_all = lambda x, combine: fragments.all_rows(fragments.all_columns(x, combine), combine)
-        most = [of_all(top, ptx.maximum) for top, _ in state]
-        parts = [total * numerics.exp2(top - new) for (top, total), new in zip(state, most)]
-        return [new + numerics.log2(of_all(part, numerics.add)) - LARGER for new, part in zip(most, parts)]
+        tops = [of_all(top, ptx.maximum) for top, _ in state]
+        parts = [total * numerics.exp2(top - new) for (top, total), new in zip(state, tops)]
+        return [new + numerics.log2(of_all(part, numerics.add)) - LARGER for new, part in zip(tops, parts)]
 
     def _share_of(self, parts: list):
         """A token's share, of its part of all weights with each query head."""
-        return numerics.total([ptx.maximum(x, ptx.f32(2.0**LEAST_SHARE)) for x in parts])
+        return numerics.total([ptx.maximum(x, ptx.f32(2.0**MIN_SHARE)) for x in parts])
 
     def _load_replaced(self) -> list:
         """This thread's replaced tokens: whether there is one, where, and its logits."""
@@ -127,8 +128,8 @@ class Block:
         return out
 
     def _of_tiles(self, tiles: list) -> list:
-        """The shares of this lane's tokens in each of these tiles, each with how far behind `within` its token is. Tokens that are replaced
-        have weights of 0, and so the least share."""
+        """The shares of this lane's tokens in each of these tiles, each with the distance of its token from `within`. Tokens that are
+        replaced have weights of 0, and so the smallest share."""
         plan, N = self.plan, self.plan.heads
         weights = self._of_head("weights", plan.size * N // 2) + ptx.i64(self.part * (4 * plan.chunk_words))
         chunk = lambda at: self._load(at, plan.chunk_words, "r", wide=plan.wide)
@@ -158,11 +159,11 @@ class Block:
                 out.append((j * plan.lanes * plan.chunk_tokens + i, share))
         return out
 
-    def _each_tile(self, most: int, tiles, body: Callable) -> None:
-        """Emits body(numbers) until all from 0 to tiles - 1 have come; the last numbers may be larger. The lanes that share a tile get the
-        same number. most: as many as `tiles` may be."""
+    def _each_tile(self, max_tiles: int, tiles, body: Callable) -> None:
+        """Emits body(numbers) for all numbers from 0 to tiles - 1; the last numbers may be larger. The lanes that share a tile get the same
+        number. max_tiles: an upper bound of `tiles`."""
         plan = self.plan
-        unroll = plan.unroll(most)
+        unroll = plan.unroll(max_tiles)
         width = unroll * plan.together
 
         def step(i, _):
@@ -205,25 +206,25 @@ class Block:
         self._each_tile(self.plan.candidates // TILE, tiles, body)
 
     def _store_replaced(self, position, share) -> None:
-        """Stores a replaced token's share in place of that of its codes, where its tile was chosen."""
+        """Stores a replaced token's share instead of that of its codes, where its tile was chosen."""
         place = position >> 5 if self.plan.all_tiles else ptx.load_shared(self._word("largest", position >> 5), 1)[0]
         with ptx.when(ptx.i32(-1) < place):
             ptx.store_shared(self._word("shares", place * TILE + (position & 31)), share)
 
     # The k largest.
 
-    def _choose(self, part: str, most: int, entries, keep: Callable):
-        """Chooses the k largest entries of a part of shared memory, or all there are, and returns how many. most: as many as there may be.
+    def _choose(self, part: str, max_entries: int, entries, keep: Callable):
+        """Chooses the k largest entries of a part of shared memory, or all, and returns their number. max_entries: a bound of `entries`.
 
         Emits keep(entry, whether it is chosen, its place among those that are) for each of this lane's entries. A warp has successive rows
         of 32, so that warps, rows and lanes are in the order of entries.
         """
         plan = self.plan
-        rows = plan.padded(most) // (32 * plan.warps)
+        rows = plan.padded(max_entries) // (32 * plan.warps)
 
         def number(row) -> tuple:
             entry = (self.warp * rows + row) * 32 + self.lane
-            x = ptx.minimum(ptx.load_shared(self._word(part, entry), 1)[0], ptx.i32(MOST))
+            x = ptx.minimum(ptx.load_shared(self._word(part, entry), 1)[0], ptx.i32(CEILING))
             return entry, ptx.select(entry < entries, x, ptx.i32(0))
 
         held = [number(row) for row in range(rows)] if rows <= HELD_ROWS else None
@@ -253,7 +254,7 @@ class Block:
         return (everyone & HALF) + ptx.minimum(everyone >> 16, room)
 
     def _bound(self, over: Callable, entries):
-        """The k-th largest of all warps' numbers, as bits, or a smaller bound that exactly k reach; FLOOR where no more than k are there.
+        """The k-th largest of all warps' numbers, as bits, or a smaller bound that exactly k reach; FLOOR where there are at most k.
         over: see `_choose`."""
         k = self.plan.k
 

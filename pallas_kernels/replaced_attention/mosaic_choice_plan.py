@@ -7,8 +7,8 @@ import math
 from pallas_kernels.attention.mosaic_low_bits_plan import TILE
 from pallas_kernels.gpu.layout import Layout
 
-MOST_HEADS = 8  # query heads of a KV head
-MOST_ENTRIES = 1 << 15  # tiles, or tokens of the tiles that are read again: two counts of them share a word
+MAX_HEADS = 8  # query heads of a KV head
+MAX_ENTRIES = 1 << 15  # tiles, or tokens of the tiles that are read again: two counts of them share a word
 # Words of weights that a lane has loading at once, by warpgroups of a block. Small blocks share a multiprocessor and its registers, and so
 # take fewer.
 WORDS_AT_ONCE = {1: 8, 2: 8, 4: 32}
@@ -16,9 +16,16 @@ WORDS_AT_ONCE = {1: 8, 2: 8, 4: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the kernel does, by shapes alone. size: tokens that there is room for in codes. heads: query heads of a KV head. rows: query
-    rows of a KV head, of which the last `heads` are the last token's. splits: partial sums of weights that each query row has. replaced:
-    how many tokens of a KV head may be read in full precision. k: how many are chosen."""
+    """The kernel for one set of shapes.
+
+    Attributes:
+        size: tokens in codes that there is room for.
+        heads: query heads of a KV head.
+        rows: query rows of a KV head, of which the last `heads` are the last token's.
+        splits: partial sums of weights of each query row.
+        replaced: tokens of a KV head, at most, that are read in full precision.
+        k: tokens that are chosen.
+    """
 
     batch: int
     kv_heads: int
@@ -56,7 +63,7 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        return MOST_HEADS % self.heads == 0
+        return MAX_HEADS % self.heads == 0
 
     @property
     def chunk_words(self) -> int:
@@ -82,17 +89,17 @@ class Plan:
         return 32 // self.lanes
 
     def unroll(self, tiles: int) -> int:
-        """How many such reads a warp has under way, where the block reads up to so many tiles."""
+        """How many such reads a warp has under way, where the block reads up to `tiles` tiles."""
         room = WORDS_AT_ONCE[self.warpgroups] // (len(self.loads) * self.chunk_words)
         return max(1, min(room, math.ceil(tiles / (self.together * self.warps))))
 
     def padded(self, entries: int) -> int:
-        """So many entries, rounded up to a multiple of the block's threads."""
+        """The number of entries, rounded up to a multiple of the block's threads."""
         return math.ceil(entries / (32 * self.warps)) * 32 * self.warps
 
     @functools.cached_property
     def shared(self) -> Layout:
-        """What shared memory holds. counts: two words of each warp, three times. largest: of each tile, and once tiles are chosen its
+        """The parts of shared memory. counts: two words of each warp, three times. largest: of each tile, and once tiles are chosen its
         place among them. chosen_tiles: their numbers. shares: of their tokens."""
         words = {"counts": 3 * 2 * self.warps}
         if not self.all_tiles:

@@ -9,7 +9,7 @@ from pallas_kernels.gather import mosaic_gpu as gather
 from pallas_kernels.replaced_attention import choice, mosaic_choice
 from pallas_kernels.replaced_attention.arguments import ReplacedArguments
 
-MOST_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
+MAX_REPLACED = 128  # tokens of a KV head: each of a warp's 32 lanes holds the positions of up to 4 of them
 
 
 def unsupported(args: ReplacedArguments) -> str | None:
@@ -21,15 +21,15 @@ def unsupported(args: ReplacedArguments) -> str | None:
         return f"needs replaced keys and values in bfloat16, not {dtype.name}"
     if replaced.positions.dtype != jnp.int32 or not replaced.positions.shape[2]:
         return "needs room for replaced tokens, and their positions in int32"
-    if (count := replaced.positions.shape[2]) > MOST_REPLACED:
-        return f"supports up to {MOST_REPLACED} tokens in place of codes, not {count}"
+    if (count := replaced.positions.shape[2]) > MAX_REPLACED:
+        return f"supports up to {MAX_REPLACED} replaced tokens of a KV head, not {count}"
     return None if layer.keys.tokens else "needs room for tokens in codes"
 
 
 def attend_and_choose(args: ReplacedArguments) -> tuple[Array, Array]:
     """See `pallas_kernels.replaced_attention.attend_and_choose`."""
     q, layer, lengths, replaced, k = args
-    # What the layer before chose is being fetched, if the store is in host memory. Where nothing is, these multiprocessors are left idle.
+    # The tokens that the layer before chose are being fetched, if the store is in host memory. Otherwise these multiprocessors are idle.
     plan = mosaic_low_bits.Plan.of(q, layer, replaced.positions.shape[2], occupied=gather.occupied())
     found = mosaic_low_bits.run(plan, q, lengths, layer, replaced)
     chosen_from = found, replaced.positions, lengths.quantized

@@ -20,9 +20,15 @@ def rotate_and_append(
 ) -> tuple[Float[Array, "B T N H"], FullLayer]:
     """Queries after RoPE, and the buffer with keys, after RoPE, and values from row `offset[b]` on.
 
-    qkv: for each token, N heads of queries, then K of keys and K of values. The caller sees to it that offset + max(2, T) rows are there;
-    where they are not, the last rows are written instead, the first ones for a negative offset, and nothing beyond the buffer.
-    Raises NotImplementedError where the implementation asked for does not support the device or the shapes.
+    Args:
+        qkv: for each token, N heads of queries, then K of keys and K of values.
+        cos, sin: of the tokens' angles.
+        buffer: keys and values, updated in place where a kernel runs.
+        offset: the caller sees to it that offset + max(2, T) rows are there. Where they are not, the last rows are written instead, or the
+            first ones for a negative offset, and nothing beyond the buffer.
+
+    Raises:
+        NotImplementedError: the implementation asked for does not support the device or the shapes.
     """
     args = RopeAppendArguments(qkv, cos, sin, buffer, offset)
     return choose("rope_append", implementation, args, slow_reference=False).rotate_and_append(args)

@@ -31,7 +31,7 @@ def unsupported(args: RopeAppendArguments) -> str | None:
     if (tokens := math.prod(qkv.shape[:2])) > MAX_TOKENS:
         return f"supports up to {MAX_TOKENS} tokens, not {tokens}"
     if (rows := buffer.keys.shape[2]) < max(2, qkv.shape[1]):
-        return f"needs a buffer of at least two rows and as many as there are tokens, {qkv.shape[1]}, not {rows}"
+        return f"needs a buffer of at least {max(2, qkv.shape[1])} rows, not {rows}"
     if (head_dim := buffer.keys.shape[-1]) % 4:
         return f"supports head_dim in multiples of 4, not {head_dim}"
     return None
@@ -75,7 +75,7 @@ def _emit_part(heads: int, kv_heads: int, rows: int, head_dim: int, tokens: int,
         angle = ptx.i64(place * half) + within
         (cos,), (sin,) = (ptx.load_global(at[name] + angle) for name in ("cos", "sin"))
         offset = ptx.load_global(at["offset"] + ptx.i64(place // tokens) * 4)[0]
-        # An offset without room moves to where there is, as the reference's does: nothing is written behind the buffer.
+        # An offset without room moves to where there is room, as in the reference: nothing is written beyond the buffer.
         offset = ptx.maximum(ptx.minimum(offset, ptx.i32(rows - max(2, tokens))), ptx.i32(0))
         row = offset + place % tokens
         first, second = numerics.rotated(a, b, cos, sin)

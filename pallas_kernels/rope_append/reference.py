@@ -24,14 +24,15 @@ def split_and_rotate(
 
 
 def rotate(x: Float[Array, "B #T N H"], cos: Float[Array, "B #T half"], sin: Float[Array, "B #T half"]) -> Float[Array, "B T N H"]:
-    """Rotates channel i with channel i + H/2 (Hugging Face's pairing). Rotations add up: by one angle and then another is by their sum."""
+    """Rotates channel i with channel i + H/2 (Hugging Face's pairing). Rotations add up: one by an angle and one by another make one by the
+    sum."""
     cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def _two_rows(x: Float[Array, "B T K H"]) -> Float[Array, "B _ K H"]:
-    """x, and a row of zeros behind it where T is 1.
+    """x, followed by a row of zeros where T is 1.
 
     XLA on a CPU does the update of a full cache by a single row twice, once for attention to read and once to keep, and so copies
     the layer several times in every step; with two rows it does not (seen in jax 0.10; two thirds of the speed were lost).
