@@ -25,8 +25,8 @@ class ListedGroups:
     """The upper plane of some groups of the quantized region, and the whole buffer of recent tokens.
 
     Nothing outside the row's KV head is ever read, whatever is in the lists. A count below 0 is taken as 0, one above n as n. In a layer of
-    C groups, a number below 0 means group 0 and one above C - 1 means group C - 1. A group that is listed twice weighs twice. A group that is
-    not quantized yet is read with undefined contents, and the result is then no attention over the row.
+    C groups, a number below 0 means group 0 and one above C - 1 means group C - 1. A group that is listed twice weighs twice. A group that
+    is not quantized yet is read with undefined contents, and the result is then no attention over the row.
 
     Attributes:
         groups: the numbers of the groups that a row's KV head reads, each of them once, in any order, in the first count[b, k] of n
