@@ -297,7 +297,7 @@ def test_nibbles_as_bfloat16_are_rounded_once():
         (ptx, "wait_for_arrivals", "step"),  # functions of that name in all kinds of warps
         (ptx, "wait_for_arrivals", "some"),
         (ptx, "arrive_after_copies", "step"),
-        (ptx, "meet_cluster", "emit_block"),
+        (ptx, "meet_cluster", "add_clusters"),
         (fragments, "products_done", "add_step"),
         (fragments, "publish", "step"),
     ],
@@ -377,7 +377,7 @@ def test_int8_matmul_of_a_row_depends_on_no_other(cluster):
         ("wait_for_arrivals", "one_pass"),  # functions of that name in the producer and in the math warps
         ("wait_for_arrivals", "one_tile"),  # and in the math and epilogue warps
         ("wait_for_arrivals", "emit_block"),  # until activations are there
-        ("meet_cluster", "emit_block"),
+        ("meet_cluster", "add_clusters"),
     ],
 )
 def test_a_missing_order_of_the_int8_matmul_is_seen(monkeypatch, function, caller):
