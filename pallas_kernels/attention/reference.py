@@ -28,7 +28,7 @@ Load = Callable[[Array | int], tuple[Array, Array, Bool[Array, "B #K #R S"]]]
 def decode_attention(args: AttentionArguments) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T C"] | None]:
     """See `pallas_kernels.attention.decode_attention`."""
     q, layer, lengths, view = args
-    (B, T, N, H), K = q.shape, layer.buffer.keys.shape[1]
+    (B, T, N, _), K = q.shape, layer.buffer.keys.shape[1]
     rows = _rows(q, K)
     partial, by_group = _full(rows, layer.buffer, lengths.buffered, T), None
     if isinstance(layer, TokenCodesLayer):
@@ -39,8 +39,7 @@ def decode_attention(args: AttentionArguments) -> tuple[Float[Array, "B T N H"],
         partial = _merge(partial, _attend(rows, *load))
         by_group = _by_part(rows, *load, parts=layer.groups) if view.observed else None
     top, total, values = partial
-    out = (values / total[..., None]).reshape(B, K, T, N // K, H)
-    out = out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    out = _by_query(values / total[..., None], q)
     if not view.observed:
         return out, None
     if by_group is None:
@@ -55,6 +54,12 @@ def _rows(q: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
     rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * (N // K), H)
     # Scaling in the accumulation dtype costs nothing and loses nothing.
     return rows.astype(accumulation_dtype(q.dtype)) * H**-0.5
+
+
+def _by_query(rows: Float[Array, "B K R H"], q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Results of `_rows` in the order and dtype of the queries."""
+    B, T, N, H = q.shape
+    return rows.reshape(B, rows.shape[1], T, -1, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
 
 
 def _full(rows: Array, layer: FullLayer, length: Int[Array, "B"], T: int) -> Partial:
@@ -85,12 +90,12 @@ def attend_readable(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K T S"]]:
     """Attention of T tokens, each over the keys and values that it may read, of which there is one at least; and the share of each, summed
     over the query heads of a KV head."""
-    (B, T, N, H), K = q.shape, layer.keys.shape[1]
+    (B, T, N, _), K = q.shape, layer.keys.shape[1]
     weights = attention_weights(q, layer.keys, readable)
     # A value that no query may read has a weight of 0, but may be NaN.
     values = jnp.where(readable.any(1)[:, None, :, None], layer.values, 0)
-    out = _product("bkrs,bksh->bkrh", weights.astype(values.dtype), values, weights.dtype).reshape(B, K, T, N // K, H)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype), weights.reshape(B, K, T, N // K, -1).sum(3)
+    out = _product("bkrs,bksh->bkrh", weights.astype(values.dtype), values, weights.dtype)
+    return _by_query(out, q), weights.reshape(B, K, T, N // K, -1).sum(3)
 
 
 def attend_replaced(
@@ -98,9 +103,8 @@ def attend_replaced(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B K S"]]:
     """Attention that reads some tokens in full precision instead of their codes; and the logarithm of the share of each quantized token in
     the last of the T tokens' attention, summed over the query heads of a KV head: minus infinity where there is no token."""
-    B, T, N, H = q.shape
-    K, rows = layer.buffer.keys.shape[1], _rows(q, layer.buffer.keys.shape[1])
-    size, group = layer.keys.tokens, N // K
+    (B, T, N, _), K = q.shape, layer.buffer.keys.shape[1]
+    rows, size, group = _rows(q, K), layer.keys.tokens, N // K
     at = jnp.where(replaced.positions < 0, size, replaced.positions)
     left_out = jax.vmap(jax.vmap(lambda at: jnp.zeros(size, bool).at[at].set(True, mode="drop")))(at)
     there = (replaced.positions >= 0)[:, :, None]
@@ -112,7 +116,7 @@ def attend_replaced(
     if size:
         partial = _merge(partial, _attend(rows, *coded))
     top, total, values = partial
-    out = (values / total[..., None]).reshape(B, K, T, group, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q.dtype)
+    out = _by_query(values / total[..., None], q)
     last = rows[:, :, -group:]
     logits = jnp.full((B, K, group, 0), -jnp.inf, rows.dtype) if size == 0 else _by_part(last, *coded, parts=size)
     of_replaced = _logits(last, replaced.keys, there)
